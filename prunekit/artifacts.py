@@ -1,0 +1,87 @@
+"""Files and folders that are whole or not there: written to a temporary beside the target, then renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prunekit.errors import ArtifactError
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path in the same folder; on success it replaces `path`, on an error it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    os.chmod(name, 0o666 & ~_umask())
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `path`; on success it takes the place of `path`, on an error it is removed.
+
+    A folder that was there before stays until the new one is whole.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    os.chmod(temporary, 0o777 & ~_umask())
+    try:
+        yield temporary
+        old = path.with_name(f".{path.name}.old-{os.getpid()}")
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a UTF-8 text file, whole or not at all."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON with sorted keys; NaN and Inf are refused, because they are not JSON."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file that prunekit wrote.
+
+    Raises:
+        ArtifactError: the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise ArtifactError(f"{path}: expected JSON, but {error}; the file is damaged") from error
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,82 @@
+"""What is touched is restored: training mode, random state, threads and backends, each as a context manager."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.errors import UsageError
+
+
+@contextmanager
+def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Puts a model into train or eval mode; afterwards every module is in the mode it had."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds Python, NumPy and torch (CPU and CUDA); afterwards their states are what they were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds Python, NumPy and torch for the rest of the process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Runs with `count` intra-op CPU threads; `None` leaves them as they are."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turns `auto`, `cpu`, `cuda`, `cuda:n` or `mps` into a device that is there.
+
+    Raises:
+        UsageError: the device does not exist on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise UsageError(f"device {name!r} was asked for, but there are {found} CUDA devices here; use --device cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("device 'mps' was asked for, but this machine has none; use --device cpu")
+    if device.type not in {"cpu", "cuda", "mps"}:
+        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}")
+    return device

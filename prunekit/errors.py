@@ -1,0 +1,63 @@
+"""One exception family: what was expected, what came, where, and what to do next.
+
+`exit_code` is what the command line returns: 2 for wrong usage, 1 for a run that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class PrunekitError(Exception):
+    """Root of every error that prunekit raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(PrunekitError):
+    """The request itself is wrong: an argument, a recipe, a name that does not exist."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe has problems; all of them are in the message, one a line, with file, line and column."""
+
+
+class ModelError(UsageError):
+    """A model cannot be built, or cannot be used as asked (frozen, unknown name, hooks in the way)."""
+
+
+class DataError(UsageError):
+    """Data is missing, empty, unreadable, or its labels do not fit the classes."""
+
+
+class PlanError(UsageError):
+    """A plan removes nothing, names layers that do not exist, or asks for a budget that cannot be met."""
+
+
+class RunError(PrunekitError):
+    """A run started correctly and failed: non-finite loss, a full disk, a broken file."""
+
+
+class NonFiniteError(RunError):
+    """NaN or Inf where a finite number was needed; the message names the layer."""
+
+
+class VerificationError(RunError):
+    """Masked and compact model disagree; the message names the operator and the module path."""
+
+
+class ArtifactError(RunError):
+    """A file or folder that prunekit wrote earlier is damaged, incomplete or of another version."""
+
+
+def nearest(name: str, allowed: Iterable[str], *, count: int = 3) -> str:
+    """Says which allowed names look most like `name`: "did you mean 'a' or 'b'?", or lists a few."""
+    allowed = sorted(set(allowed))
+    close = get_close_matches(name, allowed, n=count, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(match) for match in close) + "?"
+    shown = ", ".join(repr(match) for match in allowed[:12])
+    return f"expected one of {shown}" + (", ..." if len(allowed) > 12 else "")

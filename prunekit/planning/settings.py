@@ -1,0 +1,36 @@
+"""Which channels go, and how many may stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+Share = Annotated[float, Gt(0), Le(1)]
+PositiveInt = Annotated[int, Ge(1)]
+Criterion = Literal["l1", "l2", "activation", "random"]
+
+
+@dataclass(frozen=True)
+class BudgetSettings:
+    """What may be left, as a share of the dense model; exactly one is given."""
+
+    channels: Share | None = None
+    macs: Share | None = None
+
+
+@dataclass(frozen=True)
+class PruneSettings:
+    """Which channels go."""
+
+    budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
+    criterion: Criterion = "l2"
+    scope: Literal["uniform", "global"] = "uniform"
+    round_to: PositiveInt = 1
+    """Channel counts of every pruned axis are multiples of this where the axis allows it."""
+    min_channels: PositiveInt = 1
+    exclude: tuple[str, ...] = ()
+    """Globs over module paths whose output channels stay whole."""
+    ratios: dict[str, Share] = field(default_factory=dict)
+    """Glob over module paths -> share of their output channels to keep."""

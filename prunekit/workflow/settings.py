@@ -1,0 +1,39 @@
+"""A whole job as a frozen dataclass: the recipe fills it from YAML, the Python API by hand.
+
+The constraints in the annotations are what `prunekit.recipe` checks and reports with line and column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
+
+from prunekit.calibration.settings import CalibrationSettings
+from prunekit.data.settings import DataSettings
+from prunekit.measure.settings import LatencySettings
+from prunekit.models.settings import ModelSettings
+from prunekit.planning.settings import PruneSettings
+from prunekit.training.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """A whole job: the resolved recipe."""
+
+    name: str
+    model: ModelSettings
+    data: DataSettings = field(default_factory=DataSettings)
+    baseline: TrainSettings | None = None
+    """How to train the dense model first, when `model.weights` is not given."""
+    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
+    prune: PruneSettings = field(default_factory=PruneSettings)
+    finetune: TrainSettings = field(default_factory=TrainSettings)
+    latency: LatencySettings = field(default_factory=LatencySettings)
+    seed: Annotated[int, Ge(0)] = 0
+    device: str = "auto"
+    threads: Annotated[int, Ge(1)] | None = None
+    """Intra-op CPU threads for training; None leaves torch's choice."""
+    output: Path = Path("runs")
