@@ -1,0 +1,24 @@
+"""Channel labels: how the channels of a model hang together, found by running it once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from prunekit.channels.map import ChannelGroup, ChannelMap, Lock, channel_map
+from prunekit.channels.trace import channel_axis, trace_model
+
+
+def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tuple[Any, ...]) -> ChannelMap:
+    """Runs a model on example inputs and returns its channel map; the model is not changed.
+
+    Args:
+        model: any module; traced as it is in eval mode and once more in train mode, on tensors without values.
+        example_inputs: the positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`.
+        more_examples: further inputs, for branches that the first does not take.
+    """
+    return channel_map(model, trace_model(model, [example_inputs, *more_examples]))
+
+
+__all__ = ["ChannelGroup", "ChannelMap", "Lock", "channel_axis", "trace"]

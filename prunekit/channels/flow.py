@@ -1,0 +1,210 @@
+"""How labels flow: the fields of every tensor, merges and locks, and the constraints that splits leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from prunekit.channels.labels import Field, Labels, LabelUnion, along
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LockRecord:
+    """Labels that must stay, and why."""
+
+    reason: str
+    module: str
+    operator: str
+    labels: Labels
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangle:
+    """A labelled axis was viewed as rows x columns: what is kept must be whole rows or whole columns."""
+
+    labels: Labels  # (rows, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class EqualParts:
+    """A labelled axis was cut into equal parts: as many channels must stay in every part."""
+
+    labels: Labels  # (parts, size)
+
+
+@dataclass(frozen=True, eq=False)
+class MacTerm:
+    """Multiply-accumulates of one operator for one sample: `constant` times the kept labels of every factor."""
+
+    module: str
+    operator: str
+    constant: float
+    factors: tuple[Labels, ...]
+
+
+class Flow:
+    """State of one trace, handed to every rule.
+
+    Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
+    """
+
+    def __init__(self) -> None:
+        self.union = LabelUnion()
+        self.locks: list[LockRecord] = []
+        self.constraints: list[Rectangle | EqualParts] = []
+        self.macs: list[MacTerm] = []
+        self.count_macs = True
+        self.batch = 1
+        self.module = ""
+        self.operator = ""
+
+    def fields(self, tensor: Any) -> tuple[Field, ...]:
+        """The fields of a tensor; none for anything else."""
+        return getattr(tensor, "_prunekit_fields", ())
+
+    def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
+        """Gives a tensor its fields; those without any span are dropped."""
+        tensor._prunekit_fields = tuple(field for field in fields if field.labels.size > 1)  # type: ignore[attr-defined]
+
+    def lock(self, fields: Iterable[Field | Labels | None], reason: str) -> None:
+        """Locks every label of some fields and remembers why and where."""
+        for field in fields:
+            labels = field.labels if isinstance(field, Field) else field
+            if labels is not None and labels.size:
+                self.union.lock(labels)
+                self.locks.append(LockRecord(reason, self.module, self.operator, labels.reshape(-1)))
+
+    def fix(self, labels: Labels | None) -> None:
+        """Locks labels that no user would expect to prune, such as a kernel's height: not reported."""
+        if labels is not None:
+            self.union.lock(labels)
+
+    def on_axis(self, tensor: Any, axis: int, reason: str) -> tuple[Labels | None, bool]:
+        """The labels along one axis as a vector with their zero flag; fields that mix it with other axes are locked."""
+        found: Labels | None = None
+        zero = False
+        for field in self.fields(tensor):
+            if field.span == (axis,):
+                labels = field.labels.reshape(-1)
+                if found is not None:
+                    self.union.merge(found, labels)
+                found, zero = labels, zero or field.zero
+            elif axis in field.span:
+                self.lock([field], reason)
+        return found, zero
+
+    def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
+        """Merges two label vectors of one axis; where only one side is labelled, it is locked."""
+        if left is None or right is None:
+            self.lock([left, right], reason)
+            return None
+        if left.shape == right.shape:
+            self.union.merge(left, right)
+            return left
+        self.lock([left, right], reason)
+        return None
+
+    def pointwise(
+        self, operands: Sequence[tuple[Shape, Sequence[Field]]], *, product: bool, others_zero: bool = True
+    ) -> list[Field]:
+        """Broadcasts the fields of several operands against each other and merges them elementwise.
+
+        Args:
+            operands: shape and fields of each tensor operand, all with the same number of axes.
+            product: whether a zero in one operand makes the result zero (multiplication), or only zeros in all.
+            others_zero: False when something that is not a tensor (a number) is added as well.
+        """
+        shape = np.broadcast_shapes(*[shape for shape, _ in operands])
+        for index, (_, fields) in enumerate(operands):
+            for field in fields:
+                for other in range(len(operands)):
+                    if other != index:
+                        self._meet(field, operands[other], shape, forward=other > index)
+        by_span: dict[tuple[int, ...], dict[int, Field]] = {}
+        for index, (_, fields) in enumerate(operands):
+            for field in fields:
+                by_span.setdefault(field.span, {})[index] = field
+        result = []
+        for parts in by_span.values():
+            zeros = [field.zero for field in parts.values()]
+            zero = any(zeros) if product else all(zeros) and len(parts) == len(operands) and others_zero
+            result.append(Field(next(iter(parts.values())).labels, zero))
+        return result
+
+    def _meet(self, field: Field, other: tuple[Shape, Sequence[Field]], shape: Shape, *, forward: bool) -> None:
+        other_shape, other_fields = other
+        full = tuple(axis for axis in field.span if other_shape[axis] == shape[axis])
+        if not full:
+            return
+        overlapping = [match for match in other_fields if set(match.span) & set(full)]
+        if overlapping:
+            if forward and not any(self.union.equal(field.labels, match.labels) for match in overlapping):
+                for match in overlapping:
+                    self.union.merge(field.labels, match.labels)
+        elif len(full) < len(field.span):
+            self.union.tie(field.labels, full)
+        else:
+            self.lock([field], "meets a tensor whose size along this axis does not depend on any parameter")
+
+    def contract(
+        self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
+    ) -> list[Field]:
+        """An einsum of two tensors: a product in the joint space, then contracted axes are dropped or tied.
+
+        Axes are named by letters as in `torch.einsum`; returns the fields of the result.
+        """
+        joint = "".join(dict.fromkeys(left_axes + right_axes))
+        operands = [self._lift(tensor, axes, joint) for tensor, axes in ((left, left_axes), (right, right_axes))]
+        fields = self.pointwise(operands, product=True)
+        self._count_contraction(operands, fields, joint)
+        kept = []
+        for field in fields:
+            contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
+            if contracted and not field.zero:
+                self.lock([field], "sums over values that are not exactly zero where the channel is removed")
+            if contracted == field.span:
+                continue
+            labels = self.union.tie(field.labels, contracted) if contracted else field.labels
+            order = [joint.index(letter) for letter in out_axes]
+            rest = [axis for axis in range(len(joint)) if axis not in order]
+            kept.append(Field(np.transpose(labels, order + rest).reshape([labels.shape[a] for a in order]), field.zero))
+        return kept
+
+    def _lift(self, tensor: torch.Tensor, axes: str, joint: str) -> tuple[Shape, list[Field]]:
+        def lifted(shape: Sequence[int]) -> list[int]:
+            return [shape[axes.index(letter)] if letter in axes else 1 for letter in joint]
+
+        order = [axes.index(letter) for letter in joint if letter in axes]
+        fields = [
+            Field(np.transpose(field.labels, order).reshape(lifted(field.labels.shape)), field.zero)
+            for field in self.fields(tensor)
+        ]
+        return tuple(lifted(tensor.shape)), fields
+
+    def _count_contraction(
+        self, operands: Sequence[tuple[Shape, Sequence[Field]]], fields: Sequence[Field], joint: str
+    ) -> None:
+        shape = np.broadcast_shapes(*[shape for shape, _ in operands])
+        covered: set[int] = set()
+        factors = []
+        for field in fields:
+            if not covered & set(field.span):
+                covered |= set(field.span)
+                factors.append(field.labels.reshape(-1))
+        constant = float(np.prod([size for axis, size in enumerate(shape) if axis not in covered]))
+        self.add_macs(constant, factors)
+
+    def add_macs(self, constant: float, factors: Iterable[Labels | None]) -> None:
+        """Counts an operator's multiply-accumulates, given for the whole batch."""
+        if self.count_macs:
+            labels = tuple(factor for factor in factors if factor is not None)
+            self.macs.append(MacTerm(self.module, self.operator, constant / self.batch, labels))
+
+
+__all__ = ["EqualParts", "Flow", "LockRecord", "MacTerm", "Rectangle", "Shape", "along"]

@@ -1,0 +1,122 @@
+"""Channel labels: integers that must be kept or removed together, merged by union-find; label 0 is locked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Labels = NDArray[np.int64]
+LOCKED = 0
+
+
+class LabelUnion:
+    """Union-find over labels on a NumPy root array: merges are batched and resolved lazily.
+
+    Every class is represented by its smallest label, so whatever is merged with label 0 reads as 0: locked.
+    """
+
+    def __init__(self) -> None:
+        self._root: Labels = np.zeros(1, dtype=np.int64)
+        self._pending: list[tuple[Labels, Labels]] = []
+
+    @property
+    def size(self) -> int:
+        """Number of labels given out so far, the locked label included."""
+        return len(self._root)
+
+    def new(self, count: int) -> Labels:
+        """Gives out `count` fresh labels."""
+        fresh = np.arange(self.size, self.size + count, dtype=np.int64)
+        self._root = np.concatenate([self._root, fresh])
+        return fresh
+
+    def merge(self, left: Labels, right: Labels) -> None:
+        """Makes `left[i]` and `right[i]` one class; the two arrays broadcast against each other."""
+        if left is not right:
+            left, right = np.broadcast_arrays(left, right)
+            self._pending.append((left.reshape(-1), right.reshape(-1)))
+
+    def tie(self, labels: Labels, axes: Sequence[int]) -> Labels:
+        """Makes labels constant along `axes` by merging; returns them with those axes reduced to size 1."""
+        first = labels
+        for axis in axes:
+            first = np.take(first, [0], axis=axis)
+        self.merge(labels, first)
+        return first
+
+    def lock(self, labels: Labels) -> None:
+        """Merges labels into the locked class."""
+        self.merge(labels, np.zeros(1, dtype=np.int64))
+
+    def find(self, labels: Labels) -> Labels:
+        """The representative of every label, in the shape of `labels`."""
+        self._flush()
+        return self._root[labels]
+
+    def equal(self, left: Labels, right: Labels) -> bool:
+        """Whether two arrays of labels are the same, class by class."""
+        if left.shape != right.shape:
+            return False
+        return left is right or np.array_equal(left, right) or np.array_equal(self.find(left), self.find(right))
+
+    def _flush(self) -> None:
+        """Min-hooking and pointer jumping over all pending edges until every edge joins equal roots."""
+        if not self._pending:
+            return
+        left = np.concatenate([edge[0] for edge in self._pending])
+        right = np.concatenate([edge[1] for edge in self._pending])
+        self._pending = []
+        root = self._root
+        while True:
+            a, b = root[left], root[right]
+            open_edges = a != b
+            if not open_edges.any():
+                break
+            left, right, a, b = left[open_edges], right[open_edges], a[open_edges], b[open_edges]
+            np.minimum.at(root, np.maximum(a, b), np.minimum(a, b))
+            while True:
+                jumped = root[root]
+                if np.array_equal(jumped, root):
+                    break
+                root[:] = jumped
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Field:
+    """Labels that lie on a tensor: an integer array that broadcasts to its shape.
+
+    `labels` has one axis for each axis of the tensor, of full size where the label depends on it and of size 1
+    elsewhere. `zero` says that entries of a removed label are exactly 0 when the model runs under masks.
+    """
+
+    labels: Labels
+    zero: bool
+
+    @property
+    def span(self) -> tuple[int, ...]:
+        """The axes along which the labels differ."""
+        return tuple(axis for axis, size in enumerate(self.labels.shape) if size > 1)
+
+    def with_labels(self, labels: Labels) -> Field:
+        """The same field with other labels."""
+        return Field(labels, self.zero)
+
+
+def along(labels: Labels, axis: int, ndim: int) -> Labels:
+    """Shapes a vector of labels so that it lies on one axis of an `ndim`-dimensional tensor."""
+    shape = [1] * ndim
+    shape[axis] = labels.size
+    return labels.reshape(shape)
+
+
+def collapse(labels: Labels) -> Labels:
+    """Reduces every axis along which the labels are constant to size 1."""
+    for axis, size in enumerate(labels.shape):
+        if size > 1:
+            first = np.take(labels, [0], axis=axis)
+            if (labels == first).all():
+                labels = first
+    return labels

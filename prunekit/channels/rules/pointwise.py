@@ -1,0 +1,105 @@
+"""Pointwise operators: unary ones pass fields through, the others broadcast and merge them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from prunekit.channels.labels import Field
+from prunekit.channels.rules.registry import Call, rule
+
+if TYPE_CHECKING:
+    from prunekit.channels.flow import Flow, Shape
+
+KEEPS_ZERO = (
+    "relu relu6 hardtanh hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign sqrt "
+    "square erf expm1 log1p floor ceil round trunc hardshrink softshrink tanhshrink nan_to_num clone detach alias "
+    "_to_copy lift_fresh contiguous positive to mish native_dropout dropout"
+)
+MOVES_ZERO = (
+    "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
+    "threshold clamp clamp_min clamp_max bitwise_not logical_not isnan isinf pow erfc bernoulli rand_like "
+    "randn_like zeros_like ones_like empty_like full_like fill zero new_zeros new_ones new_empty new_full"
+)
+SUMS = "add sub rsub maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or bitwise_and bitwise_or atan2 lerp"
+PRODUCTS = "mul div true_divide floor_divide"
+FRESH = frozenset("new_zeros new_ones new_empty new_full".split())
+
+
+def _variants(names: str) -> list[str]:
+    return [f"aten.{name}{suffix}" for name in names.split() for suffix in ("", "_")]
+
+
+def aligned(flow: Flow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
+    """Shape and fields of a tensor with leading axes of size 1 added up to `ndim`."""
+    lead = (1,) * (ndim - tensor.dim())
+    fields = [field.with_labels(field.labels.reshape(lead + field.labels.shape)) for field in flow.fields(tensor)]
+    return lead + tuple(tensor.shape), fields
+
+
+def broadcast(flow: Flow, operands: Sequence[Any], *, product: bool) -> list[Field]:
+    """Fields of an elementwise operator over tensors and numbers."""
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    numbers = [operand for operand in operands if isinstance(operand, (int, float, bool, complex))]
+    ndim = max(tensor.dim() for tensor in tensors)
+    return flow.pointwise(
+        [aligned(flow, tensor, ndim) for tensor in tensors],
+        product=product,
+        others_zero=not any(number != 0 for number in numbers),
+    )
+
+
+@rule(*_variants(KEEPS_ZERO))
+def keeps_zero(flow: Flow, call: Call) -> None:
+    """f(0) = 0: fields and their zeros pass."""
+    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
+    flow.set(out, flow.fields(call.args[0]))
+
+
+@rule(*_variants(MOVES_ZERO))
+def moves_zero(flow: Flow, call: Call) -> None:
+    """f(0) need not be 0: fields pass, but removed entries are no longer known to be zero."""
+    if call.name.removeprefix("aten.") in FRESH:
+        return
+    tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
+    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
+    fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
+    flow.set(out, [Field(field.labels, zero=False) for field in fields])
+
+
+@rule(*_variants(SUMS))
+def sums(flow: Flow, call: Call) -> None:
+    """Zero only where every operand is zero. `alpha` scales and does not matter."""
+    flow.set(call.out, broadcast(flow, call.args[:2] if "lerp" not in call.name else call.args[:3], product=False))
+
+
+@rule(*_variants(PRODUCTS))
+def products(flow: Flow, call: Call) -> None:
+    """Zero where any factor is zero; of a quotient, where the numerator is."""
+    fields = broadcast(flow, call.args[:2], product=True)
+    if "div" in call.name and isinstance(call.args[0], torch.Tensor):
+        ndim = call.out.dim()
+        zero_spans = {field.span for field in aligned(flow, call.args[0], ndim)[1] if field.zero}
+        fields = [Field(field.labels, field.zero and field.span in zero_spans) for field in fields]
+    flow.set(call.out, fields)
+
+
+@rule("aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel")
+def ternary(flow: Flow, call: Call) -> None:
+    """Merges whatever meets; zeros survive only in PReLU, whose kernel maps 0 to 0."""
+    fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
+    kept = [field.span for field in flow.fields(call.args[0]) if field.zero] if "prelu" in call.name else []
+    flow.set(call.out, [Field(field.labels, field.span in kept) for field in fields])
+
+
+@rule("aten.copy_")
+def copy(flow: Flow, call: Call) -> None:
+    """What is written replaces what was there; a broadcast source leaves its axes without labels."""
+    target, source = call.args[:2]
+    written = broadcast(flow, [target, source], product=False) if flow.fields(target) else aligned(
+        flow, source, target.dim()
+    )[1]
+    zero = {field.span for field in aligned(flow, source, target.dim())[1] if field.zero}
+    flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])

@@ -1,0 +1,50 @@
+"""One small pure function per family of operators, registered by name; a second registration raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prunekit.channels.flow import Flow
+
+Rule = Callable[["Flow", "Call"], None]
+
+
+class Call:
+    """One operator call as a rule sees it: its name, what went in and what came out."""
+
+    __slots__ = ("args", "kwargs", "name", "out")
+
+    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+        self.out = out
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+RULES: dict[str, Rule] = {}
+"""Operator name without namespace overload, such as `aten.add` or `mylib.scan`, to its rule."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operators such as `aten.convolution`; in-place and out variants are separate names.
+
+    Raises:
+        ValueError: an operator has a rule already.
+    """
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            if name in RULES:
+                raise ValueError(f"operator {name} already has a rule: {RULES[name].__module__}.{RULES[name].__name__}")
+            RULES[name] = function
+        return function
+
+    return register

@@ -1,0 +1,212 @@
+"""Shape operators are replayed on the labels; splits of a labelled axis leave a constraint, the rest locks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from prunekit.channels.flow import EqualParts, Rectangle
+from prunekit.channels.labels import Field, Labels, collapse
+from prunekit.channels.rules.registry import Call, rule
+
+if TYPE_CHECKING:
+    from prunekit.channels.flow import Flow
+
+
+def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Factors a reshape into the smallest groups of old axes that become groups of new axes."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = [], []
+        a = b = 1
+        if i < len(old):
+            a, left, i = old[i], [i], i + 1
+        if j < len(new):
+            b, right, j = new[j], [j], j + 1
+        while a != b:
+            if a < b:
+                a, i = a * old[i], (left.append(i), i + 1)[1]
+            else:
+                b, j = b * new[j], (right.append(j), j + 1)[1]
+        groups.append((left, right))
+    return groups
+
+
+def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tuple[Labels, list[list[int]]]:
+    """Reshapes labels like a view from `old` to `new`; also returns the groups of new axes that one axis became."""
+    if 0 in old:
+        return np.zeros([1] * len(new), dtype=np.int64), []
+    full, target, splits = list(labels.shape), [1] * len(new), []
+    for left, right in axis_groups(old, new):
+        if any(labels.shape[axis] > 1 for axis in left):
+            for axis in left:
+                full[axis] = old[axis]
+            for axis in right:
+                target[axis] = new[axis]
+            if len([axis for axis in right if new[axis] > 1]) > 1:
+                splits.append([axis for axis in right if new[axis] > 1])
+    return np.broadcast_to(labels, full).reshape(target), splits
+
+
+@rule("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.unsqueeze_", "aten.squeeze_")
+def view(flow: Flow, call: Call) -> None:
+    """Merging axes repeats labels; splitting one leaves a rectangle constraint for each pair of factors."""
+    source, out = call.args[0], call.out
+    if call.name.endswith("_") and source is out:  # the shape is changed already; nothing is known of the old one
+        flow.lock(flow.fields(source), "shape changed in place")
+        return
+    fields = []
+    for field in flow.fields(source):
+        labels, splits = reshape_labels(field.labels, source.shape, out.shape)
+        for axes in splits:
+            _constrain(flow, labels, axes)
+        fields.append(field.with_labels(collapse(labels)))
+    flow.set(out, fields)
+
+
+def _constrain(flow: Flow, labels: Labels, axes: list[int]) -> None:
+    grid = np.moveaxis(labels, axes, range(labels.ndim - len(axes), labels.ndim))
+    sizes = grid.shape[labels.ndim - len(axes) :]
+    grid = grid.reshape(-1, int(np.prod(sizes)))
+    for cut in range(1, len(sizes)):
+        columns = int(np.prod(sizes[cut:]))
+        for block in grid.reshape(-1, sizes[cut - 1], columns):
+            flow.constraints.append(Rectangle(block))
+
+
+@rule("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.transpose_", "aten.t_")
+def permute(flow: Flow, call: Call) -> None:
+    """Reorders axes."""
+    ndim = call.args[0].dim()
+    order = list(range(ndim))
+    if "transpose" in call.name:
+        a, b = call.args[1], call.args[2]
+        order[a], order[b] = order[b], order[a]
+    elif call.name.startswith("aten.t"):
+        order.reverse()
+    else:
+        order = [axis % ndim for axis in call.args[1]]
+    flow.set(call.out, [field.with_labels(np.transpose(field.labels, order)) for field in flow.fields(call.args[0])])
+
+
+@rule("aten.expand")
+def expand(flow: Flow, call: Call) -> None:
+    """Repeats axes of size 1: the labels do not depend on them."""
+    lead = (1,) * (call.out.dim() - call.args[0].dim())
+    flow.set(call.out, [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(call.args[0])])
+
+
+def _replay(flow: Flow, call: Call, axes: Sequence[int], reason: str) -> None:
+    """Passes fields that are constant along `axes`, whose sizes the operator changes; locks the others."""
+    fields = flow.fields(call.args[0])
+    touched = [field for field in fields if set(field.span) & set(axes)]
+    flow.lock(touched, reason)
+    rest = [field for field in fields if field not in touched]
+    flow.set(call.out, rest)
+
+
+@rule("aten.slice", "aten.narrow", "aten.roll", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d")
+def cut(flow: Flow, call: Call) -> None:
+    """Takes, moves or adds positions along axes; a labelled axis is locked unless nothing changes."""
+    old, new = call.args[0].shape, call.out.shape
+    if call.name == "aten.roll":
+        dims = call.arg(2, "dims") or range(len(old))
+        changed = [axis % len(old) for axis in dims]
+    else:
+        changed = [axis for axis in range(len(old)) if old[axis] != new[axis]]
+    _replay(flow, call, changed, "cut, padded or rolled by positions that the model's code fixes")
+
+
+@rule("aten.flip")
+def flip(flow: Flow, call: Call) -> None:
+    """Reverses labels together with the values."""
+    axes = [axis % call.out.dim() for axis in call.args[1]]
+    flow.set(call.out, [field.with_labels(np.flip(field.labels, axes)) for field in flow.fields(call.args[0])])
+
+
+@rule("aten.select")
+def select(flow: Flow, call: Call) -> None:
+    """One position of an axis: locks that axis if it is labelled, and drops it."""
+    axis = call.args[1] % call.args[0].dim()
+    fields = flow.fields(call.args[0])
+    touched = [field for field in fields if axis in field.span]
+    flow.lock(touched, "one position of this axis is picked by number")
+    rest = [field for field in fields if field not in touched]
+    flow.set(call.out, [field.with_labels(np.squeeze(field.labels, axis)) for field in rest])
+
+
+@rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk")
+def split(flow: Flow, call: Call) -> None:
+    """Equal parts of a labelled axis must stay equal; unequal ones lock."""
+    source = call.args[0]
+    position = 1 if call.name == "aten.unbind" else 2
+    axis = call.arg(position, "dim", 0) % source.dim()
+    outs = list(call.out)
+    fields = flow.fields(source)
+    if call.name == "aten.unbind":
+        touched = [field for field in fields if axis in field.span]
+        flow.lock(touched, "unbound into single positions")
+        for out in outs:
+            flow.set(out, [f.with_labels(np.squeeze(f.labels, axis)) for f in fields if f not in touched])
+        return
+    sizes = [out.shape[axis] for out in outs]
+    for field in fields:
+        if axis in field.span and len(outs) > 1:
+            if len(set(sizes)) > 1:
+                flow.lock([field], f"split into unequal parts {sizes}")
+            else:
+                moved = np.moveaxis(field.labels, axis, -1)
+                for row in moved.reshape(-1, moved.shape[-1]):
+                    flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
+    ends = np.cumsum(sizes)
+    for out, size, end in zip(outs, sizes, ends, strict=True):
+        flow.set(out, [_part(field, axis, int(end) - size, int(end)) for field in fields])
+
+
+def _part(field: Field, axis: int, start: int, end: int) -> Field:
+    if axis not in field.span:
+        return field
+    return field.with_labels(np.take(field.labels, range(start, end), axis=axis))
+
+
+@rule("aten.cat", "aten.stack")
+def concatenate(flow: Flow, call: Call) -> None:
+    """Concatenates labels; a part without labels on that axis counts as locked positions."""
+    tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
+    axis = call.arg(1, "dim", 0) % call.out.dim()
+    if call.name == "aten.stack":
+        for tensor in tensors:
+            flow.lock(flow.fields(tensor), "stacked")
+        return
+    columns: list[Labels] = []
+    zero = True
+    for tensor in tensors:
+        labels, is_zero = flow.on_axis(tensor, axis, "concatenated along an axis that is labelled jointly with another")
+        columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
+        zero = zero and (is_zero or labels is None)
+    shape = [1] * call.out.dim()
+    shape[axis] = -1
+    joined = Field(np.concatenate(columns).reshape(shape), zero)
+    one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
+    others = [[field for field in flow.fields(tensor) if axis not in field.span] for tensor in tensors]
+    flow.set(call.out, [*([joined] if joined.labels.any() else []), *_common(flow, one, others)])
+
+
+def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]) -> list[Field]:
+    if not any(others):
+        return []
+    return flow.pointwise(list(zip(shapes, others, strict=True)), product=False)
+
+
+@rule("aten.index_select", "aten.gather", "aten.index", "aten.repeat", "aten.unfold", "aten.as_strided")
+def pick(flow: Flow, call: Call) -> None:
+    """Positions picked by numbers: an axis that may change is locked."""
+    if call.name == "aten.index_select":
+        axis = call.args[1] % call.args[0].dim()
+        _replay(flow, call, [axis], "positions of this axis are picked by number")
+        return
+    flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")

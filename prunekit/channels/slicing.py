@@ -1,0 +1,140 @@
+"""A model's narrow copy: tensors cut to what is kept, and the sizes that modules remember set to match."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.labels import Labels
+from prunekit.channels.map import ChannelMap, Keep
+from prunekit.channels.rules.compute import whole_groups
+
+KeptIndices = Mapping[str, tuple[Labels | None, ...]]
+
+
+def kept_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels | None, ...]]:
+    """For every tensor, and every axis of it that shrinks, the indices that are kept; None for an axis that stays."""
+    kept: dict[str, tuple[Labels | None, ...]] = {}
+    for name, axes in channel_map.labels.items():
+        chosen = [None if axis is None or keep[axis].all() else np.flatnonzero(keep[axis]) for axis in axes]
+        if any(axis is not None for axis in chosen):
+            kept[name] = tuple(chosen)
+    return kept
+
+
+def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
+    """The kept entries of a tensor, contiguous and detached."""
+    result = tensor.detach()
+    for axis, index in enumerate(kept):
+        if index is not None:
+            result = result.index_select(axis, torch.from_numpy(index).to(tensor.device))
+    return result
+
+
+def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
+    """Sets removed entries of a tensor to 0 in place, and returns it."""
+    with torch.no_grad():
+        for axis, index in enumerate(kept):
+            if index is not None:
+                gone = np.setdiff1d(np.arange(tensor.shape[axis]), index)
+                tensor.index_fill_(axis, torch.from_numpy(gone).to(tensor.device), 0)
+    return tensor
+
+
+def narrow(model: nn.Module, kept: KeptIndices, tensors: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
+    """A new model of the same class with only the kept entries; the given model is not changed.
+
+    Args:
+        model: the dense model.
+        kept: as made by `kept_indices`.
+        tensors: values to cut in place of the model's own, by name (another dtype, say).
+
+    Raises:
+        TypeError: a module remembers its size and is not in the resize registry.
+    """
+    source = {name: tensor.detach() for name, tensor in named_tensors(model)} | dict(tensors or {})
+    everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
+    compact = with_tensors(model, everything)
+    resize(compact)
+    return compact
+
+
+def masked_copy(model: nn.Module, kept: KeptIndices, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of the dense model, of the same size, in which every removed entry is 0."""
+    tensors = {}
+    for name, tensor in named_tensors(model):
+        value = tensor.detach().to(dtype if tensor.is_floating_point() else None, copy=True)
+        tensors[name] = blank(value, kept[name]) if name in kept else value
+    return with_tensors(model, tensors)
+
+
+Resizer = Callable[[Any], None]
+RESIZERS: dict[type[nn.Module], Resizer] = {}
+
+
+def resizer(*classes: type[nn.Module]) -> Callable[[Resizer], Resizer]:
+    """Registers how modules of a class, and its subclasses, take over the sizes of their own tensors."""
+
+    def register(function: Resizer) -> Resizer:
+        for cls in classes:
+            if cls in RESIZERS:
+                raise ValueError(f"{cls.__name__} already has a resizer")
+            RESIZERS[cls] = function
+        return function
+
+    return register
+
+
+def resize(model: nn.Module) -> None:
+    """Sets every known module's size attributes from its tensors, in place."""
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if cls in RESIZERS:
+                RESIZERS[cls](module)
+                break
+
+
+@resizer(_ConvNd)
+def _conv(module: _ConvNd) -> None:
+    transposed = isinstance(module, _ConvTransposeNd)
+    rows, columns = module.weight.shape[:2]
+    outer = module.in_channels if transposed else module.out_channels
+    if module.groups > 1 and whole_groups(module.groups, module.in_channels // module.groups):
+        module.groups = module.groups * rows // outer
+    inner = columns * module.groups
+    module.in_channels, module.out_channels = (rows, inner) if transposed else (inner, rows)
+
+
+@resizer(nn.Linear)
+def _linear(module: nn.Linear) -> None:
+    module.out_features, module.in_features = module.weight.shape
+
+
+@resizer(_NormBase)
+def _batch_norm(module: _NormBase) -> None:
+    vector = module.weight if module.weight is not None else module.running_mean
+    if vector is not None:
+        module.num_features = vector.numel()
+
+
+@resizer(nn.LayerNorm, nn.RMSNorm)
+def _layer_norm(module: nn.LayerNorm) -> None:
+    if module.weight is not None:
+        module.normalized_shape = tuple(module.weight.shape)
+
+
+@resizer(nn.PReLU)
+def _prelu(module: nn.PReLU) -> None:
+    module.num_parameters = module.weight.numel()
+
+
+@resizer(nn.Embedding)
+def _embedding(module: nn.Embedding) -> None:
+    module.num_embeddings, module.embedding_dim = module.weight.shape
