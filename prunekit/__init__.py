@@ -1,0 +1,78 @@
+"""prunekit: prune a trained PyTorch model to a budget, and prove what came out.
+
+Public names are imported on first use (PEP 562), so that `import prunekit` does not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prunekit.calibration import ChannelStats, StatsCollector
+    from prunekit.calibration import collect as calibrate
+    from prunekit.channels import ChannelMap, trace
+    from prunekit.compaction import compact, load, save
+    from prunekit.errors import PrunekitError
+    from prunekit.masking import masked
+    from prunekit.measure.verify import verify
+    from prunekit.planning import Plan, load_plan
+    from prunekit.training import recalibrate_batchnorm
+    from prunekit.workflow import finetune, plan_model, prune
+
+__version__ = version("prunekit")
+
+_PLACES = {
+    "ChannelMap": "prunekit.channels:ChannelMap",
+    "ChannelStats": "prunekit.calibration:ChannelStats",
+    "Plan": "prunekit.planning:Plan",
+    "PrunekitError": "prunekit.errors:PrunekitError",
+    "StatsCollector": "prunekit.calibration:StatsCollector",
+    "calibrate": "prunekit.calibration:collect",
+    "compact": "prunekit.compaction:compact",
+    "finetune": "prunekit.workflow:finetune",
+    "load": "prunekit.compaction:load",
+    "load_plan": "prunekit.planning:load_plan",
+    "masked": "prunekit.masking:masked",
+    "plan_model": "prunekit.workflow:plan_model",
+    "prune": "prunekit.workflow:prune",
+    "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
+    "save": "prunekit.compaction:save",
+    "trace": "prunekit.channels:trace",
+    "verify": "prunekit.measure.verify:verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'prunekit' has no attribute {name!r}")
+    module, _, attribute = _PLACES[name].partition(":")
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])
+
+
+__all__ = [
+    "ChannelMap",
+    "ChannelStats",
+    "Plan",
+    "PrunekitError",
+    "StatsCollector",
+    "calibrate",
+    "compact",
+    "finetune",
+    "load",
+    "load_plan",
+    "masked",
+    "plan_model",
+    "prune",
+    "recalibrate_batchnorm",
+    "save",
+    "trace",
+    "verify",
+]

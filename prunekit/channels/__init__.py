@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.map import ChannelGroup, ChannelMap, Lock, channel_map
-from prunekit.channels.trace import channel_axis, trace_model
+from prunekit.channels.map import ChannelGroup, ChannelMap, Lock
+from prunekit.channels.resolve import channel_map
+from prunekit.channels.tracing import channel_axis, trace_model
 
 
 def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tuple[Any, ...]) -> ChannelMap:

@@ -55,9 +55,6 @@ def narrow(model: nn.Module, kept: KeptIndices, tensors: Mapping[str, torch.Tens
         model: the dense model.
         kept: as made by `kept_indices`.
         tensors: values to cut in place of the model's own, by name (another dtype, say).
-
-    Raises:
-        TypeError: a module remembers its size and is not in the resize registry.
     """
     source = {name: tensor.detach() for name, tensor in named_tensors(model)} | dict(tensors or {})
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}

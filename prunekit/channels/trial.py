@@ -15,9 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
+from prunekit.channels.resolve import with_locks
 from prunekit.channels.slicing import kept_indices, masked_copy, narrow
-from prunekit.channels.trace import ModuleStack, Operator, Run, mode_for_trace, plain_attention, tensors_in
-from prunekit.channels.trace import _map_tensors as map_tensors
+from prunekit.channels.tracing import (
+    ModuleStack,
+    Operator,
+    Run,
+    map_tensors,
+    mode_for_trace,
+    plain_attention,
+    tensors_in,
+)
 from prunekit.errors import PlanError
 
 TOLERANCE = 1e-9
@@ -42,11 +50,11 @@ class Divergence:
         return f"{self.operator or 'the Python code'} in {where}: {self.detail}"
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators by module and hands each, with its key, to `see`."""
 
     def __init__(self, stack: ModuleStack, see: Callable[[Key, str, Any, bool], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stack, self.see = stack, see
         self.counts: dict[str, int] = {}
 
@@ -165,7 +173,9 @@ def _forward(
             module = stack.current
             frame = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} ({frame.name})"
-            raise _Parted(Divergence(module, "", (module, watch.counts.get(module, -1)), float("inf"), detail)) from None
+            raise _Parted(
+                Divergence(module, "", (module, watch.counts.get(module, -1)), float("inf"), detail)
+            ) from None
 
 
 def as_double(example: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -208,19 +218,19 @@ def settle(
         if found is None:
             return channel_map, keep, worst
         operator, run = found
-        channel_map = channel_map.with_locks(_locks_for(operator, run))
+        channel_map = with_locks(channel_map, _locks_for(operator, run))
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {operator}")
 
 
 def try_plan(
     model: nn.Module, channel_map: ChannelMap, keep: Keep, examples: list[tuple[Any, ...]]
 ) -> tuple[float, tuple[Divergence, Run] | None]:
-    """One trial of a plan in float64: on every example in eval mode, and in train mode where that runs other operators."""
+    """One trial of a plan in float64: on every example in eval mode, and in train mode if that differs."""
     kept = kept_indices(channel_map, keep)
     masked = masked_copy(model, kept, torch.float64)
     compact = narrow(masked, kept)
     worst = 0.0
-    runs = channel_map.source.runs
+    runs = channel_map.traced.trace.runs
     for index, run in enumerate(runs):
         if run.training and run.same_calls(runs[index - 1]):
             continue

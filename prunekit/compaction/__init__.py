@@ -1,0 +1,6 @@
+"""Compaction, and the folder a compact model lives in."""
+
+from prunekit.compaction.compact import compact
+from prunekit.compaction.folder import load, read_manifest, save
+
+__all__ = ["compact", "load", "read_manifest", "save"]

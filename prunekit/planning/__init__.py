@@ -1,0 +1,17 @@
+"""Plans: which channels stay, and how a budget decides it."""
+
+from prunekit.planning.plan import Plan, load_plan
+from prunekit.planning.select import free_parts, labels_matching
+from prunekit.planning.settings import BudgetSettings, Criterion, PruneSettings
+from prunekit.planning.solve import make_plan
+
+__all__ = [
+    "BudgetSettings",
+    "Criterion",
+    "Plan",
+    "PruneSettings",
+    "free_parts",
+    "labels_matching",
+    "load_plan",
+    "make_plan",
+]

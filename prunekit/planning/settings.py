@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 Share = Annotated[float, Gt(0), Le(1)]
 PositiveInt = Annotated[int, Ge(1)]
 Criterion = Literal["l1", "l2", "activation", "random"]
+Scope = Literal["uniform", "global"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PruneSettings:
 
     budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
     criterion: Criterion = "l2"
-    scope: Literal["uniform", "global"] = "uniform"
+    scope: Scope = "uniform"
     round_to: PositiveInt = 1
     """Channel counts of every pruned axis are multiples of this where the axis allows it."""
     min_channels: PositiveInt = 1

@@ -1,0 +1,20 @@
+"""The journey as plain functions over dataclasses: what the recipe and the Python API both call."""
+
+from prunekit.workflow.calibrate import CalibrationResult, calibrate
+from prunekit.workflow.dry_run import dry_run
+from prunekit.workflow.finetune import RunResult, finetune
+from prunekit.workflow.pruning import Planned, Pruned, plan_model, prune
+from prunekit.workflow.settings import JobSettings
+
+__all__ = [
+    "CalibrationResult",
+    "JobSettings",
+    "Planned",
+    "Pruned",
+    "RunResult",
+    "calibrate",
+    "dry_run",
+    "finetune",
+    "plan_model",
+    "prune",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def batch_norm(flow: Flow, call: Call) -> None:
     """Normalises each channel by itself: merges the channel's parameters and statistics with the input's labels."""
     source = call.args[0]
     vectors = [argument for argument in call.args[1:5] if isinstance(argument, torch.Tensor)]
-    operands = [(tuple(source.shape), flow.fields(source))]
+    operands: list[tuple[tuple[int, ...], Sequence[Field]]] = [(tuple(source.shape), flow.fields(source))]
     for vector in vectors:
         lifted = [field.with_labels(along(field.labels, 1, source.dim())) for field in flow.fields(vector)]
         operands.append((tuple(along(np.empty(vector.numel(), dtype=np.int64), 1, source.dim()).shape), lifted))
@@ -172,6 +173,7 @@ def spatial(flow: Flow, call: Call) -> None:
         flow.set(out, [field for field in fields if not set(field.span) & slid])
 
 
+_ZERO_OF_ZEROS = frozenset({"aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.prod", "aten.std", "aten.var"})
 _REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any argmax argmin norm linalg_vector_norm"
 
 
@@ -197,12 +199,8 @@ def reduction(flow: Flow, call: Call) -> None:
     for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
         squeeze = out.dim() != ndim
         axes = tuple(sorted(reduced)) if squeeze else ()
-        flow.set(out, [Field(np.squeeze(f.labels, axes), f.zero and call.name == "aten.sum" or _zero_stays(call, f))
-                       for f in kept])  # fmt: skip
-
-
-def _zero_stays(call: Call, field: Field) -> bool:
-    return field.zero and call.name in {"aten.mean", "aten.amax", "aten.amin", "aten.prod", "aten.std", "aten.var"}
+        stays = call.name in _ZERO_OF_ZEROS
+        flow.set(out, [Field(np.squeeze(field.labels, axes), field.zero and stays) for field in kept])
 
 
 @rule("aten._softmax", "aten._log_softmax", "aten.softmax", "aten.log_softmax", "aten.cumsum", "aten.glu")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from prunekit.channels.flow import Flow, Shape
 
 KEEPS_ZERO = (
-    "relu relu6 hardtanh hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign sqrt "
-    "square erf expm1 log1p floor ceil round trunc hardshrink softshrink tanhshrink nan_to_num clone detach alias "
+    "relu relu6 hardtanh hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
+    "sqrt square erf expm1 log1p floor ceil round trunc hardshrink softshrink tanhshrink nan_to_num clone detach alias "
     "_to_copy lift_fresh contiguous positive to mish native_dropout dropout"
 )
 MOVES_ZERO = (
@@ -23,9 +23,11 @@ MOVES_ZERO = (
     "threshold clamp clamp_min clamp_max bitwise_not logical_not isnan isinf pow erfc bernoulli rand_like "
     "randn_like zeros_like ones_like empty_like full_like fill zero new_zeros new_ones new_empty new_full"
 )
-SUMS = "add sub rsub maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or bitwise_and bitwise_or atan2 lerp"
+SUMS = (
+    "add sub rsub maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or bitwise_and bitwise_or atan2 lerp"
+)
 PRODUCTS = "mul div true_divide floor_divide"
-FRESH = frozenset("new_zeros new_ones new_empty new_full".split())
+FRESH = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
 
 def _variants(names: str) -> list[str]:
@@ -98,8 +100,10 @@ def ternary(flow: Flow, call: Call) -> None:
 def copy(flow: Flow, call: Call) -> None:
     """What is written replaces what was there; a broadcast source leaves its axes without labels."""
     target, source = call.args[:2]
-    written = broadcast(flow, [target, source], product=False) if flow.fields(target) else aligned(
-        flow, source, target.dim()
-    )[1]
+    written = (
+        broadcast(flow, [target, source], product=False)
+        if flow.fields(target)
+        else aligned(flow, source, target.dim())[1]
+    )
     zero = {field.span for field in aligned(flow, source, target.dim())[1] if field.zero}
     flow.set(call.out, [Field(field.labels, field.span in zero) for field in written])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from prunekit.channels.flow import EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse
@@ -29,9 +28,13 @@ def axis_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
             b, right, j = new[j], [j], j + 1
         while a != b:
             if a < b:
-                a, i = a * old[i], (left.append(i), i + 1)[1]
+                a *= old[i]
+                left.append(i)
+                i += 1
             else:
-                b, j = b * new[j], (right.append(j), j + 1)[1]
+                b *= new[j]
+                right.append(j)
+                j += 1
         groups.append((left, right))
     return groups
 
@@ -52,7 +55,15 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     return np.broadcast_to(labels, full).reshape(target), splits
 
 
-@rule("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.unsqueeze_", "aten.squeeze_")
+@rule(
+    "aten.view",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten.unsqueeze",
+    "aten.squeeze",
+    "aten.unsqueeze_",
+    "aten.squeeze_",
+)
 def view(flow: Flow, call: Call) -> None:
     """Merging axes repeats labels; splitting one leaves a rectangle constraint for each pair of factors."""
     source, out = call.args[0], call.out
@@ -109,7 +120,9 @@ def _replay(flow: Flow, call: Call, axes: Sequence[int], reason: str) -> None:
     flow.set(call.out, rest)
 
 
-@rule("aten.slice", "aten.narrow", "aten.roll", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d")
+@rule(
+    "aten.slice", "aten.narrow", "aten.roll", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d"
+)
 def cut(flow: Flow, call: Call) -> None:
     """Takes, moves or adds positions along axes; a labelled axis is locked unless nothing changes."""
     old, new = call.args[0].shape, call.out.shape
@@ -124,7 +137,7 @@ def cut(flow: Flow, call: Call) -> None:
 @rule("aten.flip")
 def flip(flow: Flow, call: Call) -> None:
     """Reverses labels together with the values."""
-    axes = [axis % call.out.dim() for axis in call.args[1]]
+    axes = tuple(int(axis) % call.out.dim() for axis in call.args[1])
     flow.set(call.out, [field.with_labels(np.flip(field.labels, axes)) for field in flow.fields(call.args[0])])
 
 

@@ -116,11 +116,11 @@ class Trace:
     rewritten: frozenset[str]
 
 
-class LabelMode(TorchDispatchMode):
+class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Applies the rules to every operator that runs inside it."""
 
     def __init__(self, flow: Flow, run: Run, stack: ModuleStack) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flow, self.run, self.stack = flow, run, stack
         self.owners: dict[int, set[str]] = {}
         self.aliased: set[int] = set()
@@ -191,7 +191,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     trace = Trace(flow, labels, [], {}, frozenset())
     for example in examples:
         for training in (False, True):
-            _run(clone, _map_tensors(example, stand_in), training, trace)
+            _run(clone, map_tensors(example, stand_in), training, trace)
     return trace
 
 
@@ -204,13 +204,14 @@ def _label(flow: Flow, tensor: torch.Tensor) -> tuple[Labels | None, ...]:
     return axes
 
 
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nesting of tuples, lists and dicts with every tensor exchanged."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
+        return {key: map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_map_tensors(item, function) for item in value)
+        return type(value)(map_tensors(item, function) for item in value)
     return value
 
 
@@ -260,9 +261,9 @@ def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Attention's fast path off: it would hide the projections from the trace."""
-    before = torch.backends.mha.get_fastpath_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.mha.set_fastpath_enabled(False)  # type: ignore[no-untyped-call]
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)  # type: ignore[no-untyped-call]
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -1,0 +1,135 @@
+"""From a trace to a channel map: locks, constraints solved to a fixpoint, classes renumbered and grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from torch import nn
+
+from prunekit.channels.copying import named_tensors
+from prunekit.channels.flow import LockRecord, MacTerm, Rectangle
+from prunekit.channels.labels import Labels, LabelUnion
+from prunekit.channels.map import ChannelMap, Lock, Resolved, group_labels
+from prunekit.channels.tracing import Trace
+
+
+def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
+    """Resolves a trace of a model into its channel map."""
+    return build(trace, [], {name: tuple(tensor.shape) for name, tensor in named_tensors(model)})
+
+
+def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> ChannelMap:
+    """A new map in which further labels, of the trace's own numbering, are locked."""
+    source = channel_map.traced
+    return build(source.trace, [*source.extra, *records], dict(channel_map.shapes))
+
+
+def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ...]]) -> ChannelMap:
+    """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
+    union = trace.flow.union
+    records = [*trace.flow.locks, *extra]
+    for record in extra:
+        union.lock(record.labels)
+    records += _lock_unused(trace)
+    while True:
+        before = union.find(np.arange(union.size))
+        for constraint in trace.flow.constraints:
+            if isinstance(constraint, Rectangle):
+                _resolve_rectangle(union, constraint.labels)
+            else:
+                _resolve_equal_parts(union, constraint.labels)
+        records += _lock_full_axes(trace)
+        if np.array_equal(before, union.find(np.arange(union.size))):
+            break
+    roots = union.find(np.arange(union.size))
+    on_parameters = [axis for axes in trace.labels.values() for axis in axes if axis is not None]
+    used = np.unique(roots[np.concatenate([np.zeros(1, dtype=np.int64), *on_parameters])])
+    final = np.zeros(union.size, dtype=np.int64)
+    final[used] = np.arange(used.size)
+    final = final[roots]
+    labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
+    return ChannelMap(
+        labels=labels,
+        shapes=shapes,
+        n_labels=int(used.size),
+        groups=group_labels(labels, int(used.size)),
+        locks=tuple(_report(records)),
+        activations={key: final[axis] for key, axis in trace.activations.items()},
+        rewritten=trace.rewritten,
+        mac_terms=tuple(
+            MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
+            for term in trace.flow.macs
+        ),
+        source=Resolved(trace, tuple(extra), final),
+    )
+
+
+def _lock_unused(trace: Trace) -> list[LockRecord]:
+    """Parameters that no operator touched: they belong to branches that the examples do not take."""
+    union = trace.flow.union
+    touched = np.zeros(union.size, dtype=bool)
+    for run in trace.runs:
+        for operator in run.operators:
+            for field in operator.inputs:
+                touched[field.labels.reshape(-1)] = True
+    records = []
+    for name, axes in trace.labels.items():
+        for axis in axes:
+            if axis is not None and not touched[axis].any():
+                union.lock(axis)
+                module = name.rpartition(".")[0]
+                records.append(LockRecord("not used by the example inputs", module, "", axis))
+    return records
+
+
+def _lock_full_axes(trace: Trace) -> list[LockRecord]:
+    """A class that fills a whole axis cannot go: nothing would be left."""
+    records = []
+    for name, axes in trace.labels.items():
+        for axis in axes:
+            if axis is None:
+                continue
+            roots = trace.flow.union.find(axis)
+            if roots[0] != 0 and (roots == roots[0]).all():
+                trace.flow.union.lock(axis[:1])
+                reason = "all channels of this axis hang together: none can go alone"
+                records.append(LockRecord(reason, name.rpartition(".")[0], "", axis))
+    return records
+
+
+def _resolve_rectangle(union: LabelUnion, labels: Labels) -> None:
+    """Whole rows where every row is one class already (attention heads); else whole columns (channel shuffle)."""
+    roots = union.find(labels)
+    if not (roots == roots[:, :1]).all():
+        union.merge(labels, labels[:1])
+
+
+def _resolve_equal_parts(union: LabelUnion, labels: Labels) -> None:
+    """Ties labels across parts, as few as it takes: what every part holds equally often needs no tie.
+
+    The rest is matched by how often a class occurs, so that classes of one size meet.
+    """
+    roots = union.find(labels)
+    parts = [np.unique(row, return_index=True, return_counts=True) for row in roots]
+    if all(np.array_equal(parts[0][0], p[0]) and np.array_equal(parts[0][2], p[2]) for p in parts[1:]):
+        return
+    common: dict[int, int] = {}
+    for label in set.intersection(*(set(part[0].tolist()) for part in parts)):
+        common[label] = min(int(part[2][part[0] == label][0]) for part in parts)
+    rows = []
+    for values, first, counts in parts:
+        left = [(count - common.get(v, 0), at, v) for v, at, count in
+                zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)]  # fmt: skip
+        left.sort(key=lambda item: (-item[0], item[1]))
+        rows.append(np.array([v for count, _, v in left for _ in range(count)], dtype=np.int64))
+    for row in rows[1:]:
+        union.merge(rows[0], row)
+
+
+def _report(records: Iterable[LockRecord]) -> list[Lock]:
+    seen: dict[tuple[str, str, str], int] = {}
+    for record in records:
+        key = (record.reason, record.module, record.operator)
+        seen[key] = max(seen.get(key, 0), int(record.labels.size))
+    return [Lock(*key, channels) for key, channels in seen.items()]

@@ -1,0 +1,22 @@
+"""Compaction: masked channels are taken out for good."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from prunekit.channels.slicing import narrow
+from prunekit.planning import Plan
+
+
+def compact(model: nn.Module, plan: Plan) -> nn.Module:
+    """A new, smaller model of the same class without the channels that a plan removes.
+
+    Args:
+        model: the masked model, in its dense size; not changed. What it holds at removed places is not looked at:
+            `prunekit.measure.verify` tells whether it was zero.
+        plan: made for this model.
+
+    Returns:
+        A model of the same class, in the same train or eval mode and on the same device, trainable.
+    """
+    return narrow(model, plan.kept_indices)

@@ -1,0 +1,180 @@
+"""The model folder: `model.safetensors` and `prunekit.json`; tensors and text, no pickle, no code."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from prunekit.artifacts import atomic_folder, read_json, sha256, write_json
+from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.labels import Labels
+from prunekit.channels.slicing import resize
+from prunekit.context import seeded
+from prunekit.errors import ArtifactError, ModelError
+from prunekit.models import ModelSettings, build_model
+from prunekit.planning import Plan
+
+FORMAT = 1
+WEIGHTS = "model.safetensors"
+MANIFEST = "prunekit.json"
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    plan: Plan,
+    *,
+    input_shapes: list[list[int]],
+    build: ModelSettings | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a compact model as a folder, whole or not at all.
+
+    Args:
+        folder: made, or replaced once the new one is whole.
+        model: the compact model.
+        plan: what it was compacted with.
+        input_shapes: of the example inputs, with the batch axis.
+        build: how the dense model is built; None when only the caller's own code can do it, who then hands the
+            dense model to `load`.
+        extra: further facts for readers of the manifest (classes, data settings), as JSON values.
+    """
+    kept = {
+        name: [None if index is None else index.tolist() for index in axes] for name, axes in plan.kept_indices.items()
+    }
+    with atomic_folder(Path(folder)) as temporary:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(model)}
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        manifest = {
+            "format": FORMAT,
+            "class": type(model).__name__,
+            "build": None if build is None else {**asdict(build), "weights": None},
+            "kept": kept,
+            "dense_shapes": {name: list(plan.channel_map.shapes[name]) for name in kept},
+            "example": {"shapes": input_shapes},
+            "provenance": dict(plan.provenance),
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},
+            **(extra or {}),
+        }
+        write_json(temporary / MANIFEST, manifest)
+    return Path(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a model folder.
+
+    Raises:
+        ArtifactError: it is missing, damaged or of another format.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise ArtifactError(f"{folder}: expected a model folder with {MANIFEST} and {WEIGHTS}; {MANIFEST} is not there")
+    manifest = read_json(path)
+    wanted = {"format": int, "kept": dict, "dense_shapes": dict, "example": dict, "sha256": dict}
+    if not isinstance(manifest, dict) or any(not isinstance(manifest.get(k), t) for k, t in wanted.items()):
+        raise ArtifactError(f"{path}: expected an object with {', '.join(wanted)}; the manifest is damaged")
+    if manifest["format"] != FORMAT:
+        raise ArtifactError(f"{path}: format {manifest['format']}, expected {FORMAT}; use the prunekit that wrote it")
+    return manifest
+
+
+def load(folder: str | Path, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
+    """Loads a compact model from its folder, in eval mode on the CPU.
+
+    The dense model is built without allocating its weights, takes on the folder's structure and its weights. Nothing
+    that the folder names is imported or executed except a constructor from a known zoo.
+
+    Args:
+        folder: written by prunekit.
+        model: the dense model or a function that builds it, for models that are not from a known zoo; not changed.
+
+    Raises:
+        ArtifactError: the folder is missing, damaged, or does not belong to that dense model.
+        ModelError: the folder does not say how to build the model and none was given.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    dense = _dense(folder, manifest, model)
+    tensors = _weights(folder, manifest)
+    _check(folder, manifest, dense, tensors)
+    loaded = with_tensors(dense, tensors)
+    resize(loaded)
+    return loaded.eval()
+
+
+def _dense(folder: Path, manifest: dict[str, Any], model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    if model is None and not manifest.get("build"):
+        raise ModelError(
+            f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; "
+            "load it with prunekit.load(folder, model=your_dense_model)"
+        )
+    with seeded(0):
+        try:
+            with init_empty_weights(include_buffers=False):
+                return _construct(folder, manifest, model)
+        except (NotImplementedError, RuntimeError, ModelError):  # a constructor that looks at its weights
+            return _construct(folder, manifest, model)
+
+
+def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Module] | None) -> nn.Module:
+    if model is not None:
+        return model()
+    build = manifest["build"]
+    try:
+        settings = ModelSettings(name=build["name"], zoo=build["zoo"], arguments=build["arguments"])
+    except (KeyError, TypeError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}") from error
+    quiet = {"init_weights": False} if settings.name in {"googlenet", "inception_v3"} else {}
+    return build_model(ModelSettings(settings.name, settings.zoo, {**settings.arguments, **quiet}), num_classes=None)
+
+
+def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ArtifactError(f"{path}: missing; the model folder is incomplete")
+    if sha256(path) != manifest["sha256"].get(WEIGHTS):
+        raise ArtifactError(f"{path}: its checksum is not the one in {MANIFEST}; the file is damaged or was exchanged")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: {error}") from error
+
+
+def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Every tensor of the dense model is there, with the shape that the kept indices say."""
+    problems = []
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)}
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        problems.append(f"{name} is {'missing in the folder' if name in shapes else 'not in the dense model'}")
+    for name, shape in shapes.items():
+        kept = manifest["kept"].get(name, [None] * len(shape))
+        expected = tuple(size if index is None else len(_indices(folder, name, index, size))
+                         for size, index in zip(shape, kept, strict=False))  # fmt: skip
+        if name in tensors and (len(kept) != len(shape) or tuple(tensors[name].shape) != expected):
+            problems.append(f"{name}: shape {tuple(tensors[name].shape)}, expected {expected} of dense {shape}")
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise ArtifactError(f"{folder}: does not belong to this dense model: {shown}")
+
+
+def _indices(folder: Path, name: str, index: Any, size: int) -> Labels:
+    try:
+        array = np.asarray(index, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.empty(0, dtype=np.int64)
+    if array.ndim != 1 or not array.size or array[0] < 0 or array[-1] >= size or (np.diff(array) <= 0).any():
+        raise ArtifactError(f"{folder / MANIFEST}: kept[{name}]: expected ascending indices below {size}")
+    return array

@@ -1,0 +1,91 @@
+"""Timing one forward at a time, on the clock that is right for the device."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+WINDOW = 5  # calls in each of the two windows that the warm-up compares
+TOLERANCE = 0.05
+WARM_UP_CALLS = 100
+WARM_UP_MS = 3000.0
+
+
+class Timer:
+    """Calling it runs one forward and gives its time in milliseconds."""
+
+    def __init__(self, model: nn.Module, sample: Tensor, device: torch.device) -> None:
+        self.model, self.sample, self.device = model, sample, device
+
+    def __call__(self) -> float:
+        return self._events() if self.device.type == "cuda" else self._clock()
+
+    def _clock(self) -> float:
+        start = time.perf_counter_ns()
+        self.model(self.sample)
+        if self.device.type == "mps":
+            torch.mps.synchronize()
+        return (time.perf_counter_ns() - start) / 1e6
+
+    def _events(self) -> float:
+        with torch.cuda.device(self.device):
+            start, end = _event(), _event()
+            torch.cuda.synchronize()
+            start.record()
+            self.model(self.sample)
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def warm_up(run: Callable[[], float]) -> int:
+    """Runs until the median time of five calls is within 5 % of the five before, at most 100 calls or 3 seconds.
+
+    Returns:
+        How many calls it took.
+    """
+    times: list[float] = []
+    while len(times) < WARM_UP_CALLS and sum(times) < WARM_UP_MS:
+        times.append(run())
+        before, now = times[-2 * WINDOW : -WINDOW], times[-WINDOW:]
+        if len(before) == WINDOW and abs(np.median(now) - np.median(before)) <= TOLERANCE * np.median(before):
+            break
+    return len(times)
+
+
+def alternate(runs: Sequence[Callable[[], float]], rounds: int) -> np.ndarray[Any, Any]:
+    """Runs each once a round, the order turned round every time, with the garbage collector off.
+
+    Returns:
+        Milliseconds, (runs, rounds).
+    """
+    times = np.empty((len(runs), rounds))
+    with _no_garbage_collection():
+        for turn in range(rounds):
+            order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
+            for index in order:
+                times[index, turn] = runs[index]()
+    return times
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of one forward is Python's time, not the model's (as in `timeit`)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,168 @@
+"""The plan: which labels stay. Immutable, and the one thing that masks, gradient masks and compaction read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from prunekit.artifacts import atomic_file, read_json, sha256, write_text
+from prunekit.channels import ChannelMap, Lock
+from prunekit.channels.flow import MacTerm
+from prunekit.channels.labels import Labels
+from prunekit.channels.map import Keep, group_labels
+from prunekit.channels.slicing import kept_indices
+from prunekit.errors import ArtifactError, PlanError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is kept of a model.
+
+    Attributes:
+        channel_map: how the model's channels hang together.
+        keep: bool (n_labels,), read-only; `keep[0]` is True because label 0 is locked.
+        provenance: where the plan came from: criterion, budget, scope, seed, versions.
+        element_masks: further masks of single weights, by parameter name, bool in the dense shape.
+    """
+
+    channel_map: ChannelMap
+    keep: Keep
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    element_masks: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        keep = np.array(self.keep, dtype=bool)
+        if keep.shape != (self.channel_map.n_labels,):
+            raise PlanError(f"keep: expected shape ({self.channel_map.n_labels},), got {keep.shape}")
+        if not keep[0]:
+            raise PlanError("keep[0] stands for every locked channel and must be True")
+        keep.flags.writeable = False
+        object.__setattr__(self, "keep", keep)
+
+    @cached_property
+    def kept_indices(self) -> dict[str, tuple[Labels | None, ...]]:
+        """For each tensor that shrinks: kept indices of every axis, None for an axis that stays whole."""
+        return kept_indices(self.channel_map, self.keep)
+
+    def kept(self, name: str, axis: int) -> Labels:
+        """Indices kept along one axis of a parameter or buffer, ascending."""
+        labels = self.channel_map.labels[name][axis]
+        size = self.channel_map.shapes[name][axis]
+        return np.arange(size) if labels is None else np.flatnonzero(self.keep[labels])
+
+    def mask(self, name: str) -> torch.Tensor | None:
+        """A bool tensor that broadcasts to the parameter, False where it is pruned; None when nothing of it is."""
+        result = self.element_masks.get(name)
+        axes = self.kept_indices.get(name, ())
+        for axis, index in enumerate(axes):
+            if index is not None:
+                labels = self.channel_map.labels[name][axis]
+                assert labels is not None
+                shape = [-1 if a == axis else 1 for a in range(len(axes))]
+                on_axis = torch.from_numpy(self.keep[labels]).reshape(shape)
+                result = on_axis if result is None else result & on_axis
+        return result
+
+    @property
+    def removed(self) -> int:
+        """Number of labels that go."""
+        return int(np.count_nonzero(~self.keep))
+
+    def widths(self) -> dict[str, tuple[int, int]]:
+        """Kept and dense number of labels of each channel group, by its name."""
+        return {
+            group.name: (int(np.count_nonzero(self.keep[group.labels])), group.labels.size)
+            for group in self.channel_map.groups
+        }
+
+    def save(self, folder: Path) -> None:
+        """Writes `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""
+        folder = Path(folder)
+        chart = self.channel_map
+        tensors: dict[str, np.ndarray[Any, Any]] = {"keep": self.keep.copy()}
+        for name, axes in chart.labels.items():
+            tensors |= {f"labels/{name}/{i}": np.ascontiguousarray(a) for i, a in enumerate(axes) if a is not None}
+        activations = list(chart.activations.items())
+        tensors |= {f"activation/{i}": np.ascontiguousarray(labels) for i, (_, labels) in enumerate(activations)}
+        for i, term in enumerate(chart.mac_terms):
+            tensors |= {f"macs/{i}/{j}": np.ascontiguousarray(factor) for j, factor in enumerate(term.factors)}
+        tensors |= {f"element/{name}": mask.numpy() for name, mask in self.element_masks.items()}
+        with atomic_file(folder / "plan.safetensors") as temporary:
+            save_file(tensors, temporary)
+        text = {
+            "format": FORMAT,
+            "provenance": dict(self.provenance),
+            "widths": {name: list(width) for name, width in self.widths().items()},
+            "shapes": {name: list(shape) for name, shape in chart.shapes.items()},
+            "locks": [[lock.reason, lock.module, lock.operator, lock.channels] for lock in chart.locks],
+            "activations": [list(key) for key, _ in activations],
+            "rewritten": sorted(chart.rewritten),
+            "macs": [[term.module, term.operator, term.constant, len(term.factors)] for term in chart.mac_terms],
+            "sha256": sha256(folder / "plan.safetensors"),
+        }
+        write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
+
+
+def load_plan(folder: Path) -> Plan:
+    """Reads a plan that `Plan.save` wrote.
+
+    Raises:
+        ArtifactError: a file is missing, damaged, of another format, or the two do not belong together.
+    """
+    folder = Path(folder)
+    text = read_json(folder / "plan.json")
+    if not isinstance(text, dict) or text.get("format") != FORMAT:
+        raise ArtifactError(f"{folder / 'plan.json'}: expected a plan of format {FORMAT}; was it written by prunekit?")
+    path = folder / "plan.safetensors"
+    if not path.is_file() or sha256(path) != text["sha256"]:
+        raise ArtifactError(f"{path}: missing, or not the file that plan.json was written with (checksum differs)")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: {error}") from error
+    return Plan(
+        _read_map(text, tensors),
+        tensors["keep"],
+        text["provenance"],
+        {
+            key.removeprefix("element/"): torch.from_numpy(value)
+            for key, value in tensors.items()
+            if key[:8] == "element/"
+        },
+    )
+
+
+def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
+    shapes = {name: tuple(shape) for name, shape in text["shapes"].items()}
+    labels = {
+        name: tuple(tensors.get(f"labels/{name}/{axis}") for axis in range(len(shape)))
+        for name, shape in shapes.items()
+    }
+    n_labels = int(tensors["keep"].size)
+    return ChannelMap(
+        labels=labels,
+        shapes=shapes,
+        n_labels=n_labels,
+        groups=group_labels(labels, n_labels),
+        locks=tuple(Lock(*lock) for lock in text["locks"]),
+        activations={
+            (p, kind, int(n)): tensors[f"activation/{i}"] for i, (p, kind, n) in enumerate(text["activations"])
+        },
+        rewritten=frozenset(text["rewritten"]),
+        mac_terms=tuple(
+            MacTerm(module, operator, constant, tuple(tensors[f"macs/{i}/{j}"] for j in range(count)))
+            for i, (module, operator, constant, count) in enumerate(text["macs"])
+        ),
+        source=None,
+    )

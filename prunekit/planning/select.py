@@ -1,0 +1,99 @@
+"""Which labels a plan may remove, in which order, and down to which counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prunekit.channels import ChannelGroup, ChannelMap
+from prunekit.channels.labels import Labels
+from prunekit.errors import PlanError, nearest
+from prunekit.planning.settings import PruneSettings
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Labels of one channel group that are planned together.
+
+    Attributes:
+        labels: from the most to the least important, so that keeping k means `labels[:k]`.
+        counts: numbers of labels that may be kept, ascending; the last keeps all.
+        channels: channels that one label stands for; more than 1 where whole convolution groups hang together.
+    """
+
+    labels: Labels
+    counts: Labels
+    channels: int
+
+    def at_most(self, wanted: float) -> int:
+        """The largest allowed count that is not above `wanted`; the smallest one where none is."""
+        index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
+        return int(self.counts[max(index, 0)])
+
+    def at_least(self, wanted: int) -> int:
+        """The smallest allowed count that is not below `wanted`."""
+        return int(self.counts[np.searchsorted(self.counts, wanted)])
+
+
+def free_parts(channel_map: ChannelMap, scores: Scores, settings: PruneSettings) -> list[Part]:
+    """The parts of a model that a plan may prune, with exclusions and ratios applied.
+
+    Raises:
+        PlanError: a glob matches no module path.
+    """
+    excluded = labels_matching(channel_map, settings.exclude, "exclude")
+    ratio = np.ones(channel_map.n_labels) * np.nan
+    for pattern, share in settings.ratios.items():
+        ratio[labels_matching(channel_map, [pattern], "ratios")] = share
+    parts = []
+    for group in channel_map.groups:
+        free = group.labels[~excluded[group.labels]]
+        channels = channels_per_label(channel_map, group)
+        for share in np.unique(ratio[free]):
+            labels = free[np.isnan(ratio[free]) if np.isnan(share) else ratio[free] == share]
+            order = labels[np.lexsort((labels, -scores[labels]))]
+            part = Part(order, _allowed(labels.size, channels, settings), channels)
+            if not np.isnan(share):
+                part = Part(order, np.array([part.at_most(share * labels.size)]), channels)
+            parts.append(part)
+    return parts
+
+
+def _allowed(size: int, channels: int, settings: PruneSettings) -> Labels:
+    counts = np.arange(1, size + 1)
+    fits = (counts * channels % settings.round_to == 0) & (counts * channels >= settings.min_channels)
+    allowed: Labels = counts[fits | (counts == size)]
+    return allowed
+
+
+def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:
+    """How many channels of its producer go when one label of a group goes."""
+    name, axis = next((slot for slot in group.slots if slot[1] == 0), group.slots[0])
+    on_axis = channel_map.labels[name][axis]
+    assert on_axis is not None
+    return max(1, int(np.isin(on_axis, group.labels).sum()) // group.labels.size)
+
+
+def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) -> NDArray[np.bool_]:
+    """Which labels are output channels of modules whose path matches one of the globs: bool (n_labels,).
+
+    Raises:
+        PlanError: a pattern matches no module path; the message gives near spellings.
+    """
+    result = np.zeros(channel_map.n_labels, dtype=bool)
+    paths = {path for path, _, _ in channel_map.activations} | {n.rpartition(".")[0] for n in channel_map.labels}
+    paths.discard("")
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise PlanError(f"{key}: {pattern!r} matches no module path; {nearest(pattern, paths)}")
+        for (path, kind, _), labels in channel_map.activations.items():
+            if kind == "output" and fnmatchcase(path, pattern):
+                result[labels] = True
+    result[0] = False
+    return result

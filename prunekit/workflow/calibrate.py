@@ -1,0 +1,82 @@
+"""Calibration of a job's dense model; the statistics are kept and used again while nothing has changed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from prunekit.calibration import ChannelStats, collect
+from prunekit.context import threads
+from prunekit.data import Batches, batches
+from prunekit.errors import ArtifactError
+from prunekit.workflow.dense import Prepared, digest, prepare, train_baseline, weights_digest
+from prunekit.workflow.runs import Log
+from prunekit.workflow.settings import JobSettings
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationResult:
+    """Channel statistics and where they are.
+
+    Attributes:
+        stats: of every leaf module's inputs and outputs.
+        path: the safetensors file.
+        csv: the same as a table.
+        reused: whether they were there already.
+    """
+
+    stats: ChannelStats
+    path: Path
+    csv: Path
+    reused: bool
+
+
+def calibrate(job: JobSettings, *, log: Log, progress: bool = False) -> CalibrationResult:
+    """Collects the activation statistics of a job's dense model, training that first where it has no weights."""
+    prepared = prepare(job)
+    baseline = train_baseline(prepared, log=log, progress=progress)
+    return calibrate_model(prepared, baseline.model, log=log)
+
+
+def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> CalibrationResult:
+    """Statistics of a model on the job's calibration images: from an earlier run, or collected now.
+
+    Raises:
+        NonFiniteError: an activation is NaN or Inf; names the first layer.
+    """
+    job = prepared.job
+    facts = {
+        "model": digest(asdict(prepared.build)),
+        "weights": weights_digest(model),
+        "data": prepared.splits.fingerprint,
+        "calibration": digest([asdict(job.calibration), job.data.batch, job.seed, prepared.device.type]),
+    }
+    path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
+    if path.is_file():
+        try:
+            stats = ChannelStats.load(path)
+            if dict(stats.provenance) == facts:
+                log(f"calibration: reused {path} (same model, weights, data and settings)")
+                return CalibrationResult(stats, path, path.with_suffix(".csv"), reused=True)
+        except ArtifactError as error:
+            log(f"calibration: {error}; collecting again")
+    images = calibration_batches(prepared)
+    log(f"calibration: {images.images} training images")
+    with threads(job.threads):
+        collected = collect(model.to(prepared.device), images, prepared.device)
+    model.cpu()
+    collected.require_finite()
+    stats = replace(collected, provenance=facts)
+    return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
+
+
+def calibration_batches(prepared: Prepared) -> Batches:
+    """Batches over a fixed random choice of training images."""
+    job = prepared.job
+    total = len(prepared.splits.train)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
+    chosen = order[: job.calibration.images]
+    return batches(prepared.splits.train, job.data.batch, shuffle_seed=None, workers=job.data.workers, indices=chosen)

@@ -1,0 +1,169 @@
+"""The dense model of a job: built, and trained first when it has no weights; cached by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from prunekit.artifacts import atomic_file, read_json, write_json
+from prunekit.channels.copying import named_tensors
+from prunekit.context import resolve_device, seeded, threads
+from prunekit.data import Splits, load_splits
+from prunekit.errors import PrunekitError, UsageError
+from prunekit.models import ModelSettings, build_model, require_trainable
+from prunekit.training import EpochRow, fit
+from prunekit.workflow.runs import Log
+from prunekit.workflow.settings import JobSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What a job works on, before anything is trained.
+
+    Attributes:
+        job: the settings.
+        splits: its images.
+        model: the dense model as its constructor or weights file gives it, on the CPU.
+        device: where to train.
+    """
+
+    job: JobSettings
+    splits: Splits
+    model: nn.Module
+    device: torch.device
+
+    @property
+    def example_inputs(self) -> tuple[torch.Tensor, ...]:
+        """One real training image as a batch."""
+        return (self.splits.train.fetch(torch.zeros(1, dtype=torch.int64))[0],)
+
+    @property
+    def build(self) -> ModelSettings:
+        """How the dense model is built, with the number of classes filled in."""
+        return replace(self.job.model, arguments={"num_classes": len(self.splits.classes)} | self.job.model.arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """The dense model with its weights.
+
+    Attributes:
+        model: on the CPU.
+        rows: its training, empty when the weights were given.
+        reused: whether it came from the cache.
+    """
+
+    model: nn.Module
+    rows: tuple[EpochRow, ...]
+    reused: bool
+
+
+def prepare(job: JobSettings) -> Prepared:
+    """Reads the data and builds the dense model; everything that can be wrong with either is found here."""
+    device = resolve_device(job.device)
+    splits = load_splits(job.data)
+    with seeded(job.seed):
+        model = build_model(job.model, num_classes=len(splits.classes))
+    require_trainable(model)
+    if job.model.weights is None and job.baseline is None:
+        raise UsageError(
+            "model.weights is not given and there is no baseline to train: "
+            "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
+        )
+    return Prepared(job, splits, model, device)
+
+
+def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
+    """The dense model with weights: as given, from the cache, or trained now and put there."""
+    job = prepared.job
+    if job.model.weights is not None or job.baseline is None:
+        return Baseline(prepared.model, (), reused=False)
+    path = cache_folder(job) / f"baseline-{_baseline_key(prepared)}.safetensors"
+    cached = _read_baseline(prepared, path)
+    if cached is not None:
+        log(f"baseline: reused {path} (same model, data, settings and seed)")
+        return cached
+    log(f"baseline: training {job.model.name} on {len(prepared.splits.train)} images, {job.baseline.epochs} epochs")
+    with threads(job.threads):
+        history = fit(
+            prepared.model,
+            prepared.splits,
+            job.baseline,
+            device=prepared.device,
+            seed=job.seed,
+            batch=job.data.batch,
+            workers=job.data.workers,
+            progress=progress,
+            label="baseline",
+        )
+    prepared.model.cpu()
+    with atomic_file(path) as temporary:
+        save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(prepared.model)}, temporary)
+    write_json(path.with_suffix(".json"), [asdict(row) for row in history.rows])
+    return Baseline(prepared.model, history.rows, reused=False)
+
+
+def cached_baseline(prepared: Prepared) -> Baseline | None:
+    """The trained dense model, when an earlier run left it in the cache."""
+    return _read_baseline(prepared, cache_folder(prepared.job) / f"baseline-{_baseline_key(prepared)}.safetensors")
+
+
+def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
+    if prepared.job.baseline is None or not path.is_file():
+        return None
+    try:
+        tensors = load_file(path)
+        rows = tuple(EpochRow(**row) for row in read_json(path.with_suffix(".json")))
+        with torch.no_grad():
+            for name, tensor in named_tensors(prepared.model):
+                tensor.copy_(tensors[name])
+    except (OSError, KeyError, TypeError, RuntimeError, PrunekitError):
+        return None  # a damaged cache is a cache miss: the baseline is trained again
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":
+            return None
+        raise
+    return Baseline(prepared.model, rows, reused=True)
+
+
+def cache_folder(job: JobSettings) -> Path:
+    """Where results are kept by content, shared by all runs of an output folder."""
+    return job.output / "cache"
+
+
+def digest(value: Any) -> str:
+    """A short hash of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 over the names, shapes and bytes of all parameters and buffers."""
+    result = hashlib.sha256()
+    for name, tensor in named_tensors(model):
+        result.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()
+
+
+def _baseline_key(prepared: Prepared) -> str:
+    job = prepared.job
+    assert job.baseline is not None
+    return digest(
+        {
+            "model": asdict(prepared.build),
+            "data": prepared.splits.fingerprint,
+            "training": asdict(job.baseline),
+            "batch": job.data.batch,
+            "seed": job.seed,
+            "threads": job.threads,
+            "device": prepared.device.type,
+            "torch": str(torch.__version__),
+        }
+    )

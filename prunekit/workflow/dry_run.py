@@ -1,0 +1,49 @@
+"""What a job would do: the plan it makes before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prunekit.calibration import ChannelStats
+from prunekit.channels import trace
+from prunekit.compaction import compact
+from prunekit.workflow.calibrate import calibrate_model
+from prunekit.workflow.dense import cached_baseline, prepare
+from prunekit.workflow.pruning import feasible, plan_model
+from prunekit.workflow.runs import Log
+from prunekit.workflow.settings import JobSettings
+from prunekit.workflow.tables import layer_rows
+
+
+def dry_run(job: JobSettings, *, log: Log) -> dict[str, Any]:
+    """Plans a job without training: data, model, budget and globs are checked, and the widths shown.
+
+    Without weights and without a cached baseline the scores are those of random weights, which the result says; under
+    scope `uniform` the widths do not depend on them.
+
+    Raises:
+        UsageError: data, model or budget do not fit.
+    """
+    prepared = prepare(job)
+    chart = trace(prepared.model, prepared.example_inputs)
+    feasible(chart, job.prune)
+    trained = job.model.weights is not None or cached_baseline(prepared) is not None
+    if not trained:
+        log("dry run: no trained weights yet, so scores are those of random ones")
+    stats: ChannelStats | None = None
+    if job.prune.criterion == "activation":
+        stats = calibrate_model(prepared, prepared.model, log=log).stats
+    planned = plan_model(
+        prepared.model, prepared.example_inputs, job.prune, stats=stats, seed=job.seed, channel_map=chart
+    )
+    settled = planned.plan.channel_map
+    return {
+        "trained": trained,
+        "macs_before": settled.macs(),
+        "macs_after": settled.macs(planned.plan.keep),
+        "channels_removed": planned.plan.removed,
+        "groups": len(settled.groups),
+        "locks": len(settled.locks),
+        "max_relative_difference": planned.max_relative_difference,
+        "widths": layer_rows(prepared.model, compact(prepared.model, planned.plan), planned.plan),
+    }

@@ -1,0 +1,58 @@
+"""The accuracy of a model on images that training has not seen."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from prunekit.data import DataSettings, Splits, batches, load_splits
+from prunekit.errors import ModelError, UsageError
+from prunekit.measure import accuracy, count_macs, count_parameters
+from prunekit.models import logits
+from prunekit.workflow.targets import Target, probe
+
+
+def evaluate(target: Target, data: DataSettings | None, device: torch.device) -> dict[str, Any]:
+    """Measures top-1 on the test split.
+
+    Args:
+        target: the model, with its own images when it came from a job.
+        data: the images when the target has none, and how they are fed (batch, workers).
+        device: where the model runs.
+
+    Returns:
+        `model`, `top1` (percent), `correct`, `n_test`, `low` and `high` (95 % Wilson interval, percent), `params`,
+        `macs` (one sample) and `device`.
+
+    Raises:
+        UsageError: there are no images to test on.
+        ModelError: the model has no trained weights, does not run on the images, or knows other classes.
+    """
+    splits = _splits(target, data)
+    target = replace(target, sample_shape=splits.sample_shape)
+    _check(target, len(splits.classes))
+    settings = data or DataSettings()
+    test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.workers)
+    size = {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
+    result = asdict(accuracy(target.model, test, device))
+    return {"model": target.name, **result, **size, "device": str(device)}
+
+
+def _splits(target: Target, data: DataSettings | None) -> Splits:
+    if target.splits is not None:
+        return target.splits
+    if data is None:
+        raise UsageError(f"{target.name}: expected images to test on; name the recipe that has them: --recipe PATH")
+    return load_splits(data)
+
+
+def _check(target: Target, classes: int) -> None:
+    if not target.trained:
+        raise ModelError(
+            f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
+        )
+    found = logits(probe(target)).shape[-1]
+    if found != classes:
+        raise ModelError(f"{target.name}: expected {classes} scores, one for each class of the data, got {found}")

@@ -1,0 +1,207 @@
+"""The main job: from a recipe's settings to a smaller, faster, proven model and a folder full of evidence."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
+
+from prunekit.artifacts import write_json
+from prunekit.channels import trace
+from prunekit.channels.copying import named_tensors
+from prunekit.compaction import compact, save
+from prunekit.context import threads
+from prunekit.data import batches
+from prunekit.masking import masked, sparsity
+from prunekit.measure.verify import Verification, verify
+from prunekit.planning import Plan
+from prunekit.training import EpochRow, History, fit, recalibrate_batchnorm
+from prunekit.workflow import results
+from prunekit.workflow.calibrate import calibrate_model, calibration_batches
+from prunekit.workflow.dense import Prepared, prepare, train_baseline
+from prunekit.workflow.pruning import Planned, feasible, plan_model
+from prunekit.workflow.runs import Log, RunFolder, run_folder
+from prunekit.workflow.settings import JobSettings
+from prunekit.workflow.tables import history_rows, layer_rows, lock_rows, score_rows, write_csv
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """A finished run.
+
+    Attributes:
+        folder: everything it wrote; the compact model is in `folder / "model"`.
+        metrics: what `metrics.json` holds.
+    """
+
+    folder: Path
+    metrics: dict[str, Any]
+
+
+@dataclass
+class _Clock:
+    """Seconds of each stage of a run."""
+
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.stages[name] = time.perf_counter() - start
+
+
+def finetune(
+    job: JobSettings,
+    *,
+    log: Log,
+    progress: bool = False,
+    resolved: str = "",
+    finish: Callable[[Path], object] | None = None,
+) -> RunResult:
+    """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
+
+    Args:
+        job: the settings.
+        log: gets a line for each stage.
+        progress: shows bars on stderr.
+        resolved: the recipe's text, kept in the run's folder.
+        finish: called with the run's folder at the end, before the run counts as finished (the report).
+
+    Raises:
+        UsageError: data, model or budget do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    prepared = prepare(job)
+    feasible(trace(prepared.model, prepared.example_inputs), job.prune)
+    with run_folder(job.output, job.name, log, resolved) as run, threads(job.threads):
+        metrics = _Journey(prepared, run, progress).travel()
+        if finish is not None:
+            finish(run.path)
+    return RunResult(run.path, metrics)
+
+
+class _Journey:
+    """The stages of one run, in order."""
+
+    def __init__(self, prepared: Prepared, run: RunFolder, progress: bool) -> None:
+        self.prepared, self.run, self.progress = prepared, run, progress
+        self.job, self.log = prepared.job, run.log
+        self.clock = _Clock()
+        self.history: list[dict[str, Any]] = []
+
+    def travel(self) -> dict[str, Any]:
+        """Runs every stage and returns the metrics."""
+        with self.clock.stage("baseline"):
+            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
+        dense = baseline.model
+        self._note("baseline", baseline.rows)
+        with self.clock.stage("calibrate"):
+            calibration = calibrate_model(self.prepared, dense, log=self.log)
+            calibration.stats.save(self.run.path / "statistics")
+        with self.clock.stage("plan"):
+            planned = plan_model(
+                dense, self.prepared.example_inputs, self.job.prune, stats=calibration.stats, seed=self.job.seed
+            )
+            self._keep_plan(planned)
+        plan = planned.plan
+        with self.clock.stage("fine-tune"):
+            pruned = self._finetune_masked(dense, plan)
+        small, proof = self._compact(pruned, plan)
+        write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
+        with self.clock.stage("control"):
+            control = self._train("control", copy.deepcopy(dense))
+        save_file(_tensors(dense), self.run.path / "checkpoints" / "dense.safetensors")
+        with self.clock.stage("measure"):
+            share = sparsity(pruned, plan)
+            measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
+        metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
+        write_json(self.run.path / "metrics.json", metrics)
+        for shortfall in metrics["shortfalls"]:
+            self.log(f"shortfall: {shortfall}")
+        return metrics
+
+    def _keep_plan(self, planned: Planned) -> None:
+        planned.plan.save(self.run.path)
+        write_csv(self.run.path / "scores.csv", score_rows(planned.plan, planned.scores), results.SCORE_COLUMNS)
+        write_csv(self.run.path / "locks.csv", lock_rows(planned.plan), results.LOCK_COLUMNS)
+        chart = planned.plan.channel_map
+        left = chart.macs(planned.plan.keep) / chart.macs()
+        self.log(
+            f"plan: {left:.1%} of the MACs left, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
+            f"masked == compact in the trial to {planned.max_relative_difference:.1e}"
+        )
+        for text in planned.locked_by_trial:
+            self.log(f"plan: locked after the trial: {text}")
+
+    def _finetune_masked(self, dense: nn.Module, plan: Plan) -> nn.Module:
+        model = copy.deepcopy(dense).to(self.prepared.device)
+        with masked(model, plan):
+            recalibrate_batchnorm(model, calibration_batches(self.prepared), self.prepared.device)
+        share = sparsity(model, plan)
+        self.log(f"fine-tune: {self.job.finetune.epochs} epochs at {share.channels:.1%} channel sparsity")
+
+        def wrap(optimizer: Optimizer) -> AbstractContextManager[Any]:
+            return masked(model, plan, optimizer)
+
+        return self._train("pruned", model, wrap, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
+
+    def _train(
+        self,
+        name: str,
+        model: nn.Module,
+        wrap: Callable[[Optimizer], AbstractContextManager[Any]] | None = None,
+        describe: Callable[[], dict[str, str]] | None = None,
+    ) -> nn.Module:
+        """Fine-tunes a model: the pruned one and its dense control get the same settings, seed and epochs."""
+        history: History = fit(
+            model,
+            self.prepared.splits,
+            self.job.finetune,
+            device=self.prepared.device,
+            seed=self.job.seed,
+            batch=self.job.data.batch,
+            workers=self.job.data.workers,
+            wrap_optimizer=wrap,
+            describe=describe,
+            progress=self.progress,
+            label=name,
+            checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",
+        )
+        self._note(name, history.rows)
+        return model.cpu()
+
+    def _note(self, name: str, rows: tuple[EpochRow, ...]) -> None:
+        self.history += history_rows(name, rows)
+        write_csv(self.run.path / "history.csv", self.history, ("run", *EpochRow.__dataclass_fields__))
+        results.write_events(self.run.path / "tensorboard" / name, rows)
+
+    def _compact(self, pruned: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
+        small = compact(pruned, plan)
+        held_out = batches(self.prepared.splits.validation, 32, shuffle_seed=None)
+        proof = verify(pruned, small, plan, ((images,) for images, _ in held_out))
+        self.log(
+            f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} images ({proof.dtype})"
+        )
+        save(
+            self.run.path / "model",
+            small,
+            plan,
+            input_shapes=[[1, *self.prepared.splits.sample_shape]],
+            build=self.prepared.build,
+            extra={"classes": list(self.prepared.splits.classes)},
+        )
+        return small, proof
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in named_tensors(model)}

@@ -1,0 +1,154 @@
+"""Pruning as plain functions: trace, score, plan with its trial, compact. What the recipe and the API both call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from prunekit.calibration import ChannelStats
+from prunekit.channels import ChannelMap, trace
+from prunekit.channels.map import Keep
+from prunekit.channels.trial import settle
+from prunekit.compaction import compact
+from prunekit.criteria import normalise, score
+from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
+from prunekit.planning.select import Scores
+from prunekit.planning.settings import Criterion, Scope
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan that passed its trial.
+
+    Attributes:
+        plan: what stays.
+        scores: importance of every label, float (n_labels,).
+        max_relative_difference: largest difference of any operator between masked and compact model (float64).
+        locked_by_trial: locks that the trial added, as text.
+    """
+
+    plan: Plan
+    scores: Scores
+    max_relative_difference: float
+    locked_by_trial: tuple[str, ...]
+
+
+def importance(
+    model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, stats: ChannelStats | None, seed: int
+) -> Scores:
+    """Scores of a criterion; for scope `global` normalised within each group, so that groups can be compared."""
+    scores = score(settings.criterion, model, channel_map, stats=stats, seed=seed)
+    return normalise(scores, channel_map) if settings.scope == "global" else scores
+
+
+def plan_model(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    settings: PruneSettings,
+    *,
+    stats: ChannelStats | None = None,
+    seed: int = 0,
+    channel_map: ChannelMap | None = None,
+) -> Planned:
+    """Traces a model, scores its channels, plans for a budget, and tries the plan until masked == compact.
+
+    Args:
+        model: the dense model; not changed.
+        example_inputs: positional arguments of `forward`.
+        settings: criterion, scope, budget and limits.
+        stats: channel statistics, for criteria that need them.
+        seed: for the random criterion.
+        channel_map: of this model, when it has been traced already.
+
+    Raises:
+        PlanError: the budget cannot be met, or nothing would be removed.
+    """
+    first = channel_map or trace(model, example_inputs)
+    made: list[tuple[Plan, Scores]] = []
+
+    def choose(candidate: ChannelMap) -> Keep:
+        scores = importance(model, candidate, settings, stats, seed)
+        made.append((make_plan(candidate, scores, settings, seed=seed), scores))
+        return made[-1][0].keep
+
+    settled, _, difference = settle(model, first, choose, [example_inputs])
+    known = set(first.locks)
+    added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.locks if lock not in known)
+    plan, scores = made[-1]
+    return Planned(plan, scores, difference, added)
+
+
+def feasible(channel_map: ChannelMap, settings: PruneSettings) -> Plan:
+    """A plan from equal scores: shows, before anything is trained, whether the budget can be met.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    return make_plan(channel_map, np.ones(channel_map.n_labels), settings)
+
+
+@dataclass(frozen=True, eq=False)
+class Pruned:
+    """What `prune` returns.
+
+    Attributes:
+        model: the compact model, a new one of the same class.
+        plan: what was kept, and why.
+        max_relative_difference: between the masked and the compact model, over all operators, in float64.
+    """
+
+    model: nn.Module
+    plan: Plan
+    max_relative_difference: float
+
+
+def prune(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    *,
+    macs: float | None = None,
+    channels: float | None = None,
+    criterion: Criterion = "l2",
+    scope: Scope = "uniform",
+    round_to: int = 1,
+    min_channels: int = 1,
+    exclude: Sequence[str] = (),
+    ratios: Mapping[str, float] | None = None,
+    stats: ChannelStats | None = None,
+    seed: int = 0,
+) -> Pruned:
+    """Prunes a model in one call: trace, score, plan, trial, compact.
+
+    Args:
+        model: any module that runs on `example_inputs`; not changed.
+        example_inputs: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`.
+        macs: share of the multiply-accumulates that may be left, above 0 and below 1.
+        channels: share of the channels that may be left; exactly one of `macs` and `channels` is given.
+        criterion: `l1`, `l2`, `activation` (needs `stats`) or `random`.
+        scope: `uniform`, the same share of every group; or `global`, ranked over all of them.
+        round_to: channel counts become multiples of this where they can.
+        min_channels: the fewest channels that any group keeps.
+        exclude: globs over module paths whose output channels stay.
+        ratios: glob over module paths -> share of their output channels to keep.
+        stats: from `prunekit.calibrate`.
+        seed: of the random criterion.
+
+    Raises:
+        PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
+        UsageError: an argument is out of range.
+    """
+    settings = PruneSettings(
+        budget=BudgetSettings(channels=channels, macs=macs),
+        criterion=criterion,
+        scope=scope,
+        round_to=round_to,
+        min_channels=min_channels,
+        exclude=tuple(exclude),
+        ratios=dict(ratios or {}),
+    )
+    planned = plan_model(model, example_inputs, settings, stats=stats, seed=seed)
+    return Pruned(compact(model, planned.plan), planned.plan, planned.max_relative_difference)

@@ -1,0 +1,143 @@
+"""What a run measured, in the form of `metrics.json` and `results.csv`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.compaction import load
+from prunekit.data import batches
+from prunekit.masking import Sparsity
+from prunekit.measure import (
+    Accuracy,
+    LatencyReport,
+    accuracy,
+    compare_latency,
+    count_macs,
+    count_parameters,
+    size_bytes,
+)
+from prunekit.measure.verify import Verification
+from prunekit.training import EpochRow
+from prunekit.workflow.dense import Prepared
+from prunekit.workflow.pruning import Planned
+from prunekit.workflow.runs import Log, RunFolder, environment
+from prunekit.workflow.settings import JobSettings
+from prunekit.workflow.tables import write_csv
+
+SCORE_COLUMNS = ("group", "channel", "score", "kept")
+LOCK_COLUMNS = ("reason", "module", "operator", "channels")
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Figures of the dense model, its control and the compact model that was loaded from its folder."""
+
+    models: dict[str, dict[str, Any]]
+    accuracies: dict[str, Accuracy]
+    latency: LatencyReport
+
+
+def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Module, *, log: Log) -> Measured:
+    """Measures on the test images, which nothing has seen before, and times dense against compact."""
+    pruned = load(run.path / "model")
+    example = (torch.zeros(1, *prepared.splits.sample_shape),)
+    models = {"dense": dense, "control": control, "pruned": pruned}
+    files = {
+        "dense": run.path / "checkpoints" / "dense.safetensors",
+        "control": run.path / "checkpoints" / "control.safetensors",
+        "pruned": run.path / "model" / "model.safetensors",
+    }
+    accuracies, figures = {}, {}
+    for name, model in models.items():
+        test = batches(prepared.splits.test, prepared.job.data.batch, shuffle_seed=None)
+        found = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
+        model.cpu()
+        figures[name] = {
+            "top1": found.top1,
+            "n_test": found.n_test,
+            "params": count_parameters(model),
+            "macs": count_macs(model, example),
+            "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
+        }
+        log(f"test: {name} {found.top1:.2f} % [{found.low:.2f}, {found.high:.2f}] of {found.n_test} images")
+    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
+    latency = compare_latency(dense, pruned, prepared.splits.sample_shape, prepared.job.latency, devices)
+    write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
+    write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
+    for row in latency.speedup:
+        log(
+            f"latency: {row['median']:.2f}x faster [{row['low']:.2f}, {row['high']:.2f}] "
+            f"({row['device']}, {row['runtime']}, batch {row['batch']}, {row['threads']} thread(s))"
+        )
+    for note in latency.notes:
+        log(f"latency: {note}")
+    return Measured(figures, accuracies, latency)
+
+
+def metrics(
+    measured: Measured,
+    planned: Planned,
+    proof: Verification,
+    share: Sparsity,
+    job: JobSettings,
+    stages: dict[str, float],
+) -> dict[str, Any]:
+    """Everything that `metrics.json` holds."""
+    chart = planned.plan.channel_map
+    return {
+        "name": job.name,
+        **measured.models,
+        "accuracy": {name: asdict(found) for name, found in measured.accuracies.items()},
+        "sparsity": {"weights": share.weights, "channels": share.channels},
+        "plan": {
+            "macs_left": chart.macs(planned.plan.keep) / chart.macs(),
+            "free_parameter_share": chart.free_share(n for n in chart.labels if not n.endswith(_STATISTICS)),
+            "trial_max_relative_difference": planned.max_relative_difference,
+            "locked_by_trial": list(planned.locked_by_trial),
+        },
+        "latency": [dict(row) for row in measured.latency.rows],
+        "speedup": [dict(row) for row in measured.latency.speedup],
+        "latency_notes": list(measured.latency.notes),
+        "parity": {
+            "max_relative_difference": proof.max_relative_difference,
+            "inputs": proof.inputs,
+            "dtype": proof.dtype,
+        },
+        "shortfalls": _shortfalls(measured, job),
+        "seconds": sum(stages.values()),
+        "stages": dict(stages),
+        "environment": environment(),
+    }
+
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _shortfalls(measured: Measured, job: JobSettings) -> list[str]:
+    """What the run promised and did not deliver, measured on the loaded model."""
+    found = []
+    left = measured.models["pruned"]["macs"] / measured.models["dense"]["macs"]
+    if job.prune.budget.macs is not None and left > job.prune.budget.macs:
+        found.append(f"budget macs {job.prune.budget.macs}: {left:.4f} of the dense model's MACs are left")
+    for row in measured.latency.speedup:
+        if row["high"] < 1:
+            found.append(f"the pruned model is slower on {row['device']} at batch {row['batch']}: {row['median']:.2f}x")
+    return found
+
+
+def write_events(folder: Path, rows: tuple[EpochRow, ...]) -> None:
+    """Training curves as TensorBoard events."""
+    if not rows:
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        for row in rows:
+            for name, value in asdict(row).items():
+                if name != "epoch":
+                    writer.add_scalar(name, value, row.epoch)

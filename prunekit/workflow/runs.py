@@ -1,0 +1,104 @@
+"""A run's folder: made when the job starts, and marked with how it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prunekit.artifacts import write_json, write_text
+from prunekit.errors import RunError
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run writes, and the log that it keeps there."""
+
+    path: Path
+    started: str
+    log: Log
+
+    def mark(self, state: str, **facts: Any) -> None:
+        """Writes `status.json`: running, finished, failed or interrupted."""
+        write_json(self.path / "status.json", {"state": state, "started": self.started, "pid": os.getpid(), **facts})
+
+
+@contextmanager
+def run_folder(output: Path, name: str, log: Log, resolved: str) -> Iterator[RunFolder]:
+    """Makes `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.
+
+    Raises:
+        RunError: the folder cannot be made.
+    """
+    started = datetime.now(UTC)
+    path = _make(output / name, started.strftime("%Y%m%d-%H%M%S"))
+    with (path / "log.txt").open("a", encoding="utf-8", buffering=1) as file:
+
+        def both(message: str) -> None:
+            file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {message}\n")
+            log(message)
+
+        run = RunFolder(path, started.isoformat(timespec="seconds"), both)
+        run.mark("running")
+        write_text(path / "recipe.yaml", resolved)
+        write_json(path / "environment.json", environment())
+        try:
+            yield run
+        except KeyboardInterrupt:
+            run.mark("interrupted", finished=_now())
+            raise
+        except BaseException as error:
+            run.mark("failed", finished=_now(), error=f"{type(error).__name__}: {error}")
+            raise
+        run.mark("finished", finished=_now())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _make(parent: Path, name: str) -> Path:
+    for attempt in range(1000):
+        path = parent / (f"{name}-{attempt}" if attempt else name)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if parent.exists() and not parent.is_dir():
+                raise RunError(f"{parent}: expected a folder for runs, found a file") from None
+            continue
+        except OSError as error:
+            raise RunError(f"{path}: the run's folder cannot be made: {error.strerror}; use --output") from error
+        return path
+    raise RunError(f"{parent}: no free name for a run at {name}")
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, as they are noted beside every figure."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        **{name: version(name) for name in ("prunekit", "torch", "torchvision", "numpy")},
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

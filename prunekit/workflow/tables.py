@@ -1,0 +1,75 @@
+"""The tables of a run: layers, scores, locks, history."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from torch import nn
+
+from prunekit.artifacts import atomic_file
+from prunekit.planning import Plan
+from prunekit.planning.select import Scores
+from prunekit.training import EpochRow
+
+SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features", "num_features"))
+
+
+def layer_rows(dense: nn.Module, compact: nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """Widths, MACs (one sample) and parameters of every layer that has a width, before and after."""
+    before, after = plan.channel_map.layer_macs(), plan.channel_map.layer_macs(plan.keep)
+    small = dict(compact.named_modules())
+    rows = []
+    for path, module in dense.named_modules():
+        names = next((pair for pair in SIZES if hasattr(module, pair[0])), None)
+        if names is None or any(module.children()):
+            continue
+        rows.append(
+            {
+                "module": path,
+                "kind": type(module).__name__,
+                "in_before": getattr(module, names[0]),
+                "in_after": getattr(small[path], names[0]),
+                "out_before": getattr(module, names[1]),
+                "out_after": getattr(small[path], names[1]),
+                "macs_before": before.get(path, 0),
+                "macs_after": after.get(path, 0),
+                "params_before": _size(module),
+                "params_after": _size(small[path]),
+            }
+        )
+    return rows
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def score_rows(plan: Plan, scores: Scores) -> list[dict[str, Any]]:
+    """The score of every free label, group by group, and whether it stays."""
+    return [
+        {"group": group.name, "channel": index, "score": float(scores[label]), "kept": int(plan.keep[label])}
+        for group in plan.channel_map.groups
+        for index, label in enumerate(group.labels)
+        if np.isfinite(scores[label])
+    ]
+
+
+def lock_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every lock with its module, operator and reason."""
+    return [asdict(lock) for lock in plan.channel_map.locks]
+
+
+def history_rows(run: str, rows: tuple[EpochRow, ...]) -> list[dict[str, Any]]:
+    """One row for each epoch of a training run."""
+    return [{"run": run, **asdict(row)} for row in rows]
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...] = ()) -> None:
+    """Writes rows as CSV, whole or not at all; `columns` name the header of an empty table."""
+    frame = pd.DataFrame(rows, columns=None if rows else list(columns))
+    with atomic_file(path) as temporary:
+        frame.to_csv(temporary, index=False)

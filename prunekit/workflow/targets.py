@@ -1,0 +1,162 @@
+"""What a command works on: a job's dense model, a model folder, a zoo's model, or the user's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.compaction import load, read_manifest
+from prunekit.context import seeded, training_mode
+from prunekit.data import Splits, load_splits
+from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.models import ModelSettings, build_model, load_factory, load_weights, zoo_names
+from prunekit.workflow.dense import prepare, train_baseline
+from prunekit.workflow.runs import Log
+from prunekit.workflow.settings import JobSettings
+
+MANIFEST = "prunekit.json"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that is ready to run.
+
+    Attributes:
+        model: on the CPU.
+        name: what tables call it.
+        sample_shape: shape of one input without the batch, such as (3, 224, 224).
+        splits: the images of the job, when it came from one.
+        trained: whether the model has weights from somewhere; without them its accuracy means nothing.
+    """
+
+    model: nn.Module
+    name: str
+    sample_shape: tuple[int, ...]
+    splits: Splits | None = None
+    trained: bool = True
+
+    def example_inputs(self, batch: int = 1) -> tuple[Tensor, ...]:
+        """Zeros of shape (batch, *sample_shape): the positional arguments of one forward."""
+        return (torch.zeros(batch, *self.sample_shape),)
+
+
+def resolve(
+    target: str | Path | JobSettings | None,
+    *,
+    factory: str | None = None,
+    weights: str | None = None,
+    input_shape: tuple[int, ...] | None = None,
+    seed: int = 0,
+) -> Target:
+    """Finds and builds what a command line names.
+
+    Args:
+        target: a job (its dense model), a model folder, or the name of a model in torchvision; None: what `factory`
+            builds.
+        factory: `file.py:factory`, the user's own code, which is run; with a model folder it builds the dense model
+            that the folder was made from, where the folder cannot say so itself.
+        weights: of a zoo's or the user's own model: a file, or for a zoo's a name such as `IMAGENET1K_V1`.
+        input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required where nothing else says it.
+        seed: of random weights, where there are no others.
+
+    Raises:
+        UsageError: the arguments do not go together.
+        ModelError: there is no such model, or it cannot be built.
+    """
+    if target is None and factory is None:
+        raise UsageError("expected a model: a recipe, a model folder, a torchvision name, or --model file.py:factory")
+    shape = None if input_shape is None else _sample_shape(input_shape)
+    with seeded(seed):
+        if isinstance(target, JobSettings):
+            _refuse_weights(weights, "a recipe", "set model.weights=... in it")
+            return _from_job(target, shape)
+        if target is None:
+            return _from_factory(str(factory), weights, shape)
+        if Path(target).exists():
+            _refuse_weights(weights, "a model folder", "it holds its own")
+            return _from_folder(Path(target), factory, shape)
+        return _from_zoo(str(target), weights, shape)
+
+
+def trained_target(job: JobSettings, *, log: Log, progress: bool = False) -> Target:
+    """A job's dense model with its weights: as given, from the cache, or trained now as the job's baseline says.
+
+    Raises:
+        PrunekitError: as for the first stage of `finetune`.
+    """
+    prepared = prepare(job)
+    model = train_baseline(prepared, log=log, progress=progress).model
+    return Target(model, job.name, prepared.splits.sample_shape, prepared.splits)
+
+
+def probe(target: Target) -> Any:
+    """One forward on zeros, in eval mode: what the model returns.
+
+    Raises:
+        ModelError: the model does not run on its input.
+    """
+    try:
+        with training_mode(target.model, False), torch.no_grad():
+            return target.model(*target.example_inputs())
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        shape = "x".join(map(str, (1, *target.sample_shape)))
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ModelError(f"{target.name}: the model does not run on an input of {shape}: {reason}") from error
+
+
+def _from_job(job: JobSettings, shape: tuple[int, ...] | None) -> Target:
+    splits = load_splits(job.data)
+    with seeded(job.seed):
+        model = build_model(job.model, num_classes=len(splits.classes))
+    return Target(model, job.name, shape or splits.sample_shape, splits, trained=job.model.weights is not None)
+
+
+def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> Target:
+    if not (folder / MANIFEST).is_file():
+        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}")
+    manifest = read_manifest(folder)
+    dense = load_factory(factory) if factory is not None and not manifest.get("build") else None
+    return Target(load(folder, dense), str(folder), shape or _sample_shape(tuple(manifest["example"]["shapes"][0])))
+
+
+def _from_zoo(name: str, weights: str | None, shape: tuple[int, ...] | None) -> Target:
+    if name not in zoo_names():
+        hint = "give your own model as --model file.py:factory" if ".py" in name else nearest(name, zoo_names())
+        raise ModelError(f"{name!r}: expected a recipe, a model folder, or the name of a torchvision model; {hint}")
+    model = build_model(ModelSettings(name, weights=weights), num_classes=None)
+    return Target(model, name, shape or _usual_shape(name), trained=weights is not None)
+
+
+def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | None) -> Target:
+    if shape is None:
+        raise UsageError("--model: expected --input-shape with it, such as --input-shape 1x3x224x224")
+    model = load_factory(factory)
+    if weights is not None:
+        load_weights(model, Path(weights))
+    # A factory may load weights itself: only its author knows.
+    return Target(model, factory.rpartition(":")[2], shape)
+
+
+def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) < 2 or min(shape) < 1:
+        got = "x".join(map(str, shape))
+        raise UsageError(f"input shape: expected a batch and at least one more size, such as 1x3x224x224, got {got}")
+    return tuple(shape[1:])
+
+
+def _usual_shape(name: str) -> tuple[int, ...]:
+    """The input that torchvision's own weights of a model were trained for."""
+    from torchvision.models import get_model_weights
+
+    presets = [weights.transforms for weights in get_model_weights(name)]
+    size = presets[0].keywords.get("crop_size", 224) if presets else 224
+    return (3, size, size)
+
+
+def _refuse_weights(weights: str | None, kind: str, instead: str) -> None:
+    if weights is not None:
+        raise UsageError(f"--weights goes with a zoo's name or --model, and this is {kind}: {instead}")
