@@ -1,0 +1,18 @@
+"""Calibration: what activations look like, channel by channel, on a few hundred images."""
+
+from prunekit.calibration.collector import StatsCollector, collect, first_tensor
+from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
+from prunekit.calibration.settings import CalibrationSettings
+from prunekit.calibration.stats import ChannelStats, NonFinite
+
+__all__ = [
+    "CalibrationSettings",
+    "ChannelStats",
+    "LayerStats",
+    "NonFinite",
+    "StatsCollector",
+    "StatsKey",
+    "collect",
+    "combine",
+    "first_tensor",
+]

@@ -144,7 +144,8 @@ class Flow:
             return
         overlapping = [match for match in other_fields if set(match.span) & set(full)]
         if overlapping:
-            if forward and not any(self.union.equal(field.labels, match.labels) for match in overlapping):
+            single = len(overlapping) == 1 and overlapping[0].labels.shape == field.labels.shape
+            if forward and (single or not any(self.union.equal(field.labels, match.labels) for match in overlapping)):
                 for match in overlapping:
                     self.union.merge(field.labels, match.labels)
         elif len(full) < len(field.span):

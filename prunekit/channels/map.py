@@ -134,20 +134,22 @@ class Resolved:
 
 
 def group_labels(labels: Mapping[str, tuple[Labels | None, ...]], n_labels: int) -> tuple[ChannelGroup, ...]:
-    """Groups free labels by their signature: the set of (name, axis) on which they lie."""
-    slots = [(name, i) for name, axes in labels.items() for i, axis in enumerate(axes) if axis is not None]
-    members: list[list[int]] = [[] for _ in range(n_labels)]
-    for index, (name, axis) in enumerate(slots):
-        for label in np.unique(labels[name][axis]).tolist():  # type: ignore[arg-type]
-            members[label].append(index)
-    by_signature: dict[tuple[int, ...], list[int]] = {}
-    for label in range(1, n_labels):
-        by_signature.setdefault(tuple(members[label]), []).append(label)
-    groups = []
-    for signature, group in by_signature.items():
-        axes = tuple(slots[index] for index in signature)
-        groups.append(ChannelGroup(_group_name(axes), np.array(group, dtype=np.int64), axes))
-    return tuple(groups)
+    """Groups free labels by the set of (name, axis) on which they lie, by partition refinement."""
+    group = np.zeros(n_labels, dtype=np.int64)
+    slots: list[tuple[Slot, ...]] = [()]
+    for name, axes in labels.items():
+        for index, axis in enumerate(axes):
+            if axis is not None:
+                members = np.unique(axis)
+                old, position = np.unique(group[members], return_inverse=True)
+                group[members] = len(slots) + position
+                slots += [(*slots[which], (name, index)) for which in old]
+    group[0] = -1  # locked labels are in no group, whatever axes they lie on
+    result = []
+    for which, _ in sorted(zip(*np.unique(group[1:], return_index=True), strict=True), key=lambda pair: pair[1]):
+        on = slots[which]
+        result.append(ChannelGroup(_group_name(on), np.flatnonzero(group == which).astype(np.int64), on))
+    return tuple(result)
 
 
 def _group_name(slots: tuple[Slot, ...]) -> str:

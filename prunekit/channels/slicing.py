@@ -63,15 +63,6 @@ def narrow(model: nn.Module, kept: KeptIndices, tensors: Mapping[str, torch.Tens
     return compact
 
 
-def masked_copy(model: nn.Module, kept: KeptIndices, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of the dense model, of the same size, in which every removed entry is 0."""
-    tensors = {}
-    for name, tensor in named_tensors(model):
-        value = tensor.detach().to(dtype if tensor.is_floating_point() else None, copy=True)
-        tensors[name] = blank(value, kept[name]) if name in kept else value
-    return with_tensors(model, tensors)
-
-
 Resizer = Callable[[Any], None]
 RESIZERS: dict[type[nn.Module], Resizer] = {}
 

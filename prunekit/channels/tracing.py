@@ -15,6 +15,7 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules import RULES, Call
+from prunekit.channels.shortcut import run_on_meta
 from prunekit.hooks import HookOwner
 
 ActivationKey = tuple[str, str, int]
@@ -129,8 +130,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         name = str(func._schema.name).replace("::", ".")
+        out = run_on_meta(func, name, args, kwargs)
         flow = self.flow
         flow.module, flow.operator = self.stack.current, name
         inputs = list(tensors_in((args, kwargs)))

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.channels.doubled import DoubledWhileRunning, doubled, to_double, to_masked_double
 from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks
-from prunekit.channels.slicing import kept_indices, masked_copy, narrow
+from prunekit.channels.slicing import kept_indices, narrow
 from prunekit.channels.tracing import (
     ModuleStack,
     Operator,
@@ -183,12 +184,29 @@ def as_double(example: tuple[Any, ...]) -> tuple[Any, ...]:
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
-            return tensor
+            return tensor.cpu()
         if tensor.is_meta or not tensor.numel() or bool((tensor == tensor.reshape(-1)[0]).all()):
             return torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        return tensor.detach().double()
+        return tensor.detach().to("cpu", torch.float64)
 
     return tuple(map_tensors(value, convert) for value in example)
+
+
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """What the trial agreed to.
+
+    Attributes:
+        channel_map: with the locks that were needed.
+        keep: the plan made for it, bool (n_labels,).
+        compact: the compact model.
+        difference: the largest relative difference of any operator between masked and compact model (float64).
+    """
+
+    channel_map: ChannelMap
+    keep: Keep
+    compact: nn.Module
+    difference: float
 
 
 def settle(
@@ -198,43 +216,46 @@ def settle(
     examples: list[tuple[Any, ...]],
     *,
     attempts: int = 20,
-) -> tuple[ChannelMap, Keep, float]:
+) -> Settled:
     """Plans, tries, locks what differs, and plans again until masked and compact model agree everywhere.
 
     Args:
         choose: makes `keep` (bool, (n_labels,)) for a map; called again after each lock.
         examples: inputs as for the trace.
 
-    Returns:
-        The map with the locks that were needed, the plan made for it, and the largest relative difference (float64).
-
     Raises:
         PlanError: no agreement after `attempts` locks.
     """
     double = [as_double(example) for example in examples]
+    divergence: Divergence | None = None
     for _ in range(attempts):
         keep = choose(channel_map)
-        worst, found = try_plan(model, channel_map, keep, double)
+        kept = kept_indices(channel_map, keep)
+        compact = narrow(model, kept)
+        worst, found = _try(model, compact, channel_map, keep, double)
         if found is None:
-            return channel_map, keep, worst
-        operator, run = found
-        channel_map = with_locks(channel_map, _locks_for(operator, run))
-    raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {operator}")
+            return Settled(channel_map, keep, compact, worst)
+        divergence, run = found
+        channel_map = with_locks(channel_map, _locks_for(divergence, run))
+    raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
-def try_plan(
-    model: nn.Module, channel_map: ChannelMap, keep: Keep, examples: list[tuple[Any, ...]]
+def _try(
+    model: nn.Module, compact: nn.Module, channel_map: ChannelMap, keep: Keep, examples: list[tuple[Any, ...]]
 ) -> tuple[float, tuple[Divergence, Run] | None]:
-    """One trial of a plan in float64: on every example in eval mode, and in train mode if that differs."""
-    kept = kept_indices(channel_map, keep)
-    masked = masked_copy(model, kept, torch.float64)
-    compact = narrow(masked, kept)
+    """One trial in float64: on every example in eval mode, and in train mode if that runs other operators."""
+    mask = to_masked_double(kept_indices(channel_map, keep))
     worst = 0.0
     runs = channel_map.traced.trace.runs
     for index, run in enumerate(runs):
         if run.training and run.same_calls(runs[index - 1]):
             continue
-        difference, divergence = compare(masked, compact, channel_map, keep, examples[index // 2], run)
+        example = examples[index // 2]
+        with DoubledWhileRunning(model, mask) as masked, DoubledWhileRunning(compact, to_double) as small:
+            difference, divergence = compare(masked.model, small.model, channel_map, keep, example, run)
+        if divergence is not None:  # perhaps only because a module uses another's weights
+            whole = doubled(model, mask), doubled(compact, to_double)
+            difference, divergence = compare(*whole, channel_map, keep, example, run)
         worst = max(worst, difference)
         if divergence is not None:
             return worst, (divergence, run)

@@ -1,0 +1,41 @@
+"""The command line: `prunekit --help`. Commands import torch only once they run."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from prunekit.cli.bench import bench_command
+from prunekit.cli.calibrate import calibrate_command
+from prunekit.cli.evaluate import evaluate_command
+from prunekit.cli.finetune import finetune_command
+from prunekit.cli.group import INTERRUPTED, ErrorGroup
+from prunekit.cli.inspect import inspect_command
+from prunekit.cli.options import debug_option
+
+
+@click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="prunekit")
+@debug_option
+def cli() -> None:
+    """Prune a trained PyTorch model to a budget, fine-tune it, and prove what came out.
+
+    Start with: prunekit finetune recipes/resnet34.yaml
+    """
+
+
+for command in (finetune_command, calibrate_command, evaluate_command, bench_command, inspect_command):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Runs the command line and exits: 0 done, 1 a run or a gate that failed, 2 wrong usage, 130 interrupted."""
+    try:
+        cli(prog_name="prunekit")
+    except KeyboardInterrupt:
+        # Outside of any command, such as while modules are imported.
+        sys.exit(INTERRUPTED)
+
+
+__all__ = ["cli", "main"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.doubled import doubled, to_double
 from prunekit.channels.tracing import tensors_in
 from prunekit.channels.trial import TOLERANCE, as_double, compare
 from prunekit.context import training_mode
@@ -52,10 +52,10 @@ def verify(
     Raises:
         VerificationError: they differ; the message names the first operator and its module path.
     """
-    masked64, compact64 = _double(masked), _double(compact)
+    masked64, compact64 = doubled(masked, to_double), doubled(compact, to_double)
     worst, seen = 0.0, 0
     for example in examples:
-        inputs = as_double(tuple(_to_cpu(value) for value in example))
+        inputs = as_double(example)
         with training_mode(masked64, False), training_mode(compact64, False), torch.no_grad():
             try:
                 difference = _difference(masked64(*inputs), compact64(*inputs))
@@ -79,20 +79,6 @@ def _where(masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any,
     run = plan.channel_map.traced.trace.runs[0]
     divergence = compare(masked, compact, plan.channel_map, plan.keep, inputs, run)[1]
     return f"{reason}; only the final outputs part" if divergence is None else f"first at {divergence}"
-
-
-def _double(model: nn.Module) -> nn.Module:
-    return with_tensors(
-        model,
-        {
-            name: tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None, copy=True)
-            for name, tensor in named_tensors(model)
-        },
-    )
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _difference(want: Any, got: Any) -> float:

@@ -1,0 +1,27 @@
+"""A run as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write(run_folder: Path, *, state: str | None = None) -> Path:
+    """Renders `report.html` into a run folder: one page that needs no other file and asks for nothing on the network.
+
+    Args:
+        run_folder: the folder of a run, finished or not; a section whose file is not there says so.
+        state: shown in place of the one in `status.json`, for a page that is the last thing a run writes.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ArtifactError: the folder is not there, or a file in it is damaged.
+    """
+    # pandas and matplotlib take most of a second to import, and `report.numbers` needs neither.
+    from prunekit.report.page import write_page
+
+    return write_page(Path(run_folder), state)
+
+
+__all__ = ["write"]

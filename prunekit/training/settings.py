@@ -22,3 +22,5 @@ class TrainSettings:
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017)."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    shift: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Augmentation: every training image is moved by up to this share of its size, each way; edges are repeated."""

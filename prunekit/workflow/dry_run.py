@@ -6,7 +6,6 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
-from prunekit.compaction import compact
 from prunekit.workflow.calibrate import calibrate_model
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.pruning import feasible, plan_model
@@ -45,5 +44,5 @@ def dry_run(job: JobSettings, *, log: Log) -> dict[str, Any]:
         "groups": len(settled.groups),
         "locks": len(settled.locks),
         "max_relative_difference": planned.max_relative_difference,
-        "widths": layer_rows(prepared.model, compact(prepared.model, planned.plan), planned.plan),
+        "widths": layer_rows(prepared.model, planned.compact, planned.plan),
     }

@@ -13,7 +13,6 @@ from prunekit.calibration import ChannelStats
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
-from prunekit.compaction import compact
 from prunekit.criteria import normalise, score
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 from prunekit.planning.select import Scores
@@ -27,12 +26,14 @@ class Planned:
     Attributes:
         plan: what stays.
         scores: importance of every label, float (n_labels,).
+        compact: the model as planned, without any fine-tuning.
         max_relative_difference: largest difference of any operator between masked and compact model (float64).
         locked_by_trial: locks that the trial added, as text.
     """
 
     plan: Plan
     scores: Scores
+    compact: nn.Module
     max_relative_difference: float
     locked_by_trial: tuple[str, ...]
 
@@ -75,11 +76,13 @@ def plan_model(
         made.append((make_plan(candidate, scores, settings, seed=seed), scores))
         return made[-1][0].keep
 
-    settled, _, difference = settle(model, first, choose, [example_inputs])
+    settled = settle(model, first, choose, [example_inputs])
     known = set(first.locks)
-    added = tuple(f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.locks if lock not in known)
+    added = tuple(
+        f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known
+    )
     plan, scores = made[-1]
-    return Planned(plan, scores, difference, added)
+    return Planned(plan, scores, settled.compact, settled.difference, added)
 
 
 def feasible(channel_map: ChannelMap, settings: PruneSettings) -> Plan:
@@ -151,4 +154,4 @@ def prune(
         ratios=dict(ratios or {}),
     )
     planned = plan_model(model, example_inputs, settings, stats=stats, seed=seed)
-    return Pruned(compact(model, planned.plan), planned.plan, planned.max_relative_difference)
+    return Pruned(planned.compact, planned.plan, planned.max_relative_difference)

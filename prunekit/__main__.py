@@ -1,0 +1,6 @@
+"""`python -m prunekit`."""
+
+from prunekit.cli import main
+
+if __name__ == "__main__":
+    main()

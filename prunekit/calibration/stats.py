@@ -1,0 +1,126 @@
+"""Statistics of a whole model: a mapping from activation to per-channel arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from prunekit.calibration import store
+from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
+from prunekit.errors import NonFiniteError, UsageError
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """NaN or Inf in one activation."""
+
+    key: StatsKey
+    count: int
+    """Values, over all channels."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelStats(Mapping[StatsKey, LayerStats]):
+    """Per-channel statistics of a model's activations, by (module path, "input" or "output", call ordinal).
+
+    Immutable. Keys are in the order in which the activations were first met, which is the order of execution.
+    """
+
+    layers: Mapping[StatsKey, LayerStats]
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Where the statistics came from (model, data, settings); saved and loaded with them."""
+
+    def __getitem__(self, key: tuple[str, str, int]) -> LayerStats:
+        return self.layers[key]  # type: ignore[index]  # a plain tuple equals the named one
+
+    def __iter__(self) -> Iterator[StatsKey]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def non_finite(self) -> list[NonFinite]:
+        """Activations in which NaN or Inf was met, in order of execution, with how many values."""
+        counts = ((key, int(layer.non_finite.sum())) for key, layer in self.items())
+        return [NonFinite(key, count) for key, count in counts if count]
+
+    def require_finite(self) -> None:
+        """Checks that no NaN or Inf was met.
+
+        Raises:
+            NonFiniteError: names the first activation in order of execution; what follows is its consequence.
+        """
+        found = self.non_finite
+        if found:
+            first = found[0]
+            raise NonFiniteError(
+                f"{first.count} values are NaN or Inf in the {first.key}, and in {len(found) - 1} activations after "
+                f"it; expected finite activations: check the images and the weights up to {first.key.module!r}"
+            )
+
+    def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:
+        """Output channels that never changed (always zero among them): their indices, where there are any."""
+        found = {key: np.flatnonzero(layer.constant) for key, layer in self.items() if key.side == "output"}
+        return {key: channels for key, channels in found.items() if len(channels)}
+
+    def merge(self, other: ChannelStats) -> ChannelStats:
+        """Statistics of both together, equal to one pass over both up to rounding, in any grouping.
+
+        The provenance keeps the entries on which both agree.
+
+        Raises:
+            UsageError: an activation has another number of channels in `other`.
+        """
+        merged = dict(self.layers)
+        for key, theirs in other.items():
+            ours = merged.get(key)
+            if ours is not None and ours.channels != theirs.channels:
+                raise UsageError(f"{key}: {ours.channels} channels here, {theirs.channels} there: not the same model")
+            merged[key] = theirs if ours is None else combine((ours, theirs))
+        return ChannelStats(merged, dict(self.provenance.items() & other.provenance.items()))
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per channel: module, side, call, channel, count, mean, variance, mean_abs, rms, min, max,
+        zero_fraction, non_finite, dead."""
+        if not self.layers:
+            return _frame(StatsKey("", "output", 0), LayerStats.empty(0))
+        return pd.concat([_frame(key, layer) for key, layer in self.items()], ignore_index=True)
+
+    def save(self, path: Path) -> Path:
+        """Writes the statistics exactly, as safetensors, and a CSV table beside them.
+
+        Args:
+            path: a `.safetensors` file, or a folder that gets `channel_stats.safetensors`.
+
+        Returns:
+            The safetensors file; the CSV has the same name with `.csv`.
+        """
+        file = store.locate(path)
+        store.write(file, self.layers, self.provenance)
+        store.write_csv(file.with_suffix(".csv"), self.to_frame())
+        return file
+
+    @classmethod
+    def load(cls, path: Path) -> ChannelStats:
+        """Reads what `save` wrote.
+
+        Raises:
+            ArtifactError: the file is missing, damaged, or not channel statistics.
+        """
+        layers, provenance = store.read(store.locate(path))
+        return cls(layers, provenance)
+
+
+FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction", "non_finite")
+
+
+def _frame(key: StatsKey, layer: LayerStats) -> pd.DataFrame:
+    place = {"module": key.module, "side": key.side, "call": key.call, "channel": np.arange(layer.channels)}
+    values = {column: getattr(layer, column) for column in FRAME_COLUMNS}
+    return pd.DataFrame({**place, **values, "dead": layer.constant & (key.side == "output")})

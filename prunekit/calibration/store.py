@@ -1,0 +1,89 @@
+"""Channel statistics as a file: safetensors with a checksum, and a CSV table for people."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from prunekit.artifacts import atomic_file
+from prunekit.calibration.layer_stats import ARRAYS, LayerStats, StatsKey
+from prunekit.errors import ArtifactError
+
+FILE_NAME = "channel_stats.safetensors"
+FORMAT = "prunekit.channel_stats"
+VERSION = 1
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def locate(path: Path) -> Path:
+    """The safetensors file that a path means: itself, or the one inside a folder."""
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / FILE_NAME
+
+
+def write(path: Path, layers: Mapping[StatsKey, LayerStats], provenance: Mapping[str, str]) -> None:
+    """Writes every array as `module/side/call/array`; the metadata holds the keys' order and a checksum."""
+    arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in layers.items() for name in ARRAYS}
+    content = json.dumps({"keys": [list(key) for key in layers], "provenance": dict(provenance)})
+    header = {"version": VERSION, "sha256": _checksum(content, arrays), "content": content}
+    metadata = {FORMAT: json.dumps(header)}  # one entry, because safetensors writes several in any order
+    with atomic_file(path) as temporary:
+        save_file(arrays, temporary, metadata=metadata)
+
+
+def read(path: Path) -> tuple[dict[StatsKey, LayerStats], dict[str, str]]:
+    """Reads what `write` wrote.
+
+    Raises:
+        ArtifactError: the file is missing, damaged, or something else.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{path}: cannot be read as channel statistics ({error}); calibrate again") from error
+    if FORMAT not in metadata:
+        raise ArtifactError(f"{path}: expected {FORMAT!r} in its metadata, found {sorted(metadata)}; calibrate again")
+    return _parse(path, metadata[FORMAT], arrays)
+
+
+def write_csv(path: Path, table: pd.DataFrame) -> None:
+    """Writes a table whole or not at all."""
+    with atomic_file(path) as temporary:
+        table.to_csv(temporary, index=False)
+
+
+def _parse(path: Path, text: str, arrays: Arrays) -> tuple[dict[StatsKey, LayerStats], dict[str, str]]:
+    try:
+        header = json.loads(text)
+        if header["version"] != VERSION:
+            raise ValueError(f"expected version {VERSION}, got {header['version']!r}")
+        if header["sha256"] != _checksum(header["content"], arrays):
+            raise ValueError("the checksum does not fit the content")
+        content = json.loads(header["content"])
+        keys = [StatsKey(*key) for key in content["keys"]]
+        layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
+        return layers, dict(content["provenance"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise ArtifactError(f"{path}: not usable as channel statistics ({error}); calibrate again") from error
+
+
+def _name(key: StatsKey) -> str:
+    return "/".join(map(str, key))
+
+
+def _checksum(content: str, arrays: Arrays) -> str:
+    digest = hashlib.sha256(content.encode())
+    for name in sorted(arrays):
+        digest.update(name.encode() + b"\0" + arrays[name].tobytes())
+    return digest.hexdigest()

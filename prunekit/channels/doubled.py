@@ -1,0 +1,77 @@
+"""A model that computes in float64 without a float64 copy of its weights: each module's are made while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.slicing import KeptIndices, blank
+from prunekit.hooks import HookOwner
+
+Convert = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def to_double(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU, in float64 if it is a floating-point one."""
+    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None)
+
+
+def to_masked_double(kept: KeptIndices) -> Convert:
+    """Like `to_double`, with zeros in place of removed entries."""
+
+    def convert(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        double = to_double(name, tensor)
+        if name not in kept:
+            return double
+        return blank(double.clone() if double is tensor or double.dtype == tensor.dtype else double, kept[name])
+
+    return convert
+
+
+def doubled(model: nn.Module, convert: Convert) -> nn.Module:
+    """A float64 copy of a model, with all its tensors converted at once."""
+    return with_tensors(model, {name: convert(name, tensor) for name, tensor in named_tensors(model)})
+
+
+class DoubledWhileRunning(HookOwner):
+    """Converts a module's own tensors when its forward begins and drops them when it ends.
+
+    Memory stays that of the largest module, and stays warm. Tensors that another module than their owner uses are not
+    converted: such a model fails or differs, and is then run from `doubled`.
+    """
+
+    def __init__(self, model: nn.Module, convert: Convert) -> None:
+        super().__init__()
+        self.model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+        self.convert = convert
+        self._names = {id(tensor): name for name, tensor in named_tensors(self.model)}
+
+    def register(self) -> None:
+        """Adds a forward-pre and a forward hook to every module that owns tensors."""
+        for module in self.model.modules():
+            if any(t is not None for table in (module._parameters, module._buffers) for t in table.values()):
+                tables = (dict(module._parameters), dict(module._buffers))
+                self.own(module.register_forward_pre_hook(self._begin(tables)))
+                self.own(module.register_forward_hook(self._end(tables), always_call=True))
+
+    def _begin(self, tables: tuple[dict[str, Any], dict[str, Any]]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                module._parameters.update(self._converted(tables[0]))
+                module._buffers.update(self._converted(tables[1]))
+
+        return hook
+
+    def _converted(self, table: dict[str, Any]) -> dict[str, Any]:
+        return {key: t if t is None else self.convert(self._names[id(t)], t) for key, t in table.items()}
+
+    def _end(self, tables: tuple[dict[str, Any], dict[str, Any]]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            module._parameters.update(tables[0])
+            module._buffers.update(tables[1])
+
+        return hook

@@ -1,0 +1,84 @@
+"""`prunekit calibrate`: what the activations of the dense model look like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.options import common_options, device_option, load_job, output_option, seed_option
+from prunekit.cli.output import Console, table
+
+if TYPE_CHECKING:
+    from prunekit.calibration import ChannelStats
+
+
+@click.command("calibrate", short_help="Collect activation statistics of the dense model.")
+@click.argument("recipe", metavar="RECIPE.yaml")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@device_option
+@seed_option
+@output_option("runs  [default: runs]")
+@common_options
+def calibrate_command(recipe: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Run the dense model of a recipe on its calibration images and write the statistics of every channel, as
+    safetensors and CSV. `finetune` uses them again when model, weights, data and settings are the same.
+
+    The table averages over the channels of each layer's output; dead channels never change.
+    """
+    console = Console(as_json)
+    job = load_job(recipe, overrides, **options)
+    from prunekit.workflow import calibrate as run
+
+    with console.running():
+        result = run(job, log=console.log, progress=console.progress)
+    layers = list(summary(result.stats))
+    payload = {"path": str(result.path), "csv": str(result.csv), "reused": result.reused, "layers": layers}
+    reused = " (from an earlier run)" if result.reused else ""
+    console.result(payload, f"{_text(layers)}\nStatistics{reused}: {result.path}\nAs a table: {result.csv}")
+
+
+def summary(stats: ChannelStats) -> Iterator[dict[str, Any]]:
+    """One row per activation: means over its channels, the range, and which channels are dead."""
+    dead = stats.dead()
+    for key, layer in stats.items():
+        yield {
+            "module": key.module,
+            "side": key.side,
+            "call": key.call,
+            "channels": layer.channels,
+            "mean": float(layer.mean.mean()),
+            "mean_abs": float(layer.mean_abs.mean()),
+            "rms": float(layer.rms.mean()),
+            "min": float(layer.min.min()),
+            "max": float(layer.max.max()),
+            "zero_fraction": float(layer.zero_fraction.mean()),
+            "non_finite": int(layer.non_finite.sum()),
+            "dead": [int(channel) for channel in dead.get(key, ())],
+        }
+
+
+def _text(layers: list[dict[str, Any]]) -> str:
+    from prunekit.report.numbers import digits, share
+
+    rows = [
+        (
+            row["module"] + (f" (call {row['call']})" if row["call"] else ""),
+            row["channels"],
+            *(digits(row[name]) for name in ("mean", "mean_abs", "rms", "min", "max")),
+            share(row["zero_fraction"]),
+            _dead(row["dead"]),
+        )
+        for row in layers
+        if row["side"] == "output"
+    ]
+    headings = ("output of", "channels", "mean", "mean |x|", "rms", "min", "max", "zeros", "dead channels")
+    return table(headings, rows, text=("dead channels",))
+
+
+def _dead(channels: list[int]) -> str:
+    if not channels:
+        return ""
+    shown = ", ".join(map(str, channels[:8]))
+    return f"DEAD {len(channels)}: {shown}" + (", ..." if len(channels) > 8 else "")

@@ -1,0 +1,94 @@
+"""`prunekit evaluate`: the accuracy of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
+from prunekit.cli.options import (
+    common_options,
+    device_option,
+    is_recipe,
+    load_job,
+    model_options,
+    output_option,
+    seed_option,
+    split_overrides,
+)
+from prunekit.cli.output import Console, save
+from prunekit.errors import UsageError
+
+if TYPE_CHECKING:
+    from prunekit.workflow.settings import JobSettings
+    from prunekit.workflow.targets import Target
+
+
+@click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@click.option("--recipe", "data_recipe", metavar="RECIPE.yaml", help="Whose test images to use.")
+@model_options
+@device_option
+@seed_option
+@output_option("evaluate.json")
+@common_options
+def evaluate_command(
+    arguments: tuple[str, ...],
+    data_recipe: str | None,
+    device: str | None,
+    output: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Top-1 accuracy with its 95 % Wilson interval, on the test split of a recipe's data.
+
+    MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
+    folder, or the name of a torchvision model; instead of it, --model gives your own. KEY=VALUE changes the recipe. A
+    model folder inside a run folder is tested on the data of that run unless --recipe says otherwise.
+    """
+    console = Console(as_json)
+    targets, overrides = split_overrides(arguments)
+    data_recipe = _data_recipe(targets, data_recipe)
+    refuse_idle_overrides(overrides, [data_recipe])
+    job = None if data_recipe is None else load_job(data_recipe, overrides, device=device, seed=options["seed"])
+    from prunekit.context import resolve_device
+    from prunekit.workflow.evaluate import evaluate as measure
+
+    with console.running():
+        target = _target(targets, job, ModelOptions(**options), console)
+        where = resolve_device(device or (job.device if job else "auto"))
+        result = measure(target, job.data if job else None, where)
+    save(result, output, "evaluate.json", console)
+    console.result(result, _text(result))
+
+
+def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> Target:
+    from prunekit.workflow.targets import trained_target
+
+    if job is None or not any(map(is_recipe, targets)):
+        return one_target(targets, [], options)
+    if len(targets) > 1 or options.factory or options.weights:
+        raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
+    return trained_target(job, log=console.log, progress=console.progress)
+
+
+def _data_recipe(targets: list[str], given: str | None) -> str | None:
+    own = next((target for target in targets if is_recipe(target)), None)
+    if own is not None and given is not None:
+        raise UsageError(f"--recipe goes with a model folder, a zoo's name or --model; {own} has images of its own")
+    if own or given or not targets:
+        return own or given
+    beside = Path(targets[0]).resolve().parent / "recipe.yaml"
+    return str(beside) if Path(targets[0]).is_dir() and beside.is_file() else None
+
+
+def _text(result: dict[str, Any]) -> str:
+    from prunekit.report.numbers import count, interval, percent
+
+    return (
+        f"{result['model']}: top-1 {percent(result['top1'], 2)} {interval(result['low'], result['high'])} "
+        f"({result['correct']:,} of {result['n_test']:,} test images), {count(result['params'])} parameters, "
+        f"{count(result['macs'])} MACs"
+    )

@@ -1,0 +1,112 @@
+"""`prunekit finetune`: the whole job."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.options import common_options, device_option, load_job, output_option, seed_option
+from prunekit.cli.output import Console, plain, table
+
+if TYPE_CHECKING:
+    from prunekit.workflow.settings import JobSettings
+
+SIZES = ("in", "out", "macs", "params")
+
+
+@click.command("finetune", short_help="Prune, fine-tune, compact, verify and measure, from a recipe.")
+@click.argument("recipe", metavar="RECIPE.yaml")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing.")
+@device_option
+@seed_option
+@output_option("runs  [default: runs]")
+@common_options
+def finetune_command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run the whole job of a recipe: train or load the dense model, calibrate, prune, fine-tune, compact, verify,
+    measure, and write a report.
+
+    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4
+
+    Exits with 1 when the run fell short of what the recipe asks.
+    """
+    console = Console(as_json)
+    job = load_job(recipe, overrides, **options)
+    if dry_run:
+        _dry_run(job, console)
+    elif _run(job, console):
+        click.get_current_context().exit(1)
+
+
+def _dry_run(job: JobSettings, console: Console) -> None:
+    from prunekit.recipe import dump
+    from prunekit.workflow import dry_run
+
+    with console.running():
+        plan = dry_run(job, log=console.log)
+    console.result({"recipe": plain(job), "plan": plan}, f"{dump(job)}\n{_plan(plan)}")
+
+
+def _plan(plan: dict[str, Any]) -> str:
+    from prunekit.report.numbers import change, count
+
+    before, after = plan["macs_before"], plan["macs_after"]
+    rows = [
+        (
+            row["module"],
+            row["kind"],
+            *(f"{count(row[f'{key}_before'])} -> {count(row[f'{key}_after'])}" for key in SIZES),
+        )
+        for row in plan["widths"]
+        if row["macs_before"]
+    ]
+    return "\n".join(
+        [
+            f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
+            f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
+            table(("layer", "kind", "in", "out", "MACs", "parameters"), rows, text=("kind",)),
+        ]
+    )
+
+
+def _run(job: JobSettings, console: Console) -> list[str]:
+    """Runs the job and returns its shortfalls, which are in its log as well."""
+    from prunekit import report
+    from prunekit.recipe import dump
+    from prunekit.workflow import finetune as run
+
+    with console.running():
+        result = run(
+            job,
+            log=console.log,
+            progress=console.progress,
+            resolved=dump(job),
+            finish=partial(report.write, state="finished"),
+        )
+    console.result({"folder": str(result.folder), **result.metrics}, _headline(result.metrics, result.folder))
+    return list(result.metrics["shortfalls"])
+
+
+def _headline(metrics: dict[str, Any], folder: Path) -> str:
+    from prunekit.report.headline import MODELS, compared, reference
+    from prunekit.report.numbers import factor, interval
+
+    rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
+    speedups = [
+        f"Speedup on {row['device']}, batch {row['batch']}: {factor(row['median'])} {interval(row['low'], row['high'])}"
+        for row in metrics["speedup"]
+    ]
+    shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
+    places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
+    return "\n".join(
+        [table(("", *MODELS, f"pruned against {reference(metrics)}"), rows), *speedups, *shortfalls, *places]
+    )

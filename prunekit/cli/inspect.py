@@ -1,0 +1,60 @@
+"""`prunekit inspect`: what can be pruned, what cannot and why, and where the MACs are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
+from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
+from prunekit.cli.output import Console, save, table
+
+
+@click.command("inspect", short_help="Show channel groups, locks, and MACs per layer of a model.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@model_options
+@seed_option
+@output_option("inspect.json")
+@common_options
+def inspect_command(arguments: tuple[str, ...], output: Path | None, as_json: bool, **options: Any) -> None:
+    """Channel groups, locked channels with the reason, and the MACs of each layer.
+
+    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision model; instead of it, --model
+    gives your own. KEY=VALUE changes the recipe.
+    """
+    console = Console(as_json)
+    targets, overrides = split_overrides(arguments)
+    refuse_idle_overrides(overrides, targets)
+    from prunekit.workflow.inspect import inspect as look
+
+    with console.running():
+        result = look(one_target(targets, overrides, ModelOptions(**options)))
+    save(result, output, "inspect.json", console)
+    console.result(result, _text(result))
+
+
+def _text(result: dict[str, Any]) -> str:
+    from prunekit.report.numbers import count, share
+
+    total = result["macs"] or 1
+    groups = [(row["name"], row["channels"], row["axes"]) for row in result["groups"]]
+    locks = [(row["module"] or "(root)", row["operator"], row["channels"], row["reason"]) for row in result["locks"]]
+    layers = [
+        (row["module"] or "(root)", row["kind"], count(row["macs"]), share(row["macs"] / total), count(row["params"]))
+        for row in result["layers"]
+    ]
+    shape = "x".join(map(str, result["input_shape"]))
+    return "\n".join(
+        [
+            f"{result['model']} ({result['architecture']}), input {shape}: {count(result['params'])} parameters, "
+            f"{count(result['macs'])} MACs, {share(result['free_share'])} of the parameters can be pruned",
+            f"\n{len(groups)} channel group{'s'[: len(groups) != 1]} (channels that stay or go together)",
+            table(("group", "channels", "axes"), groups),
+            f"\n{len(locks)} lock{'s'[: len(locks) != 1]} (channels that stay, and why)",
+            table(("module", "operator", "channels", "reason"), locks, text=("operator", "reason")),
+            "\nMACs by layer",
+            table(("module", "kind", "MACs", "share", "parameters"), layers, text=("kind",)),
+        ]
+    )

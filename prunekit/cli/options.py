@@ -1,0 +1,93 @@
+"""Options that commands share, and how they reach a recipe."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from prunekit.workflow.settings import JobSettings
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
+
+
+def _set_debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        context.find_root().meta["prunekit.debug"] = True
+
+
+debug_option = click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_set_debug,
+    help="Show tracebacks of errors.",
+)
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout; everything else goes to stderr."
+)
+device_option = click.option("--device", metavar="auto|cpu|cuda[:n]", help="Where to run.  [default: auto]")
+seed_option = click.option("--seed", type=click.IntRange(min=0), help="Seed of everything that is random.")
+
+
+def output_option(what: str) -> Callable[[Decorated], Decorated]:
+    """`--output DIR`, with what goes there."""
+    kind = click.Path(file_okay=False, path_type=Path)
+    return click.option("--output", type=kind, metavar="DIR", help=f"Folder for {what}.")
+
+
+def model_options(function: Decorated) -> Decorated:
+    """`--model`, `--weights` and `--input-shape`: the user's own model, or changes to a zoo's."""
+    for option in (
+        click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
+        click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
+        click.option("--model", "factory", metavar="FILE.py:FACTORY", help="Your own model; runs the file's code."),
+    ):
+        function = option(function)
+    return function
+
+
+def common_options(function: Decorated) -> Decorated:
+    """`--json` and `--debug`, which every command has."""
+    return json_option(debug_option(function))
+
+
+def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*([x,][1-9]\d*)+", value):
+        raise click.BadParameter(f"expected sizes with the batch first, such as 1x3x224x224, got {value!r}")
+    return tuple(map(int, re.split("[x,]", value)))
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tells `key=value` overrides from the other arguments; a path that exists is never an override."""
+    overrides = [text for text in arguments if OVERRIDE.match(text) and not Path(text).exists()]
+    return [text for text in arguments if text not in overrides], overrides
+
+
+def is_recipe(target: str) -> bool:
+    """Whether a model is named by a recipe."""
+    return target.endswith((".yaml", ".yml"))
+
+
+def load_job(recipe: str, overrides: Sequence[str], **options: Any) -> JobSettings:
+    """The job of a recipe; options that were given on the command line count as overrides after all others."""
+    from prunekit.recipe import load
+
+    given = [f"{key}={_yaml(value)}" for key, value in options.items() if value is not None]
+    return load(recipe, [*overrides, *given])
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML; text that YAML would read as text anyway stays without quotes, because messages show it."""
+    text = str(value)
+    plain = not isinstance(value, str | Path) or re.fullmatch(r"[A-Za-z_./][\w./:-]*", text)
+    return text if plain and text.lower() not in ("null", "true", "false") else json.dumps(text)

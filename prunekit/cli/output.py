@@ -1,0 +1,83 @@
+"""Results go to stdout, as text or as one JSON object; logs and progress go to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from prunekit.artifacts import write_json
+
+
+class Console:
+    """Where a command writes.
+
+    Args:
+        as_json: the result is one JSON object on stdout, and whatever else would print there goes to stderr.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.progress = sys.stderr.isatty()
+        self._stdout: TextIO = sys.stdout
+
+    def log(self, message: str) -> None:
+        """One line for people, on stderr."""
+        click.echo(message, err=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps stdout free for the result: what a model's own code prints goes to stderr."""
+        with redirect_stdout(sys.stderr):
+            yield
+
+    def result(self, payload: Mapping[str, Any], text: str) -> None:
+        """The result: the object with `--json`, else the text."""
+        shown = json.dumps(plain(payload), allow_nan=False) if self.as_json else text.rstrip("\n")
+        click.echo(shown, file=self._stdout)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; what is not a finite number becomes null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, str | bool | int | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Sequence):
+        return [plain(item) for item in value]
+    # NumPy's scalars and arrays turn themselves into Python's.
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def save(payload: Mapping[str, Any], folder: Path | None, name: str, console: Console) -> None:
+    """Writes the result as JSON into a folder, where one was asked for."""
+    if folder is not None:
+        write_json(folder / name, plain(payload))
+        console.log(f"wrote {folder / name}")
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str] = ()) -> str:
+    """Text columns: the first and those named in `text` to the left, numbers to the right."""
+    if not rows:
+        return "  (none)"
+    cells = [list(headings), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = [heading in text or index == 0 for index, heading in enumerate(headings)]
+    return "\n".join(_line(line, widths, left) for line in cells)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
+    columns = zip(cells, widths, left, strict=True)
+    padded = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in columns)
+    return f"  {'  '.join(padded)}".rstrip()

@@ -1,0 +1,89 @@
+"""From a criterion's name to one score for each label."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.calibration import ChannelStats
+from prunekit.channels import ChannelMap
+from prunekit.criteria.registry import Evidence, Scores, get_criterion
+from prunekit.errors import NonFiniteError, UsageError
+
+
+def score(
+    criterion: str, model: nn.Module, channel_map: ChannelMap, *, stats: ChannelStats | None = None, seed: int = 0
+) -> Scores:
+    """Importance of every label: the lowest go first.
+
+    Args:
+        criterion: a registered name: "l1", "l2", "activation" (needs `stats`) or "random".
+        model: the model that `channel_map` was traced from; only read.
+        channel_map: its labels.
+        stats: channel statistics of that model.
+        seed: for "random".
+
+    Returns:
+        (n_labels,) float64; label 0, the locked channels, scores +inf.
+
+    Raises:
+        UsageError: an unknown criterion, missing statistics, or a model that does not fit the map.
+        NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
+    """
+    chosen = get_criterion(criterion)
+    if chosen.needs == "stats" and stats is None:
+        raise UsageError(
+            f"criterion {criterion!r} needs channel statistics: pass stats=collect(model, batches, device)"
+        )
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    _check_fit(channel_map, parameters)
+    with torch.no_grad():
+        scores = chosen.function(Evidence(channel_map, dict(model.named_modules()), parameters, stats, seed))
+    scores = scores.astype(np.float64)
+    scores[0] = np.inf
+    _require_numbers(scores, channel_map, criterion)
+    return scores
+
+
+def normalise(scores: Scores, channel_map: ChannelMap) -> Scores:
+    """Scores that can be ranked across layers: each divided by the mean score of its channel group.
+
+    Layers differ in scale, so raw scores would empty whole layers (Molchanov et al. 2017 divide by the layer's l2
+    norm). The mean is used because it does not depend on how many channels a group has.
+
+    Args:
+        scores: (n_labels,), not negative.
+
+    Returns:
+        (n_labels,) float64; +inf stays +inf, and a group whose scores are all 0 stays 0.
+    """
+    result = np.array(scores, dtype=np.float64)
+    for group in channel_map.groups:
+        members = result[group.labels]
+        finite = members[np.isfinite(members)]
+        if finite.size and finite.mean() > 0:
+            result[group.labels] = members / finite.mean()
+    return result
+
+
+def _check_fit(channel_map: ChannelMap, parameters: dict[str, torch.Tensor]) -> None:
+    for name, parameter in parameters.items():
+        labels = channel_map.labels.get(name)
+        shape = None if labels is None else [None if axis is None else len(axis) for axis in labels]
+        fits = shape is not None and len(shape) == parameter.ndim
+        if not fits or any(size not in (None, real) for size, real in zip(shape or (), parameter.shape, strict=True)):
+            raise UsageError(
+                f"parameter {name!r} of shape {tuple(parameter.shape)} does not fit the channel map ({shape}); "
+                "trace the model as it is now"
+            )
+
+
+def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) -> None:
+    for group in channel_map.groups:
+        count = int(np.isnan(scores[group.labels]).sum())
+        if count:
+            raise NonFiniteError(
+                f"criterion {criterion!r}: {count} of {len(group.labels)} scores of group {group.name!r} are NaN; "
+                "its weights or statistics hold NaN or Inf"
+            )

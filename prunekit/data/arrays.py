@@ -1,0 +1,97 @@
+"""Images and labels in a NumPy archive, checked as they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunekit.errors import DataError
+
+TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
+ONE_PART = ("images", "labels")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Pixels (N, C, H, W) uint8 with C 1 or 3, labels (N,) int64, and the name of the labels' array."""
+
+    pixels: Tensor
+    labels: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Archive:
+    """The parts of an archive."""
+
+    classes: tuple[str, ...]
+    rest: Arrays
+    test: Arrays | None
+
+
+def read_npz(path: Path) -> Archive:
+    """Reads `x_train, y_train, x_test, y_test`, or `images, labels`; `classes` (names) where it is there.
+
+    Images are uint8, (N, H, W) or (N, H, W, C) with C 1 or 3; labels are integers, (N,). Without `classes` there are
+    as many as the largest training label says.
+
+    Raises:
+        DataError: not an archive, arrays missing, or shapes, types or labels wrong; the message names the array.
+    """
+    arrays = _load(path)
+    if all(name in arrays for name in TWO_PARTS):
+        rest, test = _pair(path, arrays, *TWO_PARTS[:2]), _pair(path, arrays, *TWO_PARTS[2:])
+    elif all(name in arrays for name in ONE_PART):
+        rest, test = _pair(path, arrays, *ONE_PART), None
+    else:
+        raise DataError(
+            f"{path}: expected arrays {', '.join(TWO_PARTS)}, or {', '.join(ONE_PART)}; "
+            f"found {', '.join(sorted(arrays)) or 'none'}"
+        )
+    return Archive(_classes(path, arrays, rest), rest, test)
+
+
+def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    try:
+        with path.open("rb") as file:  # opened here: np.load leaves a file open that it cannot read
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it holds a single array without a name")
+            return {name: archive[name] for name in archive.files}
+    except Exception as error:  # zipfile, zlib, OSError, ValueError, EOFError: each is a file that cannot be used
+        raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but {error}") from error
+
+
+def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str) -> Arrays:
+    x, y = arrays[images], arrays[labels]
+    if x.dtype != np.uint8 or x.ndim not in (3, 4) or (x.ndim == 4 and x.shape[3] not in (1, 3)):
+        raise DataError(
+            f"{path}: {images}: expected uint8 of shape (N, H, W) or (N, H, W, C) with C 1 or 3, "
+            f"got {x.dtype} {x.shape}"
+        )
+    if not x.size:
+        raise DataError(f"{path}: {images}: expected images, but the array is empty, shape {x.shape}")
+    if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) != len(x):
+        raise DataError(f"{path}: {labels}: expected {len(x)} integers, shape ({len(x)},), got {y.dtype} {y.shape}")
+    pixels = torch.from_numpy(np.ascontiguousarray(x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)))
+    return Arrays(pixels, torch.from_numpy(y.astype(np.int64)), labels)
+
+
+def _classes(path: Path, arrays: dict[str, np.ndarray[Any, Any]], rest: Arrays) -> tuple[str, ...]:
+    if "classes" in arrays:
+        return tuple(str(name) for name in np.atleast_1d(arrays["classes"]))
+    count = int(rest.labels.max()) + 1
+    # Of more classes than images the first len + 1 hold a gap already: a label of a billion costs no memory.
+    gaps = np.setdiff1d(np.arange(min(count, len(rest.labels) + 1)), rest.labels.numpy())
+    if count < 2 or len(gaps):
+        found = f"; no image has label {', '.join(map(str, gaps[:5]))}" if len(gaps) else ""
+        raise DataError(
+            f"{path}: {rest.name}: expected labels 0..classes-1 of two or more classes, each with images, but the "
+            f"largest label is {count - 1}{found}; renumber them, or name the classes in an array `classes`"
+        )
+    return tuple(str(label) for label in range(count))

@@ -1,0 +1,74 @@
+"""The user's own model: a function in a Python file that the user names on the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from prunekit.errors import ModelError, nearest
+
+
+def load_factory(reference: str) -> nn.Module:
+    """Runs `file.py:factory` and returns the model it builds. The file's code is run: name only files you trust.
+
+    Args:
+        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments.
+
+    Raises:
+        ModelError: no such file or name, the code raises, or what it returns is no `nn.Module`.
+    """
+    file, colon, name = reference.rpartition(":")
+    if not colon or not file.endswith(".py") or not name:
+        raise ModelError(f"expected file.py:factory, got {reference!r}; for example model.py:build")
+    path = Path(file)
+    if not path.is_file():
+        raise ModelError(f"{path}: there is no such file; expected file.py:factory, got {reference!r}")
+    with _importable(path.resolve().parent):
+        module = _run(path)
+        factory = getattr(module, name, None)
+        if not callable(factory):
+            names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise ModelError(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+        try:
+            model = factory()
+        except Exception as error:
+            raise ModelError(f"{reference}: the factory raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{reference}: expected the factory to return an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _hint(name: str, names: list[str]) -> str:
+    return nearest(name, names) if names else "it defines none"
+
+
+def _run(path: Path) -> ModuleType:
+    name = f"prunekit_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path}: Python cannot import this file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # stays: classes are looked up there by dataclasses and by copy
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ModelError(f"{path}: running this file raised {type(error).__name__}: {error}") from error
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Lets the file import its neighbours, as it could if it were run."""
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)

@@ -1,0 +1,40 @@
+"""What classifiers return: logits, or a tuple with auxiliary logits beside them while they train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torchvision.models.googlenet import GoogLeNetOutputs
+from torchvision.models.inception import InceptionOutputs
+
+from prunekit.errors import ModelError
+
+
+def logits(output: Any) -> Tensor:
+    """The class logits, (N, classes), of what a model returned: a tensor, or something with `.logits`.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    found = getattr(output, "logits", output)
+    if not isinstance(found, Tensor):
+        raise ModelError(
+            f"expected a model that returns class logits as a tensor, or an output with .logits; got "
+            f"{type(output).__name__}; wrap the model so that it returns its logits"
+        )
+    return found
+
+
+def auxiliary(output: Any) -> tuple[tuple[float, Tensor], ...]:
+    """The auxiliary logits that a training output carries, each with the weight of its loss.
+
+    The weights are 0.3 for GoogLeNet (Szegedy et al. 2015, section 5) and 0.4 for Inception v3, as in torchvision's
+    training reference.
+    """
+    heads: tuple[tuple[float, Tensor | None], ...] = ()
+    if isinstance(output, GoogLeNetOutputs):
+        heads = ((0.3, output.aux_logits1), (0.3, output.aux_logits2))
+    elif isinstance(output, InceptionOutputs):
+        heads = ((0.4, output.aux_logits),)
+    return tuple((weight, head) for weight, head in heads if head is not None)

@@ -1,0 +1,159 @@
+"""YAML text as plain values, with the line and column of every key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Origin:
+    """Where something was written: a place in a file (line and column count from 1), or an override."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a recipe."""
+
+    origin: Origin
+    path: KeyPath
+    text: str
+
+    def __str__(self) -> str:
+        key = ".".join(map(str, self.path))
+        return f"{self.origin}: {key}: {self.text}" if key else f"{self.origin}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain values, where each key and each value was written, and what was wrong with the text."""
+
+    values: Any
+    keys: Mapping[KeyPath, Origin] = field(default_factory=dict)
+    places: Mapping[KeyPath, Origin] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    def place(self, path: KeyPath, *, key: bool = False) -> Origin:
+        """Origin of the value (or the key) at `path`, else of the nearest enclosing value that was written."""
+        if key and path in self.keys:
+            return self.keys[path]
+        while path not in self.places:
+            path = path[:-1]
+        return self.places[path]
+
+
+def parse(text: str, origin: Origin) -> Document:
+    """Reads one YAML document.
+
+    Args:
+        text: YAML 1.2, so `1e-3` is a number and `no` is text.
+        origin: the source; with a line (an override has none) lines and columns are those in the text.
+
+    Returns:
+        The document. Syntax errors, duplicate keys and self-containing aliases are in `problems`, never raised.
+    """
+    try:
+        root = YAML(typ="safe", pure=True).compose(text)
+        walk = _Walk(origin)
+        if root is None:
+            return Document(None, places={(): origin})
+        walk.visit(root, ())
+        loader = YAML(typ="safe", pure=True)
+        loader.allow_duplicate_keys = True
+        values = None if walk.problems else _plain(loader.load(text))
+    except YAMLError as error:
+        return Document(None, places={(): origin}, problems=(_syntax_problem(error, origin),))
+    return Document(values, walk.keys, walk.places, tuple(walk.problems))
+
+
+class _Walk:
+    """Collects the origin of every key and value of a node tree, and its duplicate keys."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self.keys: dict[KeyPath, Origin] = {}
+        self.places: dict[KeyPath, Origin] = {}
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()
+
+    def visit(self, node: Node, path: KeyPath) -> None:
+        self.places.setdefault(path, self.at(node))
+        if id(node) in self._open:
+            self.problems.append(Problem(self.at(node), path, "expected plain values, got an alias to itself"))
+            return
+        self._open.add(id(node))
+        if isinstance(node, MappingNode):
+            self.visit_mapping(node, path)
+        elif isinstance(node, SequenceNode):
+            for index, item in enumerate(node.value):
+                self.visit(item, (*path, index))
+        self._open.discard(id(node))
+
+    def visit_mapping(self, node: MappingNode, path: KeyPath) -> None:
+        seen: dict[str, Origin] = {}
+        for key, value in sorted(node.value, key=_is_merge):
+            if _is_merge((key, value)):
+                for merged in value.value if isinstance(value, SequenceNode) else [value]:
+                    self.visit(merged, path)
+                continue
+            name = str(key.value)
+            if name in seen:
+                text = f"duplicate key, first given at {seen[name]}; keep one of them"
+                self.problems.append(Problem(self.at(key), (*path, name), text))
+                continue
+            seen[name] = self.at(key)
+            self.keys.setdefault((*path, name), self.at(key))
+            if _is_empty(value):
+                self.places.setdefault((*path, name), self.at(key))
+            self.visit(value, (*path, name))
+
+    def at(self, node: Node) -> Origin:
+        if not self.origin.line:
+            return self.origin
+        return Origin(self.origin.source, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _is_merge(pair: tuple[Node, Node]) -> bool:
+    return bool(pair[0].tag == "tag:yaml.org,2002:merge")
+
+
+def _is_empty(node: Node) -> bool:
+    # YAML places a value that is not there at the next token, often lines below its key.
+    return bool(node.value == "" and node.start_mark.index == node.end_mark.index)
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON knows them: text keys, and dates as the text that they were written as."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _syntax_problem(error: YAMLError, origin: Origin) -> Problem:
+    mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+    if mark is not None and origin.line:
+        origin = Origin(origin.source, mark.line + 1, mark.column + 1)
+    return Problem(origin, (), f"expected YAML, but {'; '.join(_reasons(error))}")
+
+
+def _reasons(error: YAMLError) -> Iterator[str]:
+    if isinstance(error, MarkedYAMLError):
+        yield from (str(part) for part in (error.context, error.problem) if part)
+    else:
+        yield str(error).splitlines()[0]

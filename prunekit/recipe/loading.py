@@ -1,0 +1,126 @@
+"""From a YAML file to a checked job, and back."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from ruamel.yaml import YAML
+
+from prunekit.errors import RecipeError, nearest
+from prunekit.recipe.checks import Finding, consistency
+from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
+from prunekit.recipe.overrides import apply_override
+from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show
+from prunekit.workflow.settings import JobSettings
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSettings:
+    """Reads a recipe, lays overrides over it, and checks all of it before anything runs.
+
+    Args:
+        path: a YAML 1.2 file; its keys are the fields of `JobSettings` and of the settings inside it.
+        overrides: `a.b=value` each, the value in YAML; later ones win.
+
+    Returns:
+        The job, with the defaults filled in. Relative paths in it are relative to the working directory.
+
+    Raises:
+        RecipeError: the file cannot be read, or the recipe has problems: every one of them is in the message, one a
+            line, with file, line and column (or the override), the key, what was expected and what came.
+    """
+    document = parse(_read(Path(path)), Origin(str(path), 1, 1))
+    if not document.problems and not isinstance(document.values, Mapping):
+        got = "an empty file" if document.values is None else show(document.values)
+        text = f"expected a recipe, a mapping with the keys {', '.join(keys_of(()) or ())}, got {got}"
+        document = Document(None, places=document.places, problems=(Problem(document.place(()), (), text),))
+    if document.values is not None:
+        document = reduce(apply_override, overrides, document)
+    return _validated(document, str(path))
+
+
+def dump(job: JobSettings) -> str:
+    """A job as a recipe, every default written out; `load` of this text gives an equal job."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    stream = io.StringIO()
+    yaml.dump(_yaml_value(asdict(job)), stream)
+    return stream.getvalue()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise RecipeError(f"{path}: expected a recipe (a YAML file), but {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: expected a recipe in UTF-8, but byte {error.start} is not; save it as UTF-8") from (
+            error
+        )
+
+
+def _validated(document: Document, name: str) -> JobSettings:
+    if document.values is None:
+        raise _error(document.problems, name)
+    problems = {problem.path or str(problem): problem for problem in document.problems}
+    for path, text, at_key in _findings(document.values):
+        problems.setdefault(path, Problem(document.place(path, key=at_key), path, text))
+    if problems:
+        raise _error(problems.values(), name)
+    return TypeAdapter(JobSettings).validate_json(json.dumps(document.values), strict=True)
+
+
+def _findings(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, bool]]:
+    """Key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
+    yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
+    yield from ((path, text, False) for path, text in consistency(values))
+    try:
+        # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
+        TypeAdapter(JobSettings).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        for entry in error.errors(include_url=False, include_input=False, include_context=False):
+            path = entry["loc"]
+            yield path, _wrong_value(path, entry["type"] == "missing", values), False
+
+
+def _unknown_keys(values: Any, path: KeyPath) -> Iterator[Finding]:
+    allowed = keys_of(path)
+    if allowed is None or not isinstance(values, Mapping):
+        return
+    for key, value in values.items():
+        if key in allowed:
+            yield from _unknown_keys(value, (*path, key))
+        else:
+            yield (*path, key), f"unknown key; {nearest(key, allowed)}"
+
+
+def _wrong_value(path: KeyPath, missing: bool, values: Any) -> str:
+    expected = f"expected {describe(hint_at(path))}"
+    if missing:
+        return f"{expected}, got nothing; this key is required"
+    value = reduce(lambda inner, key: inner[key], path, values)
+    hint = nearest(str(value), choices(path)) if choices(path) else ""
+    return f"{expected}, got {show(value)}" + (f"; {hint}" if hint.startswith("did you mean") else "")
+
+
+def _error(problems: Iterable[Problem], name: str) -> RecipeError:
+    # What the file holds comes in reading order, then the overrides, which have no line.
+    ordered = sorted(problems, key=lambda problem: (not problem.origin.line, problem.origin))
+    lines = list(map(str, ordered))
+    count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
+    return RecipeError("\n".join([f"{name}: {count} in the recipe", *lines]))
+
+
+def _yaml_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _yaml_value(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_yaml_value(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

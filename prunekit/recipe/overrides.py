@@ -1,0 +1,80 @@
+"""`key=value` on the command line, laid over a recipe."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
+from prunekit.recipe.schema import is_open_mapping
+
+
+def apply_override(document: Document, override: str) -> Document:
+    """A new document with one override laid over it.
+
+    Args:
+        document: a mapping with its origins.
+        override: `a.b=value`; the value is YAML (`null` takes a key back), and below a mapping with free keys,
+            such as `prune.ratios`, the rest of the key is one name, dots and all.
+
+    Returns:
+        The new document; what is wrong with the override is added to its problems.
+    """
+    origin = Origin(f"override {override!r}")
+    key, equals, text = override.partition("=")
+    path = split_key(key.strip())
+    if not equals or not all(path):
+        return _with_problem(document, Problem(origin, (), "expected key=value, such as prune.budget.macs=0.4"))
+    value = parse(text, origin)
+    if value.problems:
+        return _with_problem(document, *(Problem(origin, path, problem.text) for problem in value.problems))
+    return _put(document, path, value)
+
+
+def split_key(key: str) -> KeyPath:
+    """Key path of a dotted key."""
+    path: tuple[str, ...] = ()
+    while key:
+        if is_open_mapping(path):
+            return (*path, key)
+        head, dot, key = key.partition(".")
+        path = (*path, head, "") if dot and not key else (*path, head)
+    return path or ("",)
+
+
+def _put(document: Document, path: KeyPath, value: Document) -> Document:
+    values = copy.deepcopy(document.values)
+    target: Any = values
+    created: dict[KeyPath, Origin] = {}
+    for depth, key in enumerate(path[:-1], start=1):
+        if target.get(key) is None:
+            target[key] = {}
+            created[path[:depth]] = value.places[()]
+        if not isinstance(target[key], dict):
+            return _with_problem(document, _not_a_mapping(value.places[()], path[:depth], path))
+        target = target[key]
+    target[path[-1]] = value.values
+    return Document(
+        values,
+        _replaced(document.keys, path, {(): value.places[()], **value.keys}),
+        _replaced({**document.places, **created}, path, value.places),
+        document.problems,
+    )
+
+
+def _replaced(
+    origins: Mapping[KeyPath, Origin], path: KeyPath, new: Mapping[KeyPath, Origin]
+) -> Mapping[KeyPath, Origin]:
+    """Origins in which everything at and below `path` comes from the override."""
+    kept = {key: origin for key, origin in origins.items() if key[: len(path)] != path}
+    return kept | {(*path, *key): origin for key, origin in new.items()}
+
+
+def _not_a_mapping(origin: Origin, parent: KeyPath, path: KeyPath) -> Problem:
+    name = ".".join(map(str, parent))
+    return Problem(origin, path, f"expected {name} to be a mapping, but it holds a value; set {name} itself")
+
+
+def _with_problem(document: Document, *problems: Problem) -> Document:
+    return Document(document.values, document.keys, document.places, (*document.problems, *problems))

@@ -1,0 +1,108 @@
+"""What a key of a recipe may hold, in words, read from the type annotations of the settings."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from prunekit.recipe.document import KeyPath
+from prunekit.workflow.settings import JobSettings
+
+PLAIN = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+    type(None): "null",
+}
+BOUNDS = {Gt: ("above", "gt"), Ge: ("of at least", "ge"), Lt: ("below", "lt"), Le: ("of at most", "le")}
+
+
+def hint_at(path: KeyPath) -> Any:
+    """Type annotation of the key at `path` of a recipe; `Any` where nothing is known about it."""
+    hint: Any = JobSettings
+    for key in path:
+        hint = _inner(_required(hint), key)
+    return hint
+
+
+def _required(hint: Any) -> Any:
+    """The annotation without `None` and without constraints."""
+    if get_origin(hint) is Annotated:
+        return _required(get_args(hint)[0])
+    if get_origin(hint) in (types.UnionType, Union):
+        return _required(next(part for part in get_args(hint) if part is not type(None)))
+    return hint
+
+
+def _inner(hint: Any, key: str | int) -> Any:
+    if is_dataclass(hint):
+        return get_type_hints(hint, include_extras=True).get(str(key), Any)
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0]
+    return get_args(hint)[1] if get_origin(hint) is dict else Any
+
+
+def is_open_mapping(path: KeyPath) -> bool:
+    """Whether any key is allowed below `path`."""
+    return get_origin(_required(hint_at(path))) is dict
+
+
+def keys_of(path: KeyPath) -> list[str] | None:
+    """Keys allowed below `path`; None when they are not listed."""
+    hint = _required(hint_at(path))
+    return [field.name for field in fields(hint)] if is_dataclass(hint) else None
+
+
+def choices(path: KeyPath) -> tuple[str, ...]:
+    """The allowed values of the key at `path`, where they are listed."""
+    hint = _required(hint_at(path))
+    return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
+
+
+def describe(hint: Any) -> str:
+    """What an annotation allows, e.g. "a number above 0 and of at most 1, or null"."""
+    if get_origin(hint) in (types.UnionType, Union):
+        return ", or ".join(describe(part) for part in get_args(hint))
+    if get_origin(hint) is Annotated:
+        kind, *constraints = get_args(hint)
+        return " ".join([describe(kind), *_bounds(constraints)])
+    if get_origin(hint) is Literal:
+        values = [repr(value) for value in get_args(hint)]
+        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
+    if get_origin(hint) is tuple:
+        return f"a list ({describe(get_args(hint)[0])} each)"
+    if is_dataclass(hint):
+        return f"a mapping with the keys {', '.join(field.name for field in fields(hint))}"
+    return "a mapping" if get_origin(hint) is dict else PLAIN.get(hint, "a value")
+
+
+def _bounds(constraints: list[Any]) -> Iterator[str]:
+    for constraint in constraints:
+        if isinstance(constraint, MinLen):
+            yield f"of at least {constraint.min_length} item{'s'[: constraint.min_length > 1]}"
+    bounds = [
+        f"{word} {getattr(constraint, name):g}"
+        for kind, (word, name) in BOUNDS.items()
+        for constraint in constraints
+        if isinstance(constraint, kind)
+    ]
+    if bounds:
+        yield " and ".join(bounds)
+
+
+def show(value: Any) -> str:
+    """A value as an error message shows it: short, and text told from numbers by its quotes."""
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {', '.join(map(str, value))}" if value else "an empty mapping"
+    if isinstance(value, list):
+        return f"a list of {len(value)}" if value else "an empty list"
+    text = repr(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,180 @@
+"""The figures of the report, each as an SVG element that stands on its own in the page."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+INK, GREY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
+COLOURS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pruned": "#0f766e"}
+SPARE_COLOURS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
+WIDTH = 10.4
+MAX_GROUPS = 24
+METADATA = ("Creator", "Date", "Format", "Type")
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 9.5,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eef0f4",
+    "xtick.color": "#6b7280",
+    "ytick.color": "#6b7280",
+    "legend.frameon": False,
+}
+
+
+@contextmanager
+def _canvas(columns: int, rows: int, height: float, name: str) -> Iterator[tuple[Figure, Any]]:
+    # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        yield figure, np.atleast_1d(figure.subplots(rows, columns)).ravel()
+
+
+def _svg(figure: Figure, label: str) -> Markup:
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", transparent=True, metadata=dict.fromkeys(METADATA))
+    head, body = stream.getvalue().split("<svg", 1)[1].split(">", 1)
+    view_box = re.findall(r'viewBox="[-0-9. ]+"', head)[0]
+    opening = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return Markup(f"{opening} {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(body)
+
+
+def _colour(name: str, names: list[str]) -> str:
+    spare = [other for other in names if other not in COLOURS]
+    return COLOURS.get(name) or SPARE_COLOURS[spare.index(name) % len(SPARE_COLOURS)]
+
+
+def widths(layers: pd.DataFrame) -> Markup:
+    """Output channels of every layer before (pale) and after (solid), in the order of the model."""
+    with _canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
+        index = np.arange(len(layers))
+        axes.bar(index, layers["out_before"], width=0.85, color=PALE, label="dense")
+        axes.bar(index, layers["out_after"], width=0.85, color=COLOURS["pruned"], label="pruned")
+        axes.set(xlabel="layer, in the order of the model", ylabel="output channels", xlim=(-0.7, len(layers) - 0.3))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="x", visible=False)
+        axes.legend(loc="upper left", ncols=2)
+        return _svg(figure, "Output channels of every layer before and after pruning")
+
+
+def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
+    """Importance scores per channel group, kept and removed channels apart.
+
+    Returns:
+        The figure, how many groups it shows, and how many there are.
+    """
+    names = list(scores["group"].drop_duplicates())
+    chosen = np.unique(np.linspace(0, len(names) - 1, min(MAX_GROUPS, len(names))).round().astype(int))
+    columns = min(4, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    with _canvas(columns, rows, 1.65 * rows + 0.5, "histograms") as (figure, panels):
+        for axes, index in zip(panels, chosen, strict=False):
+            _histogram(axes, names[index], scores[scores["group"] == names[index]])
+        for axes in panels[len(chosen) :]:
+            axes.set_axis_off()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=2)
+        return _svg(figure, "Histograms of importance scores per channel group"), len(chosen), len(names)
+
+
+def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
+    finite = group[np.isfinite(group["score"].astype(float))]
+    kept = finite["kept"].astype(int) == 1
+    values = finite["score"].to_numpy(dtype=float)
+    edges = np.histogram_bin_edges(values, bins=min(24, max(6, len(values) // 4))) if len(values) else 6
+    parts = [values[~kept.to_numpy()], values[kept.to_numpy()]]
+    axes.hist(parts, bins=edges, stacked=True, color=["#e5a13d", COLOURS["pruned"]], label=["removed", "kept"])
+    axes.set_title(_shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
+    axes.tick_params(labelsize=7.5)
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+    axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+
+
+def _shortened(text: str, length: int = 34) -> str:
+    return text if len(text) <= length else f"…{text[1 - length :]}"
+
+
+def curves(history: pd.DataFrame) -> Markup:
+    """Loss and validation top-1 by epoch, one colour per run."""
+    names = list(history["run"].drop_duplicates())
+    with _canvas(2, 1, 3.3, "curves") as (figure, (loss, top1)):
+        for name in names:
+            rows = history[history["run"] == name]
+            style: dict[str, Any] = {"color": _colour(name, names), "marker": "o", "markersize": 3}
+            loss.plot(rows["epoch"], rows["train_loss"], linestyle="--", linewidth=1.1, **style)
+            loss.plot(rows["epoch"], rows["validation_loss"], **style)
+            top1.plot(rows["epoch"], rows["validation_top1"], label=name, **style)
+        loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel="cross entropy")
+        top1.set(title="Validation top-1", xlabel="epoch", ylabel="percent")
+        if _wide(history[["train_loss", "validation_loss"]]):
+            loss.set_yscale("log")
+        for axes in (loss, top1):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        top1.legend(loc="lower right")
+        return _svg(figure, "Training curves: loss and validation top-1 by epoch")
+
+
+def _wide(losses: pd.DataFrame) -> bool:
+    """Whether positive values differ so much that the small ones would lie on the axis."""
+    return bool(losses.min().min() > 0 and losses.max().max() > 50 * losses.min().min())
+
+
+def latencies(samples: pd.DataFrame) -> Markup:
+    """Every timed run as a dot, with the median and the range from p10 to p90, one panel per setting."""
+    settings = list(samples.groupby(["device", "runtime", "batch", "threads", "dtype"], sort=False, dropna=False))
+    columns = min(2, len(settings))
+    rows = math.ceil(len(settings) / columns)
+    models = len(samples["model"].drop_duplicates())
+    with _canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies") as (figure, panels):
+        for axes, (key, frame) in zip(panels, settings, strict=False):
+            _latency_panel(axes, key, frame)
+        for axes in panels[len(settings) :]:
+            axes.set_axis_off()
+        return _svg(figure, "Latency of every timed run, by device and batch")
+
+
+def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None:
+    device, runtime, batch, threads, dtype = key
+    names = list(frame["model"].drop_duplicates())[::-1]
+    jitter = np.random.default_rng(0)
+    for row, name in enumerate(names):
+        ms = frame.loc[frame["model"] == name, "ms"].to_numpy(dtype=float)
+        low, median, high = np.percentile(ms, (10, 50, 90))
+        colour = _colour(name, names)
+        axes.plot(ms, row + jitter.uniform(-0.22, 0.22, len(ms)), ".", color=colour, alpha=0.45, markersize=4)
+        axes.plot([low, high], [row, row], color=colour, linewidth=2.5, solid_capstyle="round")
+        axes.plot(median, row, "|", color=INK, markersize=17, markeredgewidth=1.8)
+    with_threads = f", {threads:g} thread{'s'[: threads != 1]}" if not pd.isna(threads) else ""
+    axes.set(title=f"{device}, {runtime}, batch {batch}{with_threads}, {dtype}", xlabel="ms")
+    axes.set_yticks(range(len(names)), labels=names)
+    axes.set_ylim(-0.5, len(names) - 0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+
+
+def figure_or_none(draw: Callable[[pd.DataFrame], Any], frame: pd.DataFrame | None) -> Any:
+    """The figure, or None when the run wrote no rows for it."""
+    return None if frame is None or frame.empty else draw(frame)

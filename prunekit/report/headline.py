@@ -1,0 +1,107 @@
+"""The figures that a reader looks for first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prunekit.report import numbers
+
+MODELS = ("dense", "control", "pruned")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure in large type."""
+
+    label: str
+    value: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measure of the dense model, the control and the pruned model; `change` is against `reference`."""
+
+    label: str
+    cells: tuple[tuple[str, str], ...]
+    """(value, detail in small type) per model."""
+    change: str
+
+
+def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
+    """The figures at the top of the page, as far as they were measured."""
+    dense, pruned = _model(metrics, "dense"), _model(metrics, "pruned")
+    for label, key in (("MACs", "macs"), ("Parameters", "params")):
+        if numbers.is_number(dense.get(key)) and numbers.is_number(pruned.get(key)):
+            detail = f"{numbers.count(dense[key])} → {numbers.count(pruned[key])}"
+            yield Tile(label, numbers.change(dense[key], pruned[key]), detail)
+    yield from _accuracy_tile(metrics)
+    yield from _speedup_tile(metrics)
+    parity = metrics.get("parity", {}).get("max_relative_difference")
+    if numbers.is_number(parity):
+        yield Tile("Masked against compact", numbers.scientific(parity), "largest relative difference")
+
+
+def reference(metrics: Mapping[str, Any]) -> str:
+    """What the pruned model is fairly compared with: the control where there is one, else the dense model."""
+    return "control" if numbers.is_number(_model(metrics, "control").get("top1")) else "dense"
+
+
+def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
+    pruned = _model(metrics, "pruned").get("top1")
+    against = reference(metrics)
+    before = _model(metrics, against).get("top1")
+    if numbers.is_number(pruned) and numbers.is_number(before):
+        detail = f"points against the {'dense control' if against == 'control' else 'dense model'}"
+        yield Tile("Top-1", numbers.difference(before, pruned), detail)
+
+
+def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
+    rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
+    if rows:
+        row = next((row for row in rows if row.get("device") == "cpu"), rows[0])
+        interval = numbers.interval(row.get("low"), row.get("high"))
+        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}"
+        yield Tile("Speedup", numbers.factor(row["median"]), where)
+
+
+def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of the dense / control / pruned table."""
+    models = [_model(metrics, name) for name in MODELS]
+    if not any(models):
+        return
+    before, pruned = _model(metrics, reference(metrics)), models[-1]
+    yield Row("Top-1 on the test images", tuple(_accuracy(model) for model in models), _points(before, pruned))
+    yield Row("Test images", tuple((_whole(model.get("n_test")), "") for model in models), "")
+    for label, key, form in (
+        ("MACs, one sample", "macs", numbers.count),
+        ("Parameters", "params", numbers.count),
+        ("Size of the weights file", "size_bytes", numbers.size),
+    ):
+        cells = tuple((form(model.get(key)), "") for model in models)
+        yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
+    sparsity = metrics.get("sparsity", {})
+    for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
+        if key in sparsity:
+            yield Row(label, (("", ""), ("", ""), (numbers.share(sparsity[key]), "")), "")
+
+
+def _model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What is known of a model; the accuracy with its interval overrides the bare top-1."""
+    accuracy = metrics.get("accuracy", {}).get(name) or {}
+    return {**(metrics.get(name) or {}), **accuracy}
+
+
+def _accuracy(model: Mapping[str, Any]) -> tuple[str, str]:
+    return numbers.percent(model.get("top1"), 2), numbers.interval(model.get("low"), model.get("high"))
+
+
+def _points(before: Mapping[str, Any], pruned: Mapping[str, Any]) -> str:
+    difference = numbers.difference(before.get("top1"), pruned.get("top1"))
+    return difference if difference == numbers.NOTHING else f"{difference} points"
+
+
+def _whole(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else numbers.NOTHING

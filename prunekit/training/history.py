@@ -1,0 +1,38 @@
+"""What happened in each epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """One epoch.
+
+    Attributes:
+        epoch: counted from 1.
+        lr: learning rate of the epoch's last step.
+        train_loss: mean over the images trained on, label smoothing and auxiliary heads included.
+        train_top1: percent, in train mode and while the weights change.
+        validation_loss: mean plain cross entropy over the validation images.
+        validation_top1: percent.
+        images_per_s: training images per second, validation left out.
+        seconds: of the whole epoch.
+    """
+
+    epoch: int
+    lr: float
+    train_loss: float
+    train_top1: float
+    validation_loss: float
+    validation_top1: float
+    images_per_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class History:
+    """Every epoch in order, and the one whose weights the model was left with (0: there was none)."""
+
+    rows: tuple[EpochRow, ...]
+    best_epoch: int

@@ -1,0 +1,214 @@
+"""The training loop: one run from settings to a history, with the best weights left in the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from prunekit.context import seeded, training_mode
+from prunekit.data import Batches, Splits, batches
+from prunekit.errors import ModelError, NonFiniteError
+from prunekit.models import auxiliary, logits, require_trainable
+from prunekit.training.augment import random_shift
+from prunekit.training.best import BestWeights
+from prunekit.training.device import one_device
+from prunekit.training.history import EpochRow, History
+from prunekit.training.nonfinite import first_non_finite
+from prunekit.training.optimizers import build_optimizer, build_schedule
+from prunekit.training.progress import Progress
+from prunekit.training.settings import TrainSettings
+
+
+def fit(
+    model: nn.Module,
+    splits: Splits,
+    settings: TrainSettings,
+    *,
+    device: torch.device,
+    seed: int,
+    batch: int,
+    workers: int = 0,
+    wrap_optimizer: Callable[[Optimizer], AbstractContextManager[Any]] | None = None,
+    describe: Callable[[], Mapping[str, Any]] | None = None,
+    progress: bool = False,
+    label: str = "training",
+    on_epoch: Callable[[EpochRow], None] | None = None,
+    checkpoint: Path | None = None,
+) -> History:
+    """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
+
+    On the CPU two runs with the same arguments and thread count give bit-equal weights. The process's random state and
+    the modules' train/eval modes are restored; the model stays on `device`.
+
+    Args:
+        model: returns logits (B, classes); GoogLeNet's and Inception's auxiliary heads take part in the loss.
+        splits: `train` is trained on, `validation` chooses the epoch, `test` is not touched.
+        settings: epochs, optimizer and schedule; zero epochs leave the model as it is.
+        device: where to train.
+        seed: of the order of images, of dropout and of everything else that is random.
+        batch: images in a batch; a last batch that is not full is left out, and comes in another epoch.
+        workers: processes that read images ahead.
+        wrap_optimizer: gets the torch optimizer; the context it returns is entered around the whole training.
+        describe: more figures for the progress bar, such as the sparsity; called once an epoch.
+        progress: shows a bar on stderr.
+        label: what the bar calls this run.
+        on_epoch: called after every epoch.
+        checkpoint: `.safetensors` file that holds the best weights so far; None keeps them in memory.
+
+    Raises:
+        ModelError: every parameter is frozen, or the model does not take these images or give these classes.
+        DataError: an image cannot be read.
+        NonFiniteError: the loss became NaN or Inf; names the first module, the epoch and the step.
+    """
+    require_trainable(model)
+    model.to(device)
+    _check_fits(model, splits, device)
+    full = len(splits.train) >= batch
+    train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full)
+    validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
+    optimizer = build_optimizer(model, settings)
+    wrapped = nullcontext() if wrap_optimizer is None else wrap_optimizer(optimizer)
+    best = BestWeights(model, checkpoint)
+    bar = Progress(label, settings.epochs * len(train), describe, progress)
+    with seeded(seed), training_mode(model, True), one_device(device) as accelerator, wrapped, bar:
+        schedule = build_schedule(optimizer, settings.epochs * len(train), settings.warmup)
+        ready = accelerator.prepare(model, optimizer, schedule)
+        run = _Run(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, bar)
+        rows = run.epochs(best, on_epoch)
+        best.restore()
+    return History(rows, best.epoch)
+
+
+def _check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
+    """Two images through the model as in training; its buffers and the random state are left alone."""
+    images, _ = splits.train.fetch(torch.arange(2) % len(splits.train))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with seeded(0), training_mode(model, True), torch.no_grad():
+        try:
+            shape = tuple(logits(functional_call(model, buffers, (images.to(device),))).shape)
+        except RuntimeError as error:
+            raise ModelError(
+                f"{type(model).__name__} does not take images of shape {tuple(images.shape[1:])}: {error}; "
+                "set data.image_size to what it was made for"
+            ) from error
+    classes = len(splits.classes)
+    if shape != (2, classes):
+        raise ModelError(
+            f"{type(model).__name__}: expected logits of shape (2, {classes}) from two images of {classes} classes, "
+            f"got {shape}; set model.arguments.num_classes"
+        )
+
+
+@dataclass
+class _Sums:
+    """Loss, hits and images of an epoch so far."""
+
+    loss: float = 0.0
+    correct: int = 0
+    images: int = 0
+
+    def add(self, loss: float, output: Tensor, labels: Tensor) -> None:
+        self.loss += loss * len(labels)
+        self.correct += int((output.argmax(1) == labels).sum())
+        self.images += len(labels)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.images
+
+    @property
+    def top1(self) -> float:
+        return 100 * self.correct / self.images
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What stays the same from step to step; model, optimizer and schedule as Accelerate prepared them."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    accelerator: Accelerator
+    settings: TrainSettings
+    device: torch.device
+    train: Batches
+    validation: Batches
+    bar: Progress
+
+    def epochs(self, best: BestWeights, on_epoch: Callable[[EpochRow], None] | None) -> tuple[EpochRow, ...]:
+        """Trains every epoch; `best` is offered each."""
+        rows = []
+        for epoch in range(1, self.settings.epochs + 1):
+            rows.append(self._epoch(epoch))
+            best.offer(epoch, rows[-1].validation_top1)
+            if on_epoch is not None:
+                on_epoch(rows[-1])
+        if not rows:
+            best.keep()
+        return tuple(rows)
+
+    def _epoch(self, epoch: int) -> EpochRow:
+        start = time.perf_counter()
+        self.bar.epoch(epoch, self.settings.epochs)
+        trained, lr = _Sums(), 0.0
+        self.model.train()
+        for step, (images, labels) in enumerate(self.train.at_epoch(epoch), 1):
+            lr = self.optimizer.param_groups[0]["lr"]
+            images = random_shift(images.to(self.device), self.settings.shift)
+            self._step(images, labels.to(self.device), trained, f"epoch {epoch}, step {step}")
+            self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
+        training_s = time.perf_counter() - start
+        validated = self._validate()
+        return EpochRow(
+            epoch=epoch,
+            lr=lr,
+            train_loss=trained.mean_loss,
+            train_top1=trained.top1,
+            validation_loss=validated.mean_loss,
+            validation_top1=validated.top1,
+            images_per_s=trained.images / training_s,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _step(self, images: Tensor, labels: Tensor, sums: _Sums, when: str) -> None:
+        output = self.model(images)
+        loss = self._loss(output, labels)
+        value = loss.item()
+        if not torch.isfinite(loss):
+            where = first_non_finite(self.model, images)
+            raise NonFiniteError(
+                f"the loss is {value} in {when}; first not finite: {where}; try a lower learning rate "
+                f"(now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up"
+            )
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        sums.add(value, logits(output).detach(), labels)
+
+    def _loss(self, output: Any, labels: Tensor) -> Tensor:
+        smoothing = self.settings.label_smoothing
+        loss = F.cross_entropy(logits(output), labels, label_smoothing=smoothing)
+        for weight, head in auxiliary(output):
+            loss = loss + weight * F.cross_entropy(head, labels, label_smoothing=smoothing)
+        return loss
+
+    def _validate(self) -> _Sums:
+        sums = _Sums()
+        with training_mode(self.model, False), torch.no_grad():
+            for images, labels in self.validation:
+                output, target = logits(self.model(images.to(self.device))), labels.to(self.device)
+                sums.add(F.cross_entropy(output, target).item(), output, target)
+        return sums

@@ -1,0 +1,39 @@
+"""A progress bar on stderr for a whole training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows epoch, loss, accuracy and img/s, and whatever `describe` adds (asked once an epoch: it may be slow)."""
+
+    def __init__(self, label: str, steps: int, describe: Callable[[], Mapping[str, Any]] | None, shown: bool) -> None:
+        self.label, self.describe = label, describe if shown else None
+        self.bar = tqdm(total=steps, desc=label, unit="batch", disable=not shown, dynamic_ncols=True)
+        self.extra: Mapping[str, Any] = {}
+
+    def epoch(self, number: int, epochs: int) -> None:
+        """Says which epoch begins."""
+        self.bar.set_description(f"{self.label} {number}/{epochs}", refresh=False)
+        if self.describe is not None:
+            self.extra = self.describe()
+
+    def step(self, loss: float, top1: float, images_per_s: float) -> None:
+        """One batch is done; the figures are the epoch's so far."""
+        if not self.bar.disable:
+            shown = {"loss": f"{loss:.3f}", "top1": f"{top1:.1f}%", "img/s": f"{images_per_s:.0f}", **self.extra}
+            self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()

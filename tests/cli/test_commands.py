@@ -1,0 +1,282 @@
+"""Each command, with stand-ins for the long work: what reaches them, and what is printed of what they return."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from torch import nn
+
+from prunekit import workflow
+from prunekit.calibration import ChannelStats, LayerStats, StatsKey
+from prunekit.cli import cli
+from prunekit.cli.evaluate import _data_recipe
+from prunekit.data import load_splits
+from prunekit.recipe import load
+from prunekit.workflow import CalibrationResult, RunResult, targets
+from prunekit.workflow.settings import JobSettings
+from prunekit.workflow.targets import Target
+
+Log = Callable[[str], None]
+Finish = Callable[[Path], object]
+RECIPE = "name: small\nmodel: {name: squeezenet1_1}\nbaseline: {epochs: 1}\nseed: 4\n"
+OWN_MODEL = """
+from torch import nn
+
+def build():
+    print("building")
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(5))
+
+def classifier():
+    return nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def initialised():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+"""
+METRICS = {
+    "dense": {"top1": 98.7, "n_test": 540, "params": 1000, "macs": 2000, "size_bytes": 4000},
+    "pruned": {"top1": 98.5, "n_test": 540, "params": 400, "macs": 900, "size_bytes": 1600},
+    "speedup": [{"device": "cpu", "runtime": "eager", "batch": 1, "median": 2.0, "low": 1.9, "high": 2.1}],
+    "shortfalls": [],
+}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(OWN_MODEL)
+    return f"{path}:initialised"
+
+
+@pytest.fixture
+def jobs() -> list[JobSettings]:
+    """Jobs that reached the workflow."""
+    return []
+
+
+@pytest.fixture
+def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSettings]) -> Callable[..., None]:
+    def install(**changes: Any) -> None:
+        def stand_in(job: JobSettings, *, log: Log, progress: bool, resolved: str, finish: Finish) -> RunResult:
+            jobs.append(job)
+            log("epoch 1")
+            print("chatter of a library")
+            folder = tmp_path / "runs" / job.name / "now"
+            folder.mkdir(parents=True)
+            metrics = {**METRICS, **changes}
+            (folder / "metrics.json").write_text(json.dumps(metrics))
+            (folder / "status.json").write_text(json.dumps({"state": "running"}))
+            (folder / "recipe.yaml").write_text(resolved)
+            finish(folder)
+            return RunResult(folder, metrics)
+
+        monkeypatch.setattr(workflow, "finetune", stand_in)
+
+    return install
+
+
+def test_finetune_prints_the_result_and_writes_the_report(
+    finetune: Callable[..., None], recipe: str, tmp_path: Path
+) -> None:
+    finetune()
+    result = run("finetune", recipe)
+    assert result.exit_code == 0
+    assert "98.50 %" in result.stdout
+    assert "−55.0 %" in result.stdout
+    assert "Speedup on cpu, batch 1: 2.00× [1.90, 2.10]" in result.stdout
+    assert result.stderr == "epoch 1\nchatter of a library\n"
+    report = tmp_path / "runs" / "small" / "now" / "report.html"
+    assert f"Report: {report}" in result.stdout
+    assert '<span class="state finished">finished</span>' in report.read_text()
+    assert load(report.parent / "recipe.yaml") == load(recipe)
+
+
+def test_finetune_json_is_one_object_on_stdout(finetune: Callable[..., None], recipe: str) -> None:
+    finetune()
+    result = run("finetune", recipe, "--json")
+    assert json.loads(result.stdout)["pruned"] == METRICS["pruned"]
+    assert len(result.stdout.splitlines()) == 1
+    assert "chatter of a library" in result.stderr
+
+
+def test_options_and_overrides_reach_the_job(
+    finetune: Callable[..., None], recipe: str, jobs: list[JobSettings], tmp_path: Path
+) -> None:
+    finetune()
+    output = tmp_path / "a folder: mine"
+    arguments = ["--device", "cuda:1", "--seed", "7", "--output", str(output), "--json"]
+    result = run("finetune", recipe, "prune.budget.macs=0.4", "seed=5", *arguments)
+    assert result.exit_code == 0, result.stderr
+    job = jobs[0]
+    assert (job.device, job.seed, job.output, job.prune.budget.macs) == ("cuda:1", 7, output, 0.4)
+
+
+def test_a_shortfall_is_reported_and_exits_with_1(finetune: Callable[..., None], recipe: str) -> None:
+    finetune(shortfalls=["kept 52 % of the MACs, asked 45 %"])
+    result = run("finetune", recipe)
+    assert result.exit_code == 1
+    assert "Shortfall: kept 52 % of the MACs, asked 45 %" in result.stdout
+    assert "Report: " in result.stdout
+
+
+def test_a_broken_recipe_never_reaches_the_workflow(
+    finetune: Callable[..., None], recipe: str, jobs: list[JobSettings]
+) -> None:
+    finetune()
+    result = run("finetune", recipe, "prune.criterion=l3", "--seed", "1", "sed=2")
+    assert result.exit_code == 2
+    assert "expected one of 'l1', 'l2', 'activation', 'random', got 'l3'; did you mean" in result.stderr
+    assert "override 'sed=2': sed: unknown key; did you mean 'seed'?" in result.stderr
+    assert jobs == []
+
+
+def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    row = {"module": "features.0", "kind": "Conv2d", "in_before": 3, "in_after": 3, "out_before": 64, "out_after": 31}
+    row |= {"macs_before": 2000, "macs_after": 990, "params_before": 1792, "params_after": 868}
+    norm = {**row, "module": "features.1", "macs_before": 0}
+    plan = {"macs_before": 2000, "macs_after": 990, "channels_removed": 33, "groups": 3, "locks": 2}
+    plan |= {"widths": [row, norm]}
+    monkeypatch.setattr(workflow, "dry_run", lambda job, *, log: plan)
+    text = run("finetune", recipe, "--dry-run").stdout
+    assert "name: small\n" in text
+    assert "momentum: 0.9" in text
+    assert "MACs 2.00 k -> 990 (−50.5 %)" in text
+    assert "features.0  Conv2d  3 -> 3  64 -> 31  2.00 k -> 990  1.79 k -> 868" in text
+    assert "features.1" not in text
+    payload = json.loads(run("finetune", recipe, "--dry-run", "--json").stdout)
+    assert payload["plan"] == plan
+    assert payload["recipe"]["model"]["name"] == "squeezenet1_1"
+
+
+def test_calibrate_prints_a_row_for_each_layer_and_marks_dead_channels(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, tmp_path: Path
+) -> None:
+    low, high = np.array([0.0, -1.0, 0.0]), np.array([0.0, 4.0, 2.0])
+    count, whole = np.full(3, 10), np.zeros(3, np.int64)
+    layer = LayerStats(count, (low + high) / 2, count * 1.0, count * 0.5, low, high, np.array([10, 0, 5]), whole)
+    stats = ChannelStats({StatsKey("features.1", "output", 0): layer, StatsKey("features.1", "output", 1): layer})
+    done = CalibrationResult(stats, tmp_path / "stats.safetensors", tmp_path / "stats.csv", reused=True)
+    monkeypatch.setattr(workflow, "calibrate", lambda job, *, log, progress: done)
+    result = run("calibrate", recipe)
+    assert result.exit_code == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("  features.1")]
+    assert [line.rstrip().endswith("DEAD 1: 0") for line in lines] == [True, True]
+    assert "50.0 %" in lines[0]
+    assert "(call 1)" in lines[1]
+    assert f"Statistics (from an earlier run): {done.path}" in result.stdout
+    payload = json.loads(run("calibrate", recipe, "--json").stdout)
+    assert payload["reused"] is True
+    assert [layer["dead"] for layer in payload["layers"]] == [[0], [0]]
+    assert payload["layers"][0]["max"] == 4.0
+
+
+def test_bench_times_the_users_own_model_first_and_gates_the_last(own_model: str, tmp_path: Path) -> None:
+    arguments = ["bench", "squeezenet1_1", "--model", own_model, "--input-shape", "1x3x64x64", "--device", "cpu"]
+    limits = ["--batch", "1,2", "--repeats", "5", "--output", str(tmp_path / "out"), "--json"]
+    slow = run(*arguments, *limits, "--max-latency-ms", "1e-6")
+    assert slow.exit_code == 1
+    assert slow.stderr.count("too slow: squeezenet1_1 on cpu") == 2
+    payload = json.loads(slow.stdout)
+    assert payload["passed"] is False
+    assert list(payload["models"]) == ["initialised", "squeezenet1_1"]
+    assert [row["batch"] for row in payload["latency"] if row["model"] == "initialised"] == [1, 2]
+    assert {row["model"] for row in payload["speedup"]} == {"squeezenet1_1"}
+    assert json.loads((tmp_path / "out" / "bench.json").read_text()) == payload
+
+
+def test_bench_passes_a_model_that_is_fast_enough(own_model: str) -> None:
+    arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--batch", "1", "--repeats", "5"]
+    result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
+    assert result.exit_code == 0, result.stderr
+    assert "initialised  cpu     eager" in result.stdout
+
+
+def test_inspect_shows_groups_locks_and_macs(own_model: str) -> None:
+    arguments = ["inspect", "--model", own_model, "--input-shape", "1x3x8x8"]
+    text = run(*arguments).stdout
+    payload = json.loads(run(*arguments, "--json").stdout)
+    assert payload["macs"] == 8 * 3 * 9 * 36 + 4 * 8 * 9 * 16
+    assert sum(layer["macs"] for layer in payload["layers"]) == payload["macs"]
+    assert [(group["name"], group["channels"]) for group in payload["groups"]] == [("0", 8)]
+    assert payload["locks"]
+    assert payload["free_share"] == pytest.approx(1 - 4 / payload["params"])
+    assert "1 channel group (" in text
+    assert payload["locks"][-1]["reason"] in text
+
+
+def test_what_a_users_file_prints_stays_out_of_the_json(own_model: str) -> None:
+    chatty = own_model.replace(":initialised", ":build")
+    result = run("inspect", "--model", chatty, "--input-shape", "1x3x8x8", "--json")
+    assert "building" not in result.stdout
+    assert "building" in result.stderr
+
+
+SMALL_IMAGES = ["data.image_size=8", "data.batch=200"]
+
+
+def test_evaluate_the_users_own_model_on_a_recipes_images(own_model: str, recipe: str, tmp_path: Path) -> None:
+    own = own_model.replace(":initialised", ":classifier")
+    arguments = ["--model", own, "--input-shape", "1x3x8x8", "--recipe", recipe, "--device", "cpu"]
+    result = run("evaluate", *arguments, *SMALL_IMAGES, "--json", "--output", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.stderr
+    payload = json.loads(result.stdout)
+    assert (payload["model"], payload["params"], payload["macs"]) == ("classifier", 30, 30 * 64)
+    assert payload["top1"] == pytest.approx(100 * payload["correct"] / payload["n_test"])
+    assert json.loads((tmp_path / "out" / "evaluate.json").read_text()) == payload
+    text = run("evaluate", *arguments, *SMALL_IMAGES).stdout
+    assert f"({payload['correct']:,} of {payload['n_test']:,} test images)" in text
+
+
+def test_evaluate_a_recipe_takes_its_trained_dense_model(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, jobs: list[JobSettings]
+) -> None:
+    def stand_in(job: JobSettings, *, log: Log, progress: bool) -> Target:
+        jobs.append(job)
+        model = nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return Target(model, job.name, (3, 8, 8), load_splits(job.data))
+
+    monkeypatch.setattr(targets, "trained_target", stand_in)
+    result = run("evaluate", recipe, *SMALL_IMAGES, "--seed", "9", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["model"] == "small"
+    assert (jobs[0].seed, jobs[0].device, jobs[0].data.image_size) == (9, "cpu", 8)
+
+
+def test_a_model_folder_in_a_run_is_tested_on_the_data_of_that_run(tmp_path: Path, recipe: str) -> None:
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    assert _data_recipe([str(tmp_path / "run" / "model")], None) is None
+    (tmp_path / "run" / "recipe.yaml").write_text(RECIPE)
+    assert _data_recipe([str(tmp_path / "run" / "model")], None) == str(tmp_path / "run" / "recipe.yaml")
+    assert _data_recipe([str(tmp_path / "run" / "model")], recipe) == recipe
+    assert _data_recipe([], None) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to itself")
+def test_ctrl_c_in_a_run_exits_with_130(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    def interrupted(job: JobSettings, **options: Any) -> RunResult:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal comes first")
+
+    monkeypatch.setattr(workflow, "finetune", interrupted)
+    result = run("finetune", recipe)
+    assert (result.exit_code, result.stderr) == (130, "prunekit: interrupted\n")

@@ -1,0 +1,135 @@
+"""A folder of images for each class."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from prunekit.data import DataSettings, FolderImages, batches, load_splits
+from prunekit.errors import DataError, UsageError
+
+
+def write(folder: Path, count: int, size: tuple[int, int] = (20, 20)) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        Image.new("RGB", size, (index, 2 * index, 200)).save(folder / f"{index}.png")
+
+
+def settings(root: Path, **changed: object) -> DataSettings:
+    return DataSettings(source="imagefolder", root=root, image_size=16, **changed)  # type: ignore[arg-type]
+
+
+def test_classes_alone_are_split(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write(tmp_path / name, 10)
+    splits = load_splits(settings(tmp_path, test_share=0.3, validation_share=0.2))
+    assert splits.classes == ("cat", "dog")
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (10, 4, 6)
+    assert splits.sample_shape == (3, 16, 16)
+    images, labels = next(iter(batches(splits.test, 6, shuffle_seed=None)))
+    assert images.shape == (6, 3, 16, 16)
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_test_folder_is_the_test_split(tmp_path: Path) -> None:
+    for part, count in (("train", 8), ("test", 3)):
+        for name in ("cat", "dog"):
+            write(tmp_path / part / name / "deeper", count)
+    splits = load_splits(settings(tmp_path, validation_share=0.25))
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (12, 4, 6)
+    assert isinstance(splits.test, FolderImages)
+    assert all("test" in path.parts for path in splits.test.paths)
+
+
+def test_normalisation_is_imagenets(tmp_path: Path) -> None:
+    Image.new("RGB", (16, 16), (255, 0, 51)).save(tmp_path / "a.png")
+    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), 16)[0]
+    expected = (torch.tensor([1.0, 0.0, 0.2]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    )
+    torch.testing.assert_close(image, expected[:, None, None].expand(3, 16, 16))
+
+
+def test_the_centre_of_a_larger_image_is_taken(tmp_path: Path) -> None:
+    pixels = np.zeros((40, 120, 3), np.uint8)
+    pixels[:, 40:80] = 255  # the middle third; the sides are cut away
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), 28)[0]
+    white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    torch.testing.assert_close(image, white[:, None, None].expand(3, 28, 28))
+
+
+def test_grey_and_palette_images_get_three_channels(tmp_path: Path) -> None:
+    for mode in ("L", "P", "RGBA"):
+        path = tmp_path / f"{mode}.png"
+        Image.new(mode, (16, 16)).save(path)
+        assert FolderImages((path,), torch.tensor([0]), 16)[0][0].shape == (3, 16, 16)
+
+
+def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write(tmp_path / name, 5)
+    before = load_splits(settings(tmp_path)).fingerprint
+    assert load_splits(settings(tmp_path)).fingerprint == before
+    path = tmp_path / "cat" / "0.png"
+    os.utime(path, ns=(0, 1))
+    assert load_splits(settings(tmp_path)).fingerprint != before
+
+
+def test_a_missing_root(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: data\.root does not exist; expected a folder with train/"):
+        load_splits(settings(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match=r"data\.root: source 'imagefolder' needs the path"):
+        load_splits(DataSettings(source="imagefolder"))
+
+
+def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data.npz").touch()
+    with pytest.raises(DataError, match=r"expected a folder, but this is a file; .*source=npz"):
+        load_splits(settings(tmp_path / "data.npz"))
+
+
+def test_no_classes(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    with pytest.raises(DataError, match=r"two or more classes, found \[\]"):
+        load_splits(settings(tmp_path))
+
+
+def test_train_without_test(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "cat", 3)
+    with pytest.raises(DataError, match="there is no test/"):
+        load_splits(settings(tmp_path))
+
+
+def test_a_test_class_that_is_not_trained(tmp_path: Path) -> None:
+    for name in ("train/cat", "train/dog", "test/cat", "test/dogs"):
+        write(tmp_path / name, 3)
+    with pytest.raises(DataError, match=r"dogs: no such class in .*train; did you mean 'dog'\?"):
+        load_splits(settings(tmp_path))
+
+
+def test_a_class_without_images(tmp_path: Path) -> None:
+    write(tmp_path / "cat", 3)
+    (tmp_path / "dog").mkdir()
+    with pytest.raises(DataError, match=r"dog: no images here; expected files that end in \.jpg"):
+        load_splits(settings(tmp_path))
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write(tmp_path / name, 3)
+    (tmp_path / "dog" / "1.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"1\.png: expected an image, but the file is empty"):
+        load_splits(settings(tmp_path))
+
+
+def test_too_few_images_of_a_class(tmp_path: Path) -> None:
+    write(tmp_path / "cat", 9)
+    write(tmp_path / "dog", 2)
+    with pytest.raises(DataError, match="class 'dog' has 1 images left"):
+        load_splits(settings(tmp_path))

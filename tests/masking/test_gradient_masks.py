@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from small_nets import SmallNet, handmade_plan, random_plan, randomised
+from torch import Tensor, nn
+from torchvision import models
+
+from prunekit.channels import trace
+from prunekit.errors import PlanError
+from prunekit.hooks import count_hooks
+from prunekit.masking import GradientMasks, WeightMasks, masked, sparsity
+from prunekit.planning import Plan
+
+FAMILIES = [
+    "alexnet",
+    "vgg11_bn",
+    "resnet18",
+    "resnext50_32x4d",
+    "densenet121",
+    "googlenet",
+    "squeezenet1_1",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "mnasnet0_5",
+    "shufflenet_v2_x0_5",
+    "efficientnet_b0",
+    "regnet_y_400mf",
+]
+
+
+WHOLLY_REWRITTEN = {"alexnet", "squeezenet1_1"}
+"""An in-place ReLU follows every convolution."""
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    extra = {"init_weights": False, "aux_logits": False} if name == "googlenet" else {}
+    model: nn.Module = getattr(models, name)(weights=None, num_classes=5, **extra)
+    if name in {"alexnet", "vgg11_bn"}:  # the family's own features; its classifier alone has 100 million weights
+        width = 256 if name == "alexnet" else 512
+        model.avgpool = nn.AdaptiveAvgPool2d(2)
+        model.classifier = nn.Sequential(nn.Linear(width * 4, 64), nn.ReLU(inplace=True), nn.Linear(64, 5))
+    return model
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)  # dropout
+    model(x).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_masked(found: dict[str, Tensor], plan: Plan) -> None:
+    checked = 0
+    for name, gradient in found.items():
+        mask = plan.mask(name)
+        if mask is not None:
+            pruned = gradient[~mask.expand(gradient.shape)]
+            assert (pruned == 0).all(), name
+            checked += pruned.numel()
+    assert checked > 0
+
+
+def test_pruned_gradients_are_zero_on_every_axis() -> None:
+    model, plan, x = randomised(SmallNet()), handmade_plan(2, 5, 6), torch.randn(4, 3, 8, 8)
+    with GradientMasks(model, plan):
+        found = gradients(model, x)
+    assert_masked(found, plan)
+    assert all(gradient.abs().sum() > 0 for gradient in found.values())
+    loose = gradients(model, x)
+    with pytest.raises(AssertionError, match=r"conv1\.weight"):
+        assert_masked(loose, plan)
+
+
+def test_gradients_accumulate_over_backwards() -> None:
+    model, plan, x = randomised(SmallNet()).eval(), handmade_plan(2, 5), torch.randn(4, 3, 8, 8)
+    with masked(model, plan):
+        once = gradients(model, x)
+        model(x).square().sum().backward()
+        twice = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for name, gradient in once.items():
+        torch.testing.assert_close(twice[name], 2 * gradient)
+    assert_masked(twice, plan)
+
+
+def test_under_weight_masks_the_kept_gradients_are_those_without_gradient_masks() -> None:
+    model, plan, x = randomised(SmallNet()).double(), handmade_plan(2, 5), torch.randn(4, 3, 8, 8).double()
+    with WeightMasks(model, plan):
+        plain = gradients(model, x)
+        with GradientMasks(model, plan):
+            found = gradients(model, x)
+    for name, gradient in found.items():
+        mask = plan.mask(name)
+        expected = plain[name] if mask is None else plain[name] * mask
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_nan_in_a_pruned_channel_does_not_spread() -> None:
+    model, plan, x = randomised(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
+    spoil = torch.zeros(8)
+    spoil[1] = torch.nan
+
+    def spoiled(module: nn.Module, arguments: object, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient + spoil.view(1, 8, 1, 1))
+
+    model.bn2.register_forward_hook(spoiled)  # type: ignore[union-attr]
+    with masked(model, plan):
+        found = gradients(model, x)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert_masked(found, plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "training"), [(name, True) for name in FAMILIES] + [("resnet18", False), ("mobilenet_v2", False)]
+)
+def test_both_ways_of_hooking_agree_on_every_family(name: str, training: bool) -> None:
+    model = build(name).double().train(training)
+    size = 64 if name in {"alexnet", "googlenet"} else 32
+    x = torch.randn(2, 3, size, size, dtype=torch.float64)
+    plan = random_plan(trace(model, (x,)))
+    paths = frozenset(path for path, _ in model.named_modules())
+    guarded = Plan(dataclasses.replace(plan.channel_map, rewritten=paths), plan.keep)
+    safe = [path for path, _ in model.named_modules() if path not in plan.channel_map.rewritten]
+    with GradientMasks(model, plan):
+        assert any(model.get_submodule(path)._backward_pre_hooks for path in safe) == (name not in WHOLLY_REWRITTEN)
+        by_module = gradients(model, x)
+    with GradientMasks(model, guarded):
+        by_tensor = gradients(model, x)
+    assert count_hooks(model) == 0
+    assert_masked(by_module, plan)
+    for key, gradient in by_module.items():
+        torch.testing.assert_close(gradient, by_tensor[key], rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_frozen_parameters_and_no_grad_are_left_alone() -> None:
+    model, plan, x = randomised(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
+    model.conv1.requires_grad_(False)  # type: ignore[union-attr, operator]
+    with GradientMasks(model, plan):
+        with torch.no_grad():
+            model(x)
+        found = gradients(model, x)
+    assert "conv1.weight" not in found
+    assert_masked(found, plan)
+
+
+def test_nothing_stays_also_on_an_exception() -> None:
+    model, plan, x = randomised(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
+    with GradientMasks(model, plan):
+        loss = model(x).square().sum()
+    loss.backward()
+    grad = model.conv1.bias.grad  # type: ignore[union-attr]
+    assert isinstance(grad, Tensor)
+    assert grad[1] != 0
+    with pytest.raises(KeyError), masked(model, plan):
+        raise KeyError
+    assert count_hooks(model) == 0
+
+
+def test_an_output_that_does_not_fit_is_named() -> None:
+    model, plan = randomised(SmallNet()), handmade_plan(2)
+    chart = plan.channel_map
+    short = {key: labels[:5] if key[0] == "bn2" else labels for key, labels in chart.activations.items()}
+    wrong = Plan(dataclasses.replace(chart, activations=short), plan.keep)
+    with GradientMasks(model, wrong), pytest.raises(PlanError, match="bn2: expected 5 output channels on axis 1"):
+        gradients(model, torch.randn(2, 3, 8, 8))
+
+
+def test_masked_composes_both_and_sparsity_measures_it() -> None:
+    model, plan = randomised(SmallNet()), handmade_plan(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert sparsity(model, plan).weights == 0.0
+    with masked(model, plan, optimizer) as same:
+        assert same is model
+        assert optimizer._optimizer_step_post_hooks
+        found = sparsity(model, plan)
+    conv = 2 * 27 + (64 - 36) * 9 + (64 - 36) + 5 * 8
+    assert found.weights == pytest.approx(conv / (8 * 27 + 64 * 9 + 64 + 5 * 32))
+    assert found.channels == 0.25
+    with masked(model, handmade_plan(3), restore=True):
+        pass
+    assert sparsity(model, plan) == found
+
+
+def test_sparsity_of_a_model_without_weights_or_channels() -> None:
+    plan = handmade_plan()
+    empty = Plan(dataclasses.replace(plan.channel_map, groups=()), plan.keep)
+    assert sparsity(nn.ReLU(), empty).weights == 0.0
+    assert sparsity(nn.ReLU(), empty).channels == 0.0

@@ -1,0 +1,158 @@
+"""Latency: what is timed, in which order, and what the figures say."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prunekit.measure import LatencySettings, compare_latency, measure_latency
+from prunekit.measure.latency import paired_ratio
+from prunekit.measure.timing import WARM_UP_CALLS, alternate, warm_up
+
+CPU = torch.device("cpu")
+
+
+class Recorder(nn.Module):
+    """Remembers the circumstances of each call, in a list that copies share."""
+
+    def __init__(self, name: str, calls: list[tuple[object, ...]]) -> None:
+        super().__init__()
+        self.name, self.calls = name, Shared(calls)
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = (tuple(x.shape), x.dtype, torch.get_num_threads(), self.training, torch.is_inference_mode_enabled())
+        self.calls.append((self.name, *state))
+        return x * self.weight
+
+
+class Shared(list[tuple[object, ...]]):
+    """A list that a deep copy shares instead of copying."""
+
+    def __init__(self, inner: list[tuple[object, ...]]) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def append(self, item: tuple[object, ...]) -> None:
+        self.inner.append(item)
+
+    def __deepcopy__(self, memo: object) -> Shared:
+        return self
+
+
+def test_rows_say_what_was_timed() -> None:
+    calls: list[tuple[object, ...]] = []
+    models = {name: Recorder(name, calls) for name in ("a", "b", "c")}
+    before = torch.get_num_threads()
+    settings = LatencySettings(batches=(1, 4), threads=(1, 2), repeats=6)
+    report = measure_latency(models, (3, 8, 8), settings, [CPU], torch.float64)
+    assert torch.get_num_threads() == before
+    assert all(model.training for model in models.values())
+    assert all(model.weight.dtype == torch.float32 for model in models.values())
+    assert [(row["threads"], row["batch"], row["model"]) for row in report.rows] == [
+        (threads, batch, name) for threads in (1, 2) for batch in (1, 4) for name in "abc"
+    ]
+    assert {(row["device"], row["runtime"], row["dtype"]) for row in report.rows} == {("cpu", "eager", "float64")}
+    seen = {call[1:] for call in calls}
+    assert seen == {((batch, 3, 8, 8), torch.float64, threads, False, True) for batch in (1, 4) for threads in (1, 2)}
+
+
+def test_percentiles_come_from_the_samples() -> None:
+    models = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+    report = measure_latency(models, (8,), LatencySettings(batches=(1,), repeats=9), [CPU])
+    assert len(report.rows) == len(report.samples) == 2
+    for row, samples in zip(report.rows, report.samples, strict=True):
+        assert len(samples) == 9
+        assert all(ms > 0 for ms in samples)
+        expected = np.percentile(samples, (10, 50, 90, 99))
+        assert [row[key] for key in ("p10_ms", "median_ms", "p90_ms", "p99_ms")] == pytest.approx(expected.tolist())
+    long = list(report.sample_rows())
+    assert [row["ms"] for row in long] == [*report.samples[0], *report.samples[1]]
+    assert list(long[0]) == ["model", "device", "runtime", "batch", "threads", "dtype", "ms"]
+    json.dumps([*report.rows, *report.speedup], allow_nan=False)
+
+
+def test_the_speedup_is_the_median_of_paired_ratios() -> None:
+    small, large = nn.Linear(8, 8), nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    report = compare_latency(Pad(large, 256), Pad(small, 8), (8,), LatencySettings(batches=(1, 2), repeats=7), [CPU])
+    assert [row["model"] for row in report.rows] == ["dense", "pruned"] * 2
+    assert [row["batch"] for row in report.speedup] == [1, 2]
+    for index, row in enumerate(report.speedup):
+        dense, pruned = (np.array(report.samples[2 * index + part]) for part in (0, 1))
+        assert row["model"] == "pruned"
+        assert row["median"] == pytest.approx(np.median(dense / pruned))
+        assert row["low"] <= row["median"] <= row["high"]
+
+
+class Pad(nn.Module):
+    """Feeds a model that is wider than the input."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner, self.width = inner, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(nn.functional.pad(x, (0, self.width - x.shape[-1])))
+        return out
+
+
+def test_a_known_ratio_and_its_interval() -> None:
+    reference = np.random.default_rng(0).uniform(1, 2, 200)
+    assert paired_ratio(2 * reference, reference) == pytest.approx((2, 2, 2))
+    noisy = reference * np.random.default_rng(1).uniform(0.9, 1.1, 200)
+    median, low, high = paired_ratio(3 * reference, noisy)
+    assert low < median < high
+    assert high - low < 0.2
+    assert paired_ratio(3 * reference, noisy) == (median, low, high)
+
+
+def test_one_model_has_no_speedup_and_missing_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LatencySettings(batches=(1,), repeats=5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = measure_latency({"only": nn.Linear(4, 4)}, (4,), settings, [CPU])
+    assert report.speedup == ()
+    assert report.notes == ("no CUDA device",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "not asked for" in measure_latency({"only": nn.Linear(4, 4)}, (4,), settings, [CPU]).notes[0]
+
+
+def test_the_order_is_turned_round_every_time() -> None:
+    order: list[str] = []
+    collecting: list[bool] = []
+
+    def run(name: str) -> float:
+        order.append(name)
+        collecting.append(gc.isenabled())
+        return float(len(order))
+
+    times = alternate([lambda: run("a"), lambda: run("b")], 4)
+    assert "".join(order) == "abbaabba"
+    assert times.tolist() == [[1, 4, 5, 8], [2, 3, 6, 7]]
+    assert not any(collecting)
+    assert gc.isenabled()
+
+
+def test_warm_up_waits_until_it_is_stable() -> None:
+    left = [2.0**-n for n in range(20)] + [1e-6] * 20
+    assert warm_up(lambda: left.pop(0)) == 28  # the first ten of which the later five equal the middle of the earlier
+    assert warm_up(lambda: 1.0) == 10
+
+
+def test_warm_up_ends_where_nothing_is_stable() -> None:
+    assert warm_up(iter([1e-6 * 1.2**n for n in range(200)]).__next__) == WARM_UP_CALLS
+    assert warm_up(iter([2.0**n for n in range(200)]).__next__) == 12  # 4 seconds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_is_timed_by_events() -> None:
+    settings = LatencySettings(batches=(2,), threads=(1, 2), repeats=5)
+    report = compare_latency(nn.Linear(64, 64), nn.Linear(64, 8), (64,), settings, [CPU, torch.device("cuda", 0)])
+    assert [(row["device"], row["threads"]) for row in report.speedup] == [("cpu", 1), ("cpu", 2), ("cuda:0", 1)]
+    assert report.notes == ()
+    assert all(ms > 0 for samples in report.samples for ms in samples)

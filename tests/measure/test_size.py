@@ -1,0 +1,57 @@
+"""MACs, parameters and bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from prunekit.measure import count_macs, count_parameters, size_bytes
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("model", "shape", "macs"),
+    [
+        (nn.Linear(5, 7), (5,), 35),
+        (nn.Conv2d(4, 6, 3, padding=1), (4, 8, 8), 4 * 6 * 9 * 64),
+        (nn.Conv2d(4, 4, 3, padding=1, groups=4), (4, 8, 8), 4 * 9 * 64),
+        (nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)), (3, 2, 2), 48 + 32),
+    ],
+)
+def test_macs_of_one_sample(model: nn.Module, shape: tuple[int, ...], macs: int, batch: int) -> None:
+    assert count_macs(model, (torch.zeros(batch, *shape),)) == macs
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    before = model[1].running_mean.clone()
+    count_macs(model, (torch.ones(2, 4),))
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+    assert torch.equal(model[1].running_mean, before)
+
+
+def test_attention_is_counted_whole() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    n, width, hidden = 5, 8, 16
+    projections, attention, feed_forward = 4 * n * width * width, 2 * n * n * width, 2 * n * width * hidden
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert count_macs(layer, (torch.zeros(2, n, width),)) == projections + attention + feed_forward
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    assert count_parameters(model) == 9 + 3 + 3
+
+
+def test_bytes_of_a_file_and_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a").write_bytes(b"12345")
+    (tmp_path / "deep" / "b").write_bytes(b"123")
+    assert size_bytes(tmp_path / "a") == 5
+    assert size_bytes(tmp_path) == 8

@@ -1,0 +1,201 @@
+"""The report: complete from a whole run, honest about a part of one, self-contained, and safe with odd names."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from synthetic_run import metrics, write_run
+
+from prunekit.errors import ArtifactError
+from prunekit.report import write
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+SECTIONS = ("result", "latency", "curves", "widths", "scores", "locks", "environment", "recipe")
+
+
+class Page(HTMLParser):
+    """Text by section, ids, addresses that a browser would ask for, and tags left open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: dict[str, str] = dict.fromkeys(SECTIONS, "")
+        self.text[""] = ""
+        self.section = ""
+        self.ids: list[str] = []
+        self.requests: list[str] = []
+        self.svgs = 0
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        self.svgs += tag == "svg"
+        if tag == "section":
+            self.section = values.get("id") or ""
+        if values.get("id"):
+            self.ids.append(values["id"] or "")
+        addresses = [values.get(name) for name in ("src", "href", "xlink:href", "action", "data")]
+        self.requests += [address for address in addresses if address and not address.startswith("#")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.section = "" if tag == "section" else self.section
+
+    def handle_data(self, data: str) -> None:
+        self.text[self.section] += f"{data} "
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "resnet34" / "2026-11-20")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Page:
+    return Page(write(run).read_text(encoding="utf-8"))
+
+
+def test_the_page_is_whole_and_asks_for_nothing(page: Page, run: Path) -> None:
+    html = (run / "report.html").read_text(encoding="utf-8")
+    assert page.open == []
+    assert page.requests == []
+    assert not re.search(r"@import|url\((?!['\"]?#)|<script", html)
+    assert page.svgs == 4
+
+
+def test_ids_of_figures_do_not_collide(page: Page) -> None:
+    clip_paths = [name for name in page.ids if re.fullmatch(r"p[0-9a-f]{10}", name)]
+    assert len(clip_paths) == len(set(clip_paths)) > 20
+
+
+def test_headline_gives_values_with_units_and_intervals(page: Page) -> None:
+    text = " ".join(page.text["result"].split())
+    assert "98.52 % [97.10, 99.25]" in text
+    assert "75.0 M 75.0 M 33.7 M −55.1 %" in text
+    assert "85.2 MB 85.2 MB 37.7 MB −55.8 %" in text
+    assert "−0.37 points" in text
+    assert "Channels removed 33.1 %" in text
+    assert "pruned against control" in text
+    tiles = " ".join(page.text[""].split())
+    assert "Top-1 −0.37 points against the dense control" in tiles
+    assert "Speedup 1.74× cpu, batch 1, 95 %: [1.69, 1.80]" in tiles
+    assert "Masked against compact 3.1e-15" in tiles
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("latency", "2.21×"),
+        ("latency", "no CUDA device"),
+        ("latency", "cpu, eager, batch 16, 1 thread, float32"),
+        ("curves", "Validation top-1"),
+        ("widths", "layer4.29.conv1"),
+        ("scores", "24 of 30 groups are shown"),
+        ("locks", "output of the model"),
+        ("environment", "torch.version"),
+        ("recipe", "macs: 0.45"),
+    ],
+)
+def test_each_section_holds_what_the_run_wrote(page: Page, section: str, expected: str) -> None:
+    assert expected in page.text[section]
+
+
+def test_names_and_reasons_are_text_and_never_markup(page: Page, run: Path) -> None:
+    assert "input <of> the model & its 'channels'" in page.text["locks"]
+    assert "<of>" not in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_odd_module_names_reach_the_figures_as_text(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "odd", groups=2)
+    scores = pd.read_csv(run / "scores.csv")
+    scores["group"] = scores["group"].map({"layer1.0.conv1": "$x_<b>", "layer3.1.conv1": "NA"})
+    scores.loc[0, "score"] = float("inf")
+    scores.to_csv(run / "scores.csv", index=False)
+    text = Page(write(run).read_text(encoding="utf-8")).text["scores"]
+    assert "$x_<b> (" in text
+    assert "NA (" in text
+
+
+@pytest.mark.parametrize("kept", [(), ("status.json",), ("status.json", "history.csv", "recipe.yaml")])
+def test_a_part_of_a_run_says_what_is_missing(kept: tuple[str, ...], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "part", groups=4)
+    for path in run.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    if "status.json" in kept:
+        (run / "status.json").write_text(json.dumps({"state": "interrupted", "error": "Ctrl-C"}))
+    page = Page(write(run).read_text(encoding="utf-8"))
+    assert ("interrupted" if kept else "unknown") in page.text[""]
+    assert "This run has not finished" in page.text[""]
+    assert "This run has no measurements." in page.text["result"]
+    assert ("This run has no training history." in page.text["curves"]) == ("history.csv" not in kept)
+    for section in ("latency", "widths", "scores", "locks", "environment"):
+        assert "This run has no" in page.text[section]
+
+
+def test_norms_are_left_out_of_the_layers(page: Page) -> None:
+    assert "layer1.0.conv1" in page.text["widths"]
+    assert "bn1" not in page.text["widths"]
+
+
+def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "last", groups=2)
+    (run / "status.json").write_text(json.dumps({"state": "running", "started": "2026-11-20T11:00:00+00:00"}))
+    text = Page(write(run, state="finished").read_text(encoding="utf-8")).text[""]
+    assert "finished started 2026-11-20 11:00:00 UTC" in " ".join(text.split())
+    assert "has not finished" not in text
+
+
+def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "short", groups=4)
+    (run / "metrics.json").write_text(json.dumps({**metrics(), "shortfalls": ["kept 52.0 % of the MACs, asked 45 %"]}))
+    page = Page(write(run).read_text(encoding="utf-8"))
+    assert "kept 52.0 % of the MACs, asked 45 %" in page.text[""]
+    assert "No shortfalls" not in page.text["result"]
+
+
+def test_without_a_control_the_dense_model_is_the_reference(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "short", groups=2)
+    without = {**metrics(), "accuracy": {}}
+    del without["control"]
+    (run / "metrics.json").write_text(json.dumps(without))
+    page = Page(write(run).read_text(encoding="utf-8"))
+    text = " ".join(page.text["result"].split())
+    assert "pruned against dense" in text
+    assert "98.70 % – 98.52 % −0.18 points" in text
+    assert "points against the dense model" in page.text[""]
+
+
+def test_an_empty_list_of_locks_is_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "free", groups=4)
+    (run / "locks.csv").write_text("module,operator,channels,reason\n")
+    assert "Nothing is locked" in Page(write(run).read_text(encoding="utf-8")).text["locks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("metrics.json", "{", r"metrics\.json: expected JSON"),
+        ("metrics.json", "[]", r"metrics\.json: expected a JSON object, got list"),
+        ("layers.csv", "module,kind\n", r"layers\.csv: expected the columns .* in_before, .* not found"),
+        ("history.csv", "", r"history\.csv: expected a CSV table"),
+    ],
+)
+def test_a_damaged_file_is_named(name: str, content: str, expected: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "damaged", groups=2)
+    (run / name).write_text(content)
+    with pytest.raises(ArtifactError, match=expected):
+        write(run)
+    assert not (run / "report.html").exists()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="expected the folder of a run"):
+        write(tmp_path / "nothing")

@@ -1,0 +1,276 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from training_models import CPU, images, net, splits
+
+from prunekit.data import batches
+from prunekit.errors import ModelError, NonFiniteError
+from prunekit.hooks import count_hooks
+from prunekit.measure import accuracy
+from prunekit.models import ModelSettings, build_model
+from prunekit.training import EpochRow, History, TrainSettings, fit
+
+SETTINGS = TrainSettings(epochs=3, lr=0.1)
+
+
+def train(model: nn.Module, settings: TrainSettings = SETTINGS, **options: Any) -> History:
+    return fit(model, splits(), settings, **{"device": CPU, "seed": 1, "batch": 16} | options)
+
+
+def test_it_learns() -> None:
+    model = net()
+    history = train(model, TrainSettings(epochs=5, lr=0.1))
+    assert [row.epoch for row in history.rows] == [1, 2, 3, 4, 5]
+    assert history.rows[-1].train_loss < 0.5 * history.rows[0].train_loss
+    assert accuracy(model, batches(splits().test, 20, shuffle_seed=None), CPU).top1 >= 90
+    assert all(row.images_per_s > 0 and row.seconds > 0 for row in history.rows)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_two_runs_are_bit_equal(optimizer: str) -> None:
+    settings = TrainSettings(epochs=2, lr=0.01, optimizer=optimizer, label_smoothing=0.1)  # type: ignore[arg-type]
+    one, other, seeded_otherwise = net(), net(), net()
+    rows = train(one, settings).rows
+    torch.randn(3)  # the state of the global generator does not matter
+    again = train(other, settings).rows
+    assert [row.train_loss for row in rows] == [row.train_loss for row in again]
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    train(seeded_otherwise, settings, seed=2)
+    assert not torch.equal(one[0].weight, seeded_otherwise[0].weight)
+
+
+def test_workers_do_not_change_the_result() -> None:
+    one, other = net(), net()
+    train(one, TrainSettings(epochs=1))
+    train(other, TrainSettings(epochs=1), workers=1)
+    assert torch.equal(one[0].weight, other[0].weight)
+
+
+def test_it_does_what_a_plain_loop_does() -> None:
+    """One epoch of SGD written out by hand, with the schedule and the weight decay as documented."""
+    ours, plain = net(), net()
+    ours[3] = plain[3] = nn.Identity()  # no dropout: its random numbers are the loop's own business
+    settings = TrainSettings(epochs=1, lr=0.1, momentum=0.0, weight_decay=0.01, warmup=0.5, label_smoothing=0.1)
+    history = train(ours, settings)
+    factors = [1 / 3, 2 / 3, 1.0, 0.5]
+    total = 0.0
+    for (x, y), factor in zip(
+        batches(splits().train, 16, shuffle_seed=1, drop_last=True).at_epoch(1), factors, strict=True
+    ):
+        loss = nn.functional.cross_entropy(plain(x), y, label_smoothing=0.1)
+        total += loss.item()
+        plain.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                assert parameter.grad is not None
+                decay = 0.01 * parameter if parameter.ndim >= 2 else 0
+                parameter -= 0.1 * factor * (parameter.grad + decay)
+    for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert history.rows[0].train_loss == pytest.approx(total / 4, rel=1e-6)
+    assert history.rows[0].lr == pytest.approx(0.05)
+
+
+def test_validation_is_plain_cross_entropy_in_eval_mode() -> None:
+    model = net()
+    row = train(model, TrainSettings(epochs=1, lr=0.05, label_smoothing=0.3)).rows[0]
+    x, y = splits().validation.fetch(torch.arange(20))
+    output = model.eval()(x)
+    assert row.validation_loss == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
+    assert row.validation_top1 == pytest.approx(100 * (output.argmax(1) == y).float().mean().item())
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
+    """Makes validation report these percentages, one an epoch."""
+    from prunekit.training import loop
+
+    left = list(top1)
+    monkeypatch.setattr(loop._Run, "_validate", lambda self: loop._Sums(1.0, left.pop(0), 100))
+
+
+@pytest.mark.parametrize(("top1", "best"), [([50, 90, 70], 2), ([50, 90, 90], 3), ([90, 50, 70], 1), ([0, 0, 0], 3)])
+@pytest.mark.parametrize("file", [True, False])
+def test_the_best_epoch_is_restored_and_a_later_one_wins_a_tie(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top1: list[int], best: int, file: bool
+) -> None:
+    scripted(monkeypatch, top1)
+    model, seen = net(), []
+    path = tmp_path / "deep" / "best.safetensors" if file else None
+
+    def remember(row: EpochRow) -> None:
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    assert train(model, checkpoint=path, on_epoch=remember).best_epoch == best
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, seen[best - 1][name])
+    if path is not None:
+        stored = safetensors.torch.load_file(path)
+        assert stored.keys() == model.state_dict().keys()
+        assert all(torch.equal(stored[name], seen[best - 1][name]) for name in stored)
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_no_epochs_leave_the_model_as_it_is(tmp_path: Path) -> None:
+    model, same = net(), net()
+    history = train(model, TrainSettings(epochs=0), checkpoint=tmp_path / "w.safetensors")
+    assert history == History((), 0)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), same.state_dict().values(), strict=True))
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "w.safetensors")["0.weight"], same[0].weight)
+
+
+def test_what_is_touched_is_restored() -> None:
+    model = net()
+    model[1].eval()
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    train(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (model.training, model[0].training, model[1].training) == (True, True, False)
+    assert count_hooks(model) == 0
+    assert AcceleratorState._shared_state == {}
+    assert "forward" not in vars(model)
+
+
+def test_a_callers_accelerator_is_left_alone() -> None:
+    AcceleratorState._shared_state["mark"] = 1
+    try:
+        train(net(), TrainSettings(epochs=1))
+        assert AcceleratorState._shared_state == {"mark": 1}
+    finally:
+        AcceleratorState._shared_state.clear()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd", SGD), ("adam", Adam), ("adamw", AdamW)])
+def test_the_inner_optimizer_is_wrapped_around_the_whole_training(name: str, kind: type[Optimizer]) -> None:
+    events: list[str] = []
+    model = net()
+
+    @contextmanager
+    def wrap(optimizer: Optimizer) -> Iterator[None]:
+        assert type(optimizer) is kind
+        handle = optimizer.register_step_post_hook(lambda *_: events.append("step"))
+        events.append("enter")
+        yield
+        handle.remove()
+        events.append("exit")
+
+    settings = TrainSettings(epochs=2, optimizer=name, lr=0.01)  # type: ignore[arg-type]
+    train(model, settings, wrap_optimizer=wrap, on_epoch=lambda row: events.append("epoch"))
+    assert events == ["enter", *["step"] * 4, "epoch", *["step"] * 4, "epoch", "exit"]
+
+
+def test_a_last_batch_that_is_not_full_is_left_out_unless_it_is_the_only_one() -> None:
+    sizes: list[int] = []
+    model = net()
+    handle = model.register_forward_hook(lambda m, i, o: sizes.append(len(o)) if torch.is_grad_enabled() else None)
+    train(model, TrainSettings(epochs=1))
+    assert sizes == [16] * 4
+    train(model, TrainSettings(epochs=1), batch=100)
+    assert sizes[4:] == [66]
+    handle.remove()
+
+
+@pytest.mark.parametrize(("name", "size", "heads"), [("googlenet", 64, 2), ("inception_v3", 299, 1)])
+def test_auxiliary_heads_are_trained(name: str, size: int, heads: int) -> None:
+    from dataclasses import replace
+
+    torch.manual_seed(0)
+    model = build_model(ModelSettings(name), num_classes=4)
+    before = {key: value.clone() for key, value in model.named_parameters()}
+    few = {part: replace(images(2, 0), image_size=size) for part in ("train", "validation", "test")}
+    fit(model, replace(splits(), **few), TrainSettings(epochs=1, lr=0.01, warmup=0.0), device=CPU, seed=0, batch=2)
+    unchanged = [key for key, value in model.named_parameters() if torch.equal(value, before[key])]
+    assert unchanged == []
+    assert sum("aux" in key.lower() and key.endswith(("fc2.weight", "fc.weight")) for key in before) == heads
+
+
+def test_progress_is_shown_on_stderr_and_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    train(net())
+    assert capsys.readouterr() == ("", "")
+    train(net(), progress=True, label="finetune", describe=lambda: {"sparsity": "40.0%"})
+    out, err = capsys.readouterr()
+    assert out == ""
+    for shown in ("finetune 3/3", "12/12", "loss=", "top1=", "img/s=", "sparsity=40.0%"):
+        assert shown in err
+
+
+def test_describe_is_called_once_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[int] = []
+    train(net(), progress=True, describe=lambda: {"n": calls.append(1)})
+    capsys.readouterr()
+    assert len(calls) == 3
+
+
+class Explodes(nn.Module):
+    """Gives infinity once it has been called often enough in training."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.left = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.left -= 1
+        return x * math.inf if self.left < 0 else x
+
+
+def test_a_non_finite_loss_names_the_layer_the_epoch_and_the_step() -> None:
+    model = net()
+    model[3] = Explodes(6)
+    message = r"the loss is nan in epoch 2, step 3; first not finite: the output of module '3' \(Explodes\)"
+    with pytest.raises(NonFiniteError, match=message):
+        train(model)
+    assert count_hooks(model) == 0
+
+
+def test_a_non_finite_parameter_is_named() -> None:
+    model = net()
+    with torch.no_grad():
+        model[5].bias[2] = math.nan
+    with pytest.raises(NonFiniteError, match=r"first not finite: parameter 'bias' of module '5' \(Linear\)"):
+        train(model)
+
+
+def test_a_diverging_run_is_stopped() -> None:
+    with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) in epoch \d+, step \d+; .*lower learning rate"):
+        train(net(), TrainSettings(epochs=20, lr=1e18, warmup=0.0))
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="all 6 have requires_grad=False"):
+        train(net().requires_grad_(False))
+
+
+def test_frozen_parts_stay_as_they_are() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    train(model)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_model_of_other_classes_or_sizes_is_refused_before_anything_changes() -> None:
+    model = net()
+    model[5] = nn.Linear(128, 7)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ModelError, match=r"expected logits of shape \(2, 4\) from two images .* got \(2, 7\)"):
+        train(model)
+    model[5] = nn.Linear(99, 4)
+    with pytest.raises(ModelError, match=r"Sequential does not take images of shape \(3, 8, 8\): .*data\.image_size"):
+        train(model)
+    assert torch.equal(model.state_dict()["1.running_mean"], before["1.running_mean"])
+    assert torch.equal(model.state_dict()["1.num_batches_tracked"], before["1.num_batches_tracked"])

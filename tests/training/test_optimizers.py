@@ -1,0 +1,60 @@
+"""Schedule and optimizer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from prunekit.training import TrainSettings
+from prunekit.training.optimizers import build_optimizer, build_schedule
+
+
+def rates(steps: int, warmup: float) -> list[float]:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = build_schedule(optimizer, steps, warmup)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return [*found, optimizer.param_groups[0]["lr"]]
+
+
+def test_warm_up_then_cosine() -> None:
+    found = rates(100, 0.1)
+    assert found[:11] == pytest.approx([(step + 1) / 11 for step in range(11)])
+    assert found[55] == pytest.approx(0.5)
+    assert found[100] == pytest.approx(0.0, abs=1e-12)
+    assert max(found) == found[10] == 1.0
+    assert all(a > b for a, b in pairwise(found[10:]))
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0.0), (1, 0.9), (2, 0.5), (0, 0.1)])
+def test_very_short_runs(steps: int, warmup: float) -> None:
+    assert all(0 <= rate <= 1 for rate in rates(steps, warmup))
+    assert all(rate > 0 for rate in rates(steps, warmup)[:steps])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_weight_decay_acts_on_weights_alone(name: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    model[2].bias.requires_grad_(False)
+    settings = TrainSettings(optimizer=name, lr=0.01, weight_decay=0.3)  # type: ignore[arg-type]
+    decays = {
+        parameter: group["weight_decay"]
+        for group in build_optimizer(model, settings).param_groups
+        for parameter in group["params"]
+    }
+    names = {key: decays.get(parameter) for key, parameter in model.named_parameters()}
+    assert names == {
+        "0.weight": 0.3, "0.bias": 0.0, "1.weight": 0.0, "1.bias": 0.0, "2.weight": 0.3, "2.bias": None
+    }  # fmt: skip
+
+
+def test_a_model_of_biases_alone_can_be_optimised() -> None:
+    model = nn.BatchNorm2d(3)
+    assert len(build_optimizer(model, TrainSettings()).param_groups) == 1

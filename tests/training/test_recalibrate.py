@@ -1,0 +1,108 @@
+"""BatchNorm recalibration is exact over batches of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+from training_models import CPU
+
+from prunekit.errors import DataError
+from prunekit.hooks import count_hooks
+from prunekit.training import recalibrate_batchnorm
+
+SIZES = (7, 1, 12, 3, 2, 1)  # the last joins the one before
+
+
+def batches(x: Tensor, sizes: tuple[int, ...] = SIZES) -> list[tuple[Tensor, Tensor]]:
+    return [(part, torch.zeros(len(part))) for part in x.split(sizes)]
+
+
+def data(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.linspace(0.1, 30, sum(SIZES), dtype=torch.float64)
+    x = torch.randn(sum(SIZES), *shape, dtype=torch.float64, generator=generator)
+    return x * scale.reshape(-1, *[1] * len(shape)) + 100  # the batches differ, and the mean is far from zero
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_equal_to_one_batch_of_everything(norm: Any, momentum: float | None) -> None:
+    dims = {nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 5), nn.BatchNorm3d: (2, 3, 2)}[norm]
+    x = data(6, *dims)
+    model, reference = norm(6, momentum=momentum).double(), norm(6, momentum=1.0).double()
+    reference(x)
+    assert recalibrate_batchnorm(nn.Sequential(model), batches(x), CPU) == ("0",)
+    torch.testing.assert_close(model.running_mean, reference.running_mean, rtol=1e-12, atol=0)
+    torch.testing.assert_close(model.running_var, reference.running_var, rtol=1e-12, atol=0)
+    assert model.momentum == momentum
+    assert model.num_batches_tracked == 4
+
+
+def test_float32_keeps_a_small_variance_beside_a_large_mean() -> None:
+    x = 1000 + 0.1 * data(6, 4, 4).sub(100).div(30)
+    model = nn.BatchNorm2d(6)
+    recalibrate_batchnorm(model, batches(x.float()), CPU)
+    expected = x.float().double().transpose(0, 1).flatten(1).var(1)
+    torch.testing.assert_close(model.running_var.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_deep_layers_pool_what_reaches_them() -> None:
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(num_classes=4).double()
+    x = data(3, 33, 33)
+    seen: dict[str, list[Tensor]] = {}
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    handles = [
+        module.register_forward_pre_hook(lambda m, i, name=name: seen.setdefault(name, []).append(i[0].clone()))
+        for name, module in norms.items()
+    ]
+    assert recalibrate_batchnorm(model, batches(x), CPU) == tuple(norms)
+    for handle in handles:
+        handle.remove()
+    for name, module in norms.items():
+        values = torch.cat([part.transpose(0, 1).flatten(1) for part in seen[name]], 1)
+        torch.testing.assert_close(module.running_mean, values.mean(1), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(module.running_var, values.var(1), rtol=1e-9, atol=1e-12)
+
+
+def test_modes_are_restored_and_nothing_else_changes() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.BatchNorm2d(4)).double()
+    model[3].eval()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    dropped: list[bool] = []
+    model[2].register_forward_hook(lambda m, i, o: dropped.append(not torch.equal(i[0], o)))
+    recalibrate_batchnorm(model, batches(data(3, 5, 5)), CPU)
+    assert [module.training for module in model] == [True, True, True, False]
+    assert [model[i].track_running_stats for i in (1, 3)] == [True, True]
+    assert count_hooks(model) == 1
+    assert dropped == [False] * 4
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_a_module_that_does_not_run_keeps_its_statistics() -> None:
+    torch.manual_seed(0)
+    model = torchvision.models.googlenet(num_classes=2, init_weights=False)
+    model.register_module("unused", nn.BatchNorm2d(3))
+    recalibrated = recalibrate_batchnorm(model, batches(torch.randn(4, 3, 64, 64), (2, 2)), CPU)
+    assert "conv1.bn" in recalibrated
+    assert not any(name.startswith(("aux", "unused")) for name in recalibrated)
+    assert model.aux1.conv.bn.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((), "at least one batch"), ((1,), r"batch 1 of shape \(1, 6\)")])
+def test_too_little_data_changes_nothing(sizes: tuple[int, ...], message: str) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6)).double()
+    with pytest.raises(DataError, match=message):
+        recalibrate_batchnorm(model, batches(data(6)[: sum(sizes)], sizes) if sizes else [], CPU)
+    assert torch.equal(model[0].running_mean, torch.zeros(6))
+    assert model[0].num_batches_tracked == 0
+    assert model[0].track_running_stats
+    assert count_hooks(model) == 0
+
+
+def test_a_model_without_batchnorm() -> None:
+    assert recalibrate_batchnorm(nn.Linear(6, 2), batches(data(6).float()), CPU) == ()

@@ -1,0 +1,56 @@
+"""Which models are timed on what, and the gate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from prunekit.errors import ModelError, UsageError
+from prunekit.measure import LatencySettings
+from prunekit.workflow.bench import bench, devices, too_slow
+from prunekit.workflow.targets import Target
+
+QUICK = LatencySettings(batches=(1, 2), threads=(1,), repeats=5)
+
+
+def target(name: str, width: int = 4) -> Target:
+    return Target(nn.Linear(width, 2), name, (width,))
+
+
+def test_every_model_is_timed_at_every_batch_and_compared_with_the_first() -> None:
+    result = bench([target("a"), target("b")], QUICK, "cpu")
+    assert {(row["model"], row["batch"]) for row in result["latency"]} == {("a", 1), ("a", 2), ("b", 1), ("b", 2)}
+    assert [(row["model"], row["batch"]) for row in result["speedup"]] == [("b", 1), ("b", 2)]
+    assert result["models"] == {name: {"params": 10, "macs": 8} for name in "ab"}
+
+
+def test_a_model_against_itself_keeps_two_rows() -> None:
+    result = bench([target("a"), target("a")], LatencySettings((1,), (1,), 5), "cpu")
+    assert [row["model"] for row in result["latency"]] == ["a (1)", "a (2)"]
+
+
+def test_models_that_take_different_inputs_are_refused() -> None:
+    with pytest.raises(UsageError, match="a takes 4, b takes 5; give --input-shape"):
+        bench([target("a"), target("b", 5)], QUICK, "cpu")
+
+
+def test_a_model_that_does_not_run_is_named_before_anything_is_timed() -> None:
+    with pytest.raises(ModelError, match="b: the model does not run on an input of 1x4"):
+        bench([target("a"), Target(nn.Linear(3, 2), "b", (4,))], QUICK, "cpu")
+
+
+def test_auto_is_the_cpu_and_cuda_where_there_is_one() -> None:
+    assert [device.type for device in devices("auto")] == ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+    assert devices("cpu") == [torch.device("cpu")]
+    with pytest.raises(UsageError, match="expected auto, cpu"):
+        devices("gpu")
+
+
+@pytest.mark.parametrize(("limit", "slow"), [(1.9, [1, 2]), (2.0, [2]), (3.5, [])])
+def test_the_gate_looks_at_the_last_named_model_only(limit: float, slow: list[int]) -> None:
+    rows = [
+        {"model": model, "batch": batch, "median_ms": ms}
+        for model, batch, ms in (("dense", 1, 9.0), ("pruned", 1, 2.0), ("dense", 2, 9.9), ("pruned", 2, 3.5))
+    ]
+    assert [row["batch"] for row in too_slow(rows, limit)] == slow
