@@ -7,25 +7,10 @@ from typing import Any
 
 import torch
 
-_UNARY = [
-    "relu",
-    "relu6",
-    "hardtanh",
-    "hardswish",
-    "silu",
-    "gelu",
-    "elu",
-    "selu",
-    "leaky_relu",
-    "tanh",
-    "sigmoid",
-    "hardsigmoid",
-    "softplus",
-    "mish",
-    "neg",
-    "exp",
-    "clone",
-]
+_UNARY = (
+    "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "elu", "selu", "leaky_relu", "tanh", "sigmoid",
+    "hardsigmoid", "softplus", "mish", "neg", "exp", "clone",
+)  # fmt: skip
 _BINARY = ["add", "sub", "mul", "div"]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,74 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.nested import map_tensors, tensors_in
 from prunekit.channels.rules import RULES, Call
+from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
-from prunekit.hooks import HookOwner
 
 ActivationKey = tuple[str, str, int]
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in vars(value).values():
-            yield from tensors_in(item)
 
 
 def channel_axis(module: nn.Module, ndim: int) -> int:
     """Which axis of an activation holds a module's channels: the last one behind linear layers, else axis 1."""
     last = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.MultiheadAttention)
     return ndim - 1 if isinstance(module, last) or ndim < 2 else 1
-
-
-class ModuleStack(HookOwner):
-    """Knows at every operator which module is running, and tells when one begins and ends."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        on_enter: Callable[[str, nn.Module, Any], None] | None = None,
-        on_exit: Callable[[str, nn.Module, Any], None] | None = None,
-    ) -> None:
-        super().__init__()
-        self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
-        self.paths: list[str] = [""]
-        self.failed: str | None = None
-
-    @property
-    def current(self) -> str:
-        """Path of the innermost module that runs now; empty for the root."""
-        return self.paths[-1]
-
-    def register(self) -> None:
-        """Adds a forward-pre and a forward hook to every module."""
-        for path, module in self.model.named_modules():
-            self.own(module.register_forward_pre_hook(self._enter(path)))
-            self.own(module.register_forward_hook(self._leave(path)))
-
-    def _enter(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            self.paths.append(path)
-            if self.on_enter is not None:
-                self.on_enter(path, module, args)
-
-        return hook
-
-    def _leave(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.on_exit is not None:
-                self.on_exit(path, module, output)
-            self.paths.pop()
-
-        return hook
 
 
 @dataclass(eq=False)
@@ -205,17 +147,6 @@ def _label(flow: Flow, tensor: torch.Tensor) -> tuple[Labels | None, ...]:
     return axes
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nesting of tuples, lists and dicts with every tensor exchanged."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, function) for item in value)
-    return value
-
-
 def _run(clone: nn.Module, example: tuple[Any, ...], training: bool, trace: Trace) -> None:
     run, flow = Run(training), trace.flow
     calls: dict[tuple[str, str], int] = {}
@@ -244,27 +175,3 @@ def _run(clone: nn.Module, example: tuple[Any, ...], training: bool, trace: Trac
         flow.lock(flow.fields(tensor), "output of the model")
     trace.runs.append(run)
     trace.rewritten |= mode.rewritten
-
-
-@contextmanager
-def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
-    """Train or eval mode for everything that has children; leaves (norms, dropout) always in eval mode."""
-    before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        module.training = training and next(module.children(), None) is not None
-    try:
-        yield
-    finally:
-        for module, was in before:
-            module.training = was
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention's fast path off: it would hide the projections from the trace."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.channels.comparing import TOLERANCE, as_double, compare
 from prunekit.channels.doubled import doubled, to_double
-from prunekit.channels.tracing import tensors_in
-from prunekit.channels.trial import TOLERANCE, as_double, compare
+from prunekit.channels.nested import tensors_in
 from prunekit.context import training_mode
 from prunekit.errors import VerificationError
 from prunekit.planning import Plan

@@ -91,7 +91,8 @@ def environment() -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        **{name: version(name) for name in ("prunekit", "torch", "torchvision", "numpy")},
+        "torch": str(torch.__version__),
+        **{name: version(name) for name in ("prunekit", "torchvision", "numpy")},
     }
 
 

@@ -1,0 +1,184 @@
+"""The whole job on real digits: small in epochs, whole in everything else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import prunekit
+from prunekit.calibration import CalibrationSettings
+from prunekit.data import DataSettings, batches, load_splits
+from prunekit.errors import NonFiniteError, PlanError, UsageError
+from prunekit.hooks import count_hooks
+from prunekit.measure import LatencySettings, accuracy, count_macs
+from prunekit.models import ModelSettings
+from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.training import TrainSettings
+from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
+
+CPU = torch.device("cpu")
+
+
+def job(output: Path, **changes: Any) -> JobSettings:
+    settings = JobSettings(
+        name="small",
+        model=ModelSettings("resnet18"),
+        data=DataSettings(image_size=16),
+        baseline=TrainSettings(epochs=2, lr=0.05),
+        calibration=CalibrationSettings(images=128),
+        prune=PruneSettings(budget=BudgetSettings(macs=0.45), criterion="activation", scope="global", round_to=4),
+        finetune=TrainSettings(epochs=1, lr=0.02),
+        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5),
+        device="cpu",
+        threads=1,
+        output=output,
+    )
+    return replace(settings, **changes)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
+    """One real run, shared by the tests below: output folder, metrics, log."""
+    torch.set_num_threads(1)
+    output = tmp_path_factory.mktemp("runs")
+    log: list[str] = []
+    result = finetune(job(output), log=log.append)
+    assert result.folder.parent == output / "small"
+    return result.folder, result.metrics, log
+
+
+def test_metrics_hold_what_was_measured(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, _ = finished
+    assert json.loads((folder / "metrics.json").read_text()) == json.loads(json.dumps(metrics))
+    for name in ("dense", "control", "pruned"):
+        assert set(metrics[name]) >= {"top1", "n_test", "params", "macs", "size_bytes"}
+        assert metrics[name]["n_test"] >= 500
+    assert metrics["pruned"]["macs"] <= 0.45 * metrics["dense"]["macs"]
+    assert metrics["pruned"]["params"] < metrics["dense"]["params"]
+    assert metrics["pruned"]["size_bytes"] < metrics["dense"]["size_bytes"]
+    assert 0 < metrics["sparsity"]["channels"] < 1
+    assert 0 < metrics["sparsity"]["weights"] < 1
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    rows = {(row["model"], row["device"], row["batch"]) for row in metrics["latency"]}
+    assert {("dense", "cpu", 1), ("pruned", "cpu", 1)} <= rows
+    row = metrics["latency"][0]
+    assert set(row) >= {"device", "runtime", "batch", "threads", "dtype", "median_ms", "p10_ms", "p90_ms", "p99_ms"}
+    assert row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] <= row["p99_ms"]
+    speedup = metrics["speedup"][0]
+    assert speedup["low"] <= speedup["median"] <= speedup["high"]
+    if not torch.cuda.is_available():
+        assert metrics["latency_notes"] == ["no CUDA device"]
+        assert {row["device"] for row in metrics["latency"]} == {"cpu"}
+    assert metrics["seconds"] == pytest.approx(sum(metrics["stages"].values()))
+    assert metrics["environment"]["torch"] == torch.__version__
+
+
+def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, log = finished
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+    layers = pd.read_csv(folder / "layers.csv")
+    assert layers["macs_before"].sum() == metrics["dense"]["macs"]
+    assert layers["macs_after"].sum() == metrics["pruned"]["macs"]
+    history = pd.read_csv(folder / "history.csv")
+    assert history.groupby("run")["epoch"].count().to_dict() == {"baseline": 2, "control": 1, "pruned": 1}
+    scores = pd.read_csv(folder / "scores.csv")
+    assert set(scores["kept"]) == {0, 1}
+    kept, gone = (scores[scores["kept"] == value]["score"] for value in (1, 0))
+    assert kept.median() > gone.median()
+    assert len(pd.read_csv(folder / "locks.csv"))
+    assert list((folder / "tensorboard" / "pruned").iterdir())
+    assert (folder / "log.txt").read_text().count("\n") == len(log)
+    assert prunekit.load_plan(folder).provenance["prune"]["budget"]["macs"] == 0.45
+
+
+def test_saved_model_is_the_measured_one(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, _ = finished
+    model = prunekit.load(folder / "model")
+    assert count_macs(model, (torch.zeros(1, 3, 16, 16),)) == metrics["pruned"]["macs"]
+    splits = load_splits(DataSettings(image_size=16))
+    again = accuracy(model, batches(splits.test, 64, shuffle_seed=None), CPU)
+    assert again.top1 == metrics["pruned"]["top1"]
+    assert count_hooks(model) == 0
+
+
+def test_second_run_reuses_baseline_and_statistics(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, metrics, _ = finished
+    output = folder.parent.parent
+    log: list[str] = []
+    again = finetune(job(output), log=log.append)
+    assert any(line.startswith("baseline: reused") for line in log)
+    assert any(line.startswith("calibration: reused") for line in log)
+    for name in ("dense", "control", "pruned"):
+        assert again.metrics[name] == metrics[name]
+    left, right = (prunekit.load(path / "model").state_dict() for path in (folder, again.folder))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+    changed = job(output, calibration=CalibrationSettings(images=64))
+    first = calibrate(changed, log=log.append)
+    assert not first.reused
+    assert calibrate(changed, log=log.append).reused
+    assert first.path.is_file()
+    assert first.csv.is_file()
+
+
+def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    folder, _, _ = finished
+    output = folder.parent.parent
+    before = sorted(output.rglob("*"))
+    plan = dry_run(job(output, prune=PruneSettings(budget=BudgetSettings(channels=0.5))), log=lambda _: None)
+    assert plan["macs_after"] < 0.32 * plan["macs_before"]
+    assert plan["trained"]
+    assert sorted(output.rglob("*")) == before
+
+
+def test_an_impossible_budget_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    impossible = PruneSettings(budget=BudgetSettings(macs=0.01), min_channels=32)
+    with pytest.raises(PlanError, match=r"leave no less than 0\.\d+ of the dense model"):
+        finetune(job(tmp_path, prune=impossible), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="add `baseline"):
+        finetune(job(tmp_path, baseline=None), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_run_is_marked_failed_and_leaves_no_model(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError):
+        finetune(job(tmp_path, baseline=TrainSettings(epochs=1, lr=1e9, warmup=0.0)), log=lambda _: None)
+    folder = next((tmp_path / "small").iterdir())
+    status = json.loads((folder / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert status["error"].startswith("NonFiniteError: ")
+    assert not (folder / "model").exists()
+    assert not (folder / "metrics.json").exists()
+    assert list((tmp_path).rglob("baseline-*")) == []
+
+
+def test_an_interrupted_run_is_marked_interrupted(tmp_path: Path) -> None:
+    def interrupt(message: str) -> None:
+        if message.startswith("baseline"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        finetune(job(tmp_path), log=interrupt)
+    folder = next((tmp_path / "small").iterdir())
+    assert json.loads((folder / "status.json").read_text())["state"] == "interrupted"
+
+
+def test_a_damaged_cache_is_trained_again(finished: tuple[Path, dict[str, Any], list[str]], tmp_path: Path) -> None:
+    tiny = job(tmp_path, model=ModelSettings("squeezenet1_1"), data=DataSettings(image_size=32),
+               baseline=TrainSettings(epochs=0))  # fmt: skip
+    calibrate(tiny, log=lambda _: None)
+    cached = next((tmp_path / "cache").glob("*.safetensors"))
+    cached.write_bytes(cached.read_bytes()[:-100])
+    log: list[str] = []
+    calibrate(tiny, log=log.append)
+    assert any(line.startswith("baseline: training") for line in log)

@@ -1,0 +1,98 @@
+"""The Python API: pruning in one call, and the same journey step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+import prunekit
+from prunekit.data import DataSettings, batches, load_splits
+from prunekit.errors import PlanError, UsageError
+from prunekit.hooks import count_hooks
+from prunekit.measure import count_macs
+from prunekit.models import ModelSettings
+from prunekit.planning import BudgetSettings, PruneSettings
+
+EXAMPLE = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)),)
+
+
+def test_prune_in_one_call() -> None:
+    model = torchvision.models.resnet18(num_classes=10)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pruned = prunekit.prune(model, EXAMPLE, macs=0.4, round_to=8)
+    assert type(pruned.model) is type(model)
+    assert count_macs(pruned.model, EXAMPLE) <= 0.4 * count_macs(model, EXAMPLE)
+    assert pruned.max_relative_difference <= 1e-9
+    assert count_hooks(pruned.model) == count_hooks(model) == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    widths = [m.out_channels for m in pruned.model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert all(width % 8 == 0 for width in widths)
+
+
+@pytest.mark.parametrize("criterion", ["l1", "random"])
+@pytest.mark.parametrize("scope", ["uniform", "global"])
+def test_criteria_and_scopes_meet_the_budget(criterion: str, scope: str) -> None:
+    model = torchvision.models.mobilenet_v3_small(num_classes=10)
+    pruned = prunekit.prune(model, EXAMPLE, macs=0.5, criterion=criterion, scope=scope, seed=3)  # type: ignore[arg-type]
+    left = count_macs(pruned.model, EXAMPLE) / count_macs(model, EXAMPLE)
+    assert 0.45 < left <= 0.5
+    same = prunekit.prune(model, EXAMPLE, macs=0.5, criterion=criterion, scope=scope, seed=3)  # type: ignore[arg-type]
+    assert (same.plan.keep == pruned.plan.keep).all()
+
+
+def test_the_journey_step_by_step(tmp_path: Path) -> None:
+    splits = load_splits(DataSettings(image_size=32))
+    images = batches(splits.train, 32, shuffle_seed=0, indices=range(64))
+    model = torchvision.models.resnet18(num_classes=10)
+    stats = prunekit.calibrate(model, images, torch.device("cpu"))
+    settings = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="activation")
+    plan = prunekit.plan_model(model, EXAMPLE, settings, stats=stats).plan
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    with prunekit.masked(model, plan, optimizer):
+        for x, y in images:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    small = prunekit.compact(model, plan)
+    proof = prunekit.verify(model, small, plan, [EXAMPLE])
+    assert proof.max_relative_difference <= 1e-9
+    assert proof.inputs == 2
+    build = ModelSettings("resnet18", arguments={"num_classes": 10})
+    folder = prunekit.save(tmp_path / "model", small, plan, input_shapes=[[1, 3, 32, 32]], build=build)
+    loaded = prunekit.load(folder)
+    assert torch.equal(loaded(EXAMPLE[0]), small.eval()(EXAMPLE[0]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of macs and channels"),
+        ({"macs": 0.5, "channels": 0.5}, "exactly one of macs and channels"),
+        ({"macs": 1.5}, "macs: expected a share above 0 and at most 1, got 1.5"),
+        ({"channels": 0.0}, "channels: expected a share above 0"),
+        ({"macs": 0.5, "round_to": 0}, "round_to: expected a whole number of at least 1, got 0"),
+        ({"macs": 0.5, "scope": "everywhere"}, "scope: expected uniform or global, got 'everywhere'"),
+        ({"macs": 0.5, "criterion": "l3"}, "l2"),
+        ({"macs": 0.5, "criterion": "activation"}, "stat"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        prunekit.prune(torchvision.models.resnet18(num_classes=10), EXAMPLE, **arguments)  # type: ignore[arg-type]
+
+
+def test_globs_and_limits() -> None:
+    model = torchvision.models.resnet18(num_classes=10)
+    with pytest.raises(PlanError, match=r"did you mean 'layer1"):
+        prunekit.prune(model, EXAMPLE, macs=0.5, exclude=["layer1.0.conv9"])
+    with pytest.raises(PlanError, match="removes nothing"):
+        prunekit.prune(model, EXAMPLE, channels=1.0)
+    with pytest.raises(PlanError, match="no channel is free"):
+        prunekit.prune(model, EXAMPLE, macs=0.5, exclude=["*"])
+    kept = prunekit.prune(model, EXAMPLE, channels=0.5, exclude=["layer1.*"], ratios={"layer4.0.conv1": 0.25}).model
+    assert kept.layer1[0].conv1.out_channels == 64
+    assert kept.layer4[0].conv1.out_channels == 128
+    assert kept.layer4[1].conv1.out_channels == 256
