@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,13 +13,21 @@ from torch import nn
 from prunekit.errors import ModelError
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
+_CONTAINERS = (dict, set, OrderedDict)
+_ATOM_TYPES = frozenset({int, float, bool, str, type(None)})
 _OWN_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and buffers by name, each tensor once: a tied one under its first name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    seen: set[int] = set()
+    modules = list(model.named_modules())
+    for table in ("_parameters", "_buffers"):
+        for path, module in modules:
+            for name, tensor in getattr(module, table).items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield (f"{path}.{name}" if path else name), tensor
 
 
 def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -57,16 +66,20 @@ def _clone(value: Any, memo: dict[int, Any]) -> Any:
     known = memo.get(id(value))
     if known is not None:
         return known
+    if type(value) in _CONTAINERS and not value:
+        memo[id(value)] = empty = type(value)()
+        return empty
     if not isinstance(value, nn.Module) or not _is_plain(type(value)):
         return copy.deepcopy(value, memo)
     twin = value.__class__.__new__(value.__class__)
     memo[id(value)] = twin
     state = {}
     for name, item in value.__getstate__().items():  # type: ignore[no-untyped-call]
-        if name in _OWN_TABLES:
+        kind = type(item)
+        if kind in _ATOM_TYPES or (kind is tuple and all(type(entry) in _ATOM_TYPES for entry in item)):
+            state[name] = item
+        elif name in _OWN_TABLES:
             state[name] = type(item)((key, _clone(entry, memo)) for key, entry in item.items())
-        elif isinstance(item, (dict, set)) and not item:
-            state[name] = type(item)()
         else:
             state[name] = _clone(item, memo)
     twin.__setstate__(state)  # type: ignore[no-untyped-call]

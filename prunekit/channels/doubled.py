@@ -42,11 +42,18 @@ class DoubledWhileRunning(HookOwner):
 
     Memory stays that of the largest module, and stays warm. Tensors that another module than their owner uses are not
     converted: such a model fails or differs, and is then run from `doubled`.
+
+    Args:
+        model: not changed: its structure is copied, without its weights.
+        convert: name and tensor -> what the module sees while it runs.
+        in_place: hooks the given model itself for as long as this owner is active, and saves the copy.
     """
 
-    def __init__(self, model: nn.Module, convert: Convert) -> None:
+    def __init__(self, model: nn.Module, convert: Convert, *, in_place: bool = False) -> None:
         super().__init__()
-        self.model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+        if not in_place:
+            model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+        self.model = model
         self.convert = convert
         self._names = {id(tensor): name for name, tensor in named_tensors(self.model)}
 
@@ -60,7 +67,7 @@ class DoubledWhileRunning(HookOwner):
 
     def _begin(self, tables: tuple[dict[str, Any], dict[str, Any]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            with torch.utils._python_dispatch._disable_current_modes():
+            with torch._C._DisableTorchDispatch():
                 module._parameters.update(self._converted(tables[0]))
                 module._buffers.update(self._converted(tables[1]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,13 @@ class LabelUnion:
         """Number of labels given out so far, the locked label included."""
         return len(self._root)
 
+    def copy(self) -> LabelUnion:
+        """A union with the classes that this one has now; what either merges later, the other does not see."""
+        self._flush()
+        twin = LabelUnion()
+        twin._root = self._root.copy()
+        return twin
+
     def new(self, count: int) -> Labels:
         """Gives out `count` fresh labels."""
         fresh = np.arange(self.size, self.size + count, dtype=np.int64)
@@ -36,7 +42,8 @@ class LabelUnion:
     def merge(self, left: Labels, right: Labels) -> None:
         """Makes `left[i]` and `right[i]` one class; the two arrays broadcast against each other."""
         if left is not right:
-            left, right = np.broadcast_arrays(left, right)
+            if left.shape != right.shape:
+                left, right = np.broadcast_arrays(left, right)
             self._pending.append((left.reshape(-1), right.reshape(-1)))
 
     def tie(self, labels: Labels, axes: Sequence[int]) -> Labels:
@@ -64,6 +71,8 @@ class LabelUnion:
 
     def _flush(self) -> None:
         """Min-hooking and pointer jumping over all pending edges until every edge joins equal roots."""
+        if len(self._root) < self.size:
+            self._root = np.concatenate([self._root, np.arange(len(self._root), self.size, dtype=np.int64)])
         if not self._pending:
             return
         left = np.concatenate([edge[0] for edge in self._pending])
@@ -84,21 +93,21 @@ class LabelUnion:
                 root[:] = jumped
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Field:
-    """Labels that lie on a tensor: an integer array that broadcasts to its shape.
+    """Labels that lie on a tensor: an integer array that broadcasts to its shape. Immutable.
 
-    `labels` has one axis for each axis of the tensor, of full size where the label depends on it and of size 1
-    elsewhere. `zero` says that entries of a removed label are exactly 0 when the model runs under masks.
+    Attributes:
+        labels: as many axes as the tensor, of full size where the label depends on that axis and of size 1 elsewhere.
+        zero: whether entries of a removed label are exactly 0 when the model runs under masks.
+        span: the axes along which the labels differ.
     """
 
-    labels: Labels
-    zero: bool
+    __slots__ = ("labels", "span", "zero")
 
-    @property
-    def span(self) -> tuple[int, ...]:
-        """The axes along which the labels differ."""
-        return tuple(axis for axis, size in enumerate(self.labels.shape) if size > 1)
+    def __init__(self, labels: Labels, zero: bool) -> None:
+        self.labels = labels
+        self.zero = zero
+        self.span = tuple([axis for axis, size in enumerate(labels.shape) if size > 1])
 
     def with_labels(self, labels: Labels) -> Field:
         """The same field with other labels."""

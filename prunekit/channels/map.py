@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,11 @@ class Lock:
 
 @dataclass(frozen=True, eq=False)
 class ChannelGroup:
-    """Labels that lie on exactly the same parameter axes."""
+    """Labels that lie on exactly the same parameter axes.
+
+    `name` is a module path, the first that produces the channels; where one produces those of several groups, they
+    are told apart as in `stem`, `stem#2`.
+    """
 
     name: str
     labels: Labels
@@ -135,20 +140,27 @@ class Resolved:
 
 def group_labels(labels: Mapping[str, tuple[Labels | None, ...]], n_labels: int) -> tuple[ChannelGroup, ...]:
     """Groups free labels by the set of (name, axis) on which they lie, by partition refinement."""
-    group = np.zeros(n_labels, dtype=np.int64)
-    slots: list[tuple[Slot, ...]] = [()]
+    alike: dict[bytes, tuple[Labels, list[Slot]]] = {}
     for name, axes in labels.items():
         for index, axis in enumerate(axes):
             if axis is not None:
-                members = np.unique(axis)
-                old, position = np.unique(group[members], return_inverse=True)
-                group[members] = len(slots) + position
-                slots += [(*slots[which], (name, index)) for which in old]
+                alike.setdefault(axis.tobytes(), (axis, []))[1].append((name, index))
+    group = np.zeros(n_labels, dtype=np.int64)
+    slots: list[tuple[Slot, ...]] = [()]
+    for axis, on in alike.values():
+        members = np.unique(axis)
+        old, position = np.unique(group[members], return_inverse=True)
+        group[members] = len(slots) + position
+        slots += [(*slots[which], *on) for which in old]
     group[0] = -1  # locked labels are in no group, whatever axes they lie on
-    result = []
+    result: list[ChannelGroup] = []
+    taken: Counter[str] = Counter()
     for which, _ in sorted(zip(*np.unique(group[1:], return_index=True), strict=True), key=lambda pair: pair[1]):
         on = slots[which]
-        result.append(ChannelGroup(_group_name(on), np.flatnonzero(group == which).astype(np.int64), on))
+        name = _group_name(on)
+        taken[name] += 1
+        unique = name if taken[name] == 1 else f"{name}#{taken[name]}"
+        result.append(ChannelGroup(unique, np.flatnonzero(group == which).astype(np.int64), on))
     return tuple(result)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -11,17 +10,29 @@ import torch
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    return iter(gather(value))
+
+
+def gather(value: Any) -> list[torch.Tensor]:
+    """The same as a list."""
+    return _gather(value, [])
+
+
+def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
+    elif value is None or isinstance(value, (int, float, str)):
+        pass
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            _gather(item, found)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
+            _gather(item, found)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         for item in vars(value).values():
-            yield from tensors_in(item)
+            _gather(item, found)
+    return found
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

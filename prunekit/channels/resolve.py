@@ -27,11 +27,12 @@ def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> Channe
 
 def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ...]]) -> ChannelMap:
     """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
-    union = trace.flow.union
+    union = trace.flow.union.copy()  # a trace serves several maps, and one map's locks are not another's
     records = [*trace.flow.locks, *extra]
     for record in extra:
         union.lock(record.labels)
-    records += _lock_unused(trace)
+    axes = _Axes(trace)
+    records += _lock_unused(trace, axes, union)
     while True:
         before = union.find(np.arange(union.size))
         for constraint in trace.flow.constraints:
@@ -39,12 +40,11 @@ def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ..
                 _resolve_rectangle(union, constraint.labels)
             else:
                 _resolve_equal_parts(union, constraint.labels)
-        records += _lock_full_axes(trace)
+        records += _lock_full_axes(axes, union)
         if np.array_equal(before, union.find(np.arange(union.size))):
             break
     roots = union.find(np.arange(union.size))
-    on_parameters = [axis for axes in trace.labels.values() for axis in axes if axis is not None]
-    used = np.unique(roots[np.concatenate([np.zeros(1, dtype=np.int64), *on_parameters])])
+    used = np.unique(roots[np.append(axes.all, 0)])
     final = np.zeros(union.size, dtype=np.int64)
     final[used] = np.arange(used.size)
     final = final[roots]
@@ -65,36 +65,42 @@ def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ..
     )
 
 
-def _lock_unused(trace: Trace) -> list[LockRecord]:
+class _Axes:
+    """All labelled parameter axes end to end, so that one NumPy call looks at all of them."""
+
+    def __init__(self, trace: Trace) -> None:
+        pairs = [(name, axis) for name, axes in trace.labels.items() for axis in axes if axis is not None]
+        self.modules = [name.rpartition(".")[0] for name, _ in pairs]
+        self.axes = [axis for _, axis in pairs]
+        sizes = [axis.size for axis in self.axes]
+        self.starts = np.cumsum([0, *sizes[:-1]])
+        self.all: Labels = np.concatenate([np.zeros(0, dtype=np.int64), *self.axes])
+
+
+def _lock_unused(trace: Trace, axes: _Axes, union: LabelUnion) -> list[LockRecord]:
     """Parameters that no operator touched: they belong to branches that the examples do not take."""
-    union = trace.flow.union
     touched = np.zeros(union.size, dtype=bool)
-    for run in trace.runs:
-        for operator in run.operators:
-            for field in operator.inputs:
-                touched[field.labels.reshape(-1)] = True
+    inputs = [f.labels.reshape(-1) for run in trace.runs for operator in run.operators for f in operator.inputs]
+    if inputs:
+        touched[np.concatenate(inputs)] = True
     records = []
-    for name, axes in trace.labels.items():
-        for axis in axes:
-            if axis is not None and not touched[axis].any():
-                union.lock(axis)
-                module = name.rpartition(".")[0]
-                records.append(LockRecord("not used by the example inputs", module, "", axis))
+    for index in np.flatnonzero(~np.logical_or.reduceat(touched[axes.all], axes.starts)) if axes.axes else ():
+        union.lock(axes.axes[index])
+        records.append(LockRecord("not used by the example inputs", axes.modules[index], "", axes.axes[index]))
     return records
 
 
-def _lock_full_axes(trace: Trace) -> list[LockRecord]:
+def _lock_full_axes(axes: _Axes, union: LabelUnion) -> list[LockRecord]:
     """A class that fills a whole axis cannot go: nothing would be left."""
+    if not axes.axes:
+        return []
+    roots = union.find(axes.all)
+    least, most = np.minimum.reduceat(roots, axes.starts), np.maximum.reduceat(roots, axes.starts)
     records = []
-    for name, axes in trace.labels.items():
-        for axis in axes:
-            if axis is None:
-                continue
-            roots = trace.flow.union.find(axis)
-            if roots[0] != 0 and (roots == roots[0]).all():
-                trace.flow.union.lock(axis[:1])
-                reason = "all channels of this axis hang together: none can go alone"
-                records.append(LockRecord(reason, name.rpartition(".")[0], "", axis))
+    for index in np.flatnonzero((least == most) & (least != 0)):
+        union.lock(axes.axes[index][:1])
+        reason = "all channels of this axis hang together: none can go alone"
+        records.append(LockRecord(reason, axes.modules[index], "", axes.axes[index]))
     return records
 
 

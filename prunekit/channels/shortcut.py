@@ -14,8 +14,12 @@ _UNARY = (
 _BINARY = ["add", "sub", "mul", "div"]
 
 
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _same(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch.empty_like(args[0]) if not kwargs else NotImplemented
+    return NotImplemented if kwargs else _like(args[0])
 
 
 def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -24,24 +28,44 @@ def _written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _binary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     left, right = args[:2]
-    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
+    if not isinstance(right, torch.Tensor) or left.dtype != right.dtype or left.dim() != right.dim():
         return NotImplemented
-    alike = left.shape == right.shape and left.dtype == right.dtype and left.stride() == right.stride()
-    return torch.empty_like(left) if alike and left.is_floating_point() else NotImplemented
+    if left.shape == right.shape and left.stride() == right.stride():
+        return _like(left)
+    shape = [max(a, b) if 1 in (a, b) else a for a, b in zip(left.shape, right.shape, strict=True)]
+    fits = all(b in (1, size) for b, size in zip(right.shape, shape, strict=True))
+    return torch.empty(shape, dtype=left.dtype, device="meta") if fits else NotImplemented
 
 
 def _binary_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    left, right = args[:2]
-    alike = isinstance(right, torch.Tensor) and left.shape == right.shape and left.dtype == right.dtype
-    return left if alike else NotImplemented
+    out = _binary(args, kwargs)
+    return args[0] if out is not NotImplemented and out.shape == args[0].shape else NotImplemented
 
 
 def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return torch.empty_like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
+    return _like(args[0]), args[0].new_empty(0), args[0].new_empty(0)
 
 
 def _batch_norm_eval(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if args[5] else _batch_norm(args, kwargs)
+
+
+def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, weight, _, stride, padding, dilation, transposed, _, groups = args
+    spatial = source.dim() - 2
+    plain = (
+        not kwargs and not transposed and weight.dim() == source.dim() and source.shape[1] == weight.shape[1] * groups
+    )
+    if not plain or not all(len(values) in (1, spatial) for values in (stride, padding, dilation)):
+        return NotImplemented
+    sizes = []
+    for axis in range(spatial):
+        step, pad, spread = (v[axis if len(v) > 1 else 0] for v in (stride, padding, dilation))
+        size = (source.shape[axis + 2] + 2 * pad - spread * (weight.shape[axis + 2] - 1) - 1) // step + 1
+        if size < 1:
+            return NotImplemented
+        sizes.append(size)
+    return torch.empty((source.shape[0], weight.shape[0], *sizes), dtype=source.dtype, device="meta")
 
 
 Shortcut = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -52,6 +76,7 @@ SHORTCUTS: dict[str, Shortcut] = {
     **{f"aten.{name}_": _binary_written for name in _BINARY},
     "aten._native_batch_norm_legit_no_training": _batch_norm,
     "aten.native_batch_norm": _batch_norm_eval,
+    "aten.convolution": _convolution,
 }
 """Operator -> its output, or NotImplemented where torch must decide."""
 

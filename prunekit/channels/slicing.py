@@ -43,8 +43,9 @@ def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor
     with torch.no_grad():
         for axis, index in enumerate(kept):
             if index is not None:
-                gone = np.setdiff1d(np.arange(tensor.shape[axis]), index)
-                tensor.index_fill_(axis, torch.from_numpy(gone).to(tensor.device), 0)
+                gone = np.ones(tensor.shape[axis], dtype=bool)
+                gone[index] = False
+                tensor.index_fill_(axis, torch.from_numpy(np.flatnonzero(gone)).to(tensor.device), 0)
     return tensor
 
 

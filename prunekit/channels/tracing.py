@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.nested import map_tensors, tensors_in
+from prunekit.channels.nested import gather, map_tensors, tensors_in
 from prunekit.channels.rules import RULES, Call
 from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
@@ -26,14 +26,26 @@ def channel_axis(module: nn.Module, ndim: int) -> int:
     return ndim - 1 if isinstance(module, last) or ndim < 2 else 1
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operator:
-    """One operator call of a run: where it ran, and the fields of its outputs and inputs."""
+    """One operator call of a run: where it ran, what went in, and the fields of its inputs and outputs."""
 
     name: str
     module: str
     outputs: tuple[tuple[Field, ...], ...]
     inputs: tuple[Field, ...]
+    call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """What decides how labels flow through a call, apart from the labels themselves."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.shape
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return [plain(arg) for arg in args], {k: plain(v) for k, v in kwargs.items()}, [out.shape for out in outs]
 
 
 @dataclass(eq=False)
@@ -62,9 +74,10 @@ class Trace:
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Applies the rules to every operator that runs inside it."""
 
-    def __init__(self, flow: Flow, run: Run, stack: ModuleStack) -> None:
+    def __init__(self, flow: Flow, run: Run, stack: ModuleStack, earlier: Run | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow, self.run, self.stack = flow, run, stack
+        self.earlier = earlier.operators if earlier is not None else []
         self.owners: dict[int, set[str]] = {}
         self.aliased: set[int] = set()
         self.alive: list[Any] = []
@@ -76,32 +89,51 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = run_on_meta(func, name, args, kwargs)
         flow = self.flow
         flow.module, flow.operator = self.stack.current, name
-        inputs = list(tensors_in((args, kwargs)))
-        outs = tuple(tensors_in(out))
-        before = tuple(field for tensor in inputs for field in flow.fields(tensor))
+        inputs = gather((args, kwargs))
+        outs = tuple(gather(out))
+        before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
-        known = flow.fields(target)
+        call = signature(args, kwargs, outs)
+        if not self._repeats(name, before, call, outs):
+            known = flow.fields(target)
+            self._apply(name, args, kwargs, out, before)
+            self._guard_views(target, known)
+        self._follow_storage(target, inputs, outs)
+        self.run.operators.append(Operator(name, flow.module, tuple([flow.fields(o) for o in outs]), before, call))
+        return out
+
+    def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
         if before:
             rule = RULES.get(name)
             if rule is None:
-                flow.lock(before, f"operator {name} has no rule")
+                self.flow.lock(before, f"operator {name} has no rule")
             else:
-                rule(flow, Call(name, args, kwargs, out))
-        self._follow_storage(target, known, inputs, outs)
-        self.run.operators.append(Operator(name, flow.module, tuple(flow.fields(o) for o in outs), before))
-        return out
+                rule(self.flow, Call(name, args, kwargs, out))
 
-    def _follow_storage(
-        self, target: Any, known: tuple[Field, ...], inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Notes views, in-place writes to a module's output, and locks new labels written through a view."""
-        if target is not None:
-            storage = target.untyped_storage()._cdata
-            self.rewritten |= self.owners.get(storage, set())
+    def _repeats(self, name: str, before: tuple[Field, ...], call: Any, outs: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the earlier run did just this: then its labels flowed already, and are taken over."""
+        index = len(self.run.operators)
+        if index >= len(self.earlier):
+            return False
+        twin = self.earlier[index]
+        same = twin.name == name and twin.module == self.flow.module and len(twin.inputs) == len(before)
+        if not same or any(a is not b for a, b in zip(twin.inputs, before, strict=True)) or twin.call != call:
+            return False
+        for tensor, fields in zip(outs, twin.outputs, strict=True):
+            self.flow.set(tensor, fields)
+        return True
+
+    def _guard_views(self, target: Any, known: tuple[Field, ...]) -> None:
+        """Locks labels that an in-place write brings into a view: the other views of its storage do not carry them."""
+        if target is not None and target.untyped_storage()._cdata in self.aliased:
             spans = {field.span for field in known}
-            if storage in self.aliased:
-                fresh = [field for field in self.flow.fields(target) if field.span not in spans]
-                self.flow.lock(fresh, "written in place into a view of another tensor")
+            fresh = [field for field in self.flow.fields(target) if field.span not in spans]
+            self.flow.lock(fresh, "written in place into a view of another tensor")
+
+    def _follow_storage(self, target: Any, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...]) -> None:
+        """Notes views, and in-place writes to a module's output."""
+        if target is not None:
+            self.rewritten |= self.owners.get(target.untyped_storage()._cdata, set())
         elif outs:
             sources = {tensor.untyped_storage()._cdata for tensor in inputs}
             self.aliased |= {s for s in (out.untyped_storage()._cdata for out in outs) if s in sources}
@@ -109,7 +141,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def owned(self, path: str, output: Any) -> None:
         """Notes that these tensors are a module's output."""
-        for tensor in tensors_in(output):
+        for tensor in gather(output):
             self.owners.setdefault(tensor.untyped_storage()._cdata, set()).add(path)
 
 
@@ -126,11 +158,17 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]]) -> Trace:
 
 def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta") if meta and tensor.is_floating_point() else tensor.detach()
+        if meta and tensor.is_floating_point():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return tensor.detach().clone()
 
-    clone = with_tensors(model, {name: stand_in(tensor) for name, tensor in named_tensors(model)})
+    stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
+    clone = with_tensors(model, stand_ins)
     flow = Flow()
-    labels = {name: _label(flow, tensor) for name, tensor in named_tensors(clone)}
+    fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
+    labels = {}
+    for name, tensor in named_tensors(clone):
+        labels[name], fresh = _label(flow, tensor, fresh)
     trace = Trace(flow, labels, [], {}, frozenset())
     for example in examples:
         for training in (False, True):
@@ -138,13 +176,15 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     return trace
 
 
-def _label(flow: Flow, tensor: torch.Tensor) -> tuple[Labels | None, ...]:
-    """Gives every index of every axis of a parameter or float buffer a label of its own."""
-    if not tensor.is_floating_point():
-        return (None,) * tensor.dim()
-    axes = tuple(flow.union.new(size) if size > 1 else None for size in tensor.shape)
+def _label(flow: Flow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Labels | None, ...], Labels]:
+    """Gives every index of every axis of a parameter or float buffer a label of its own, from the fresh ones."""
+    axes: list[Labels | None] = []
+    for size in tensor.shape:
+        labelled = size > 1 and tensor.is_floating_point()
+        axes.append(fresh[:size] if labelled else None)
+        fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
-    return axes
+    return tuple(axes), fresh
 
 
 def _run(clone: nn.Module, example: tuple[Any, ...], training: bool, trace: Trace) -> None:
@@ -153,19 +193,20 @@ def _run(clone: nn.Module, example: tuple[Any, ...], training: bool, trace: Trac
 
     def note(path: str, kind: str, module: nn.Module, value: Any) -> None:
         ordinal = calls[path, kind] = calls.get((path, kind), -1) + 1
-        tensor = next(tensors_in(value), None)
-        if tensor is None or not flow.fields(tensor):
+        if (path, kind, ordinal) in trace.activations:
             return
-        labels = flow.on_axis(tensor, channel_axis(module, tensor.dim()), "an activation labelled jointly")[0]
-        if labels is not None:
-            trace.activations.setdefault((path, kind, ordinal), labels)
+        tensor = next(tensors_in(value), None)
+        axis = None if tensor is None else channel_axis(module, tensor.dim())
+        for on_tensor in flow.fields(tensor):
+            if on_tensor.span == (axis,):
+                trace.activations[path, kind, ordinal] = on_tensor.labels.reshape(-1)
 
     def leave(path: str, module: nn.Module, output: Any) -> None:
         note(path, "output", module, output)
         mode.owned(path, output)
 
     stack = ModuleStack(clone, lambda path, module, args: note(path, "input", module, args), leave)
-    mode = LabelMode(flow, run, stack)
+    mode = LabelMode(flow, run, stack, trace.runs[-1] if training else None)
     flow.count_macs = not training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
     with mode_for_trace(clone, training), stack, torch.no_grad(), plain_attention(), mode:

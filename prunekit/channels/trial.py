@@ -79,7 +79,10 @@ def _try(
         if run.training and run.same_calls(runs[index - 1]):
             continue
         example = examples[index // 2]
-        with DoubledWhileRunning(model, mask) as masked, DoubledWhileRunning(compact, to_double) as small:
+        with (
+            DoubledWhileRunning(model, mask) as masked,
+            DoubledWhileRunning(compact, to_double, in_place=True) as small,
+        ):
             difference, divergence = compare(masked.model, small.model, channel_map, keep, example, run)
         if divergence is not None:  # perhaps only because a module uses another's weights
             whole = doubled(model, mask), doubled(compact, to_double)

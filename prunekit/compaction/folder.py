@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,15 +106,17 @@ def load(folder: str | Path, model: nn.Module | Callable[[], nn.Module] | None =
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    dense = _dense(folder, manifest, model)
     tensors = _weights(folder, manifest)
+    dense = _dense(folder, manifest, model, tensors.keys())
     _check(folder, manifest, dense, tensors)
     loaded = with_tensors(dense, tensors)
     resize(loaded)
     return loaded.eval()
 
 
-def _dense(folder: Path, manifest: dict[str, Any], model: nn.Module | Callable[[], nn.Module] | None) -> nn.Module:
+def _dense(
+    folder: Path, manifest: dict[str, Any], model: nn.Module | Callable[[], nn.Module] | None, names: Set[str]
+) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if model is None and not manifest.get("build"):
@@ -122,23 +125,27 @@ def _dense(folder: Path, manifest: dict[str, Any], model: nn.Module | Callable[[
             "load it with prunekit.load(folder, model=your_dense_model)"
         )
     with seeded(0):
-        try:
-            with init_empty_weights(include_buffers=False):
-                return _construct(folder, manifest, model)
-        except (NotImplementedError, RuntimeError, ModelError):  # a constructor that looks at its weights
-            return _construct(folder, manifest, model)
+        with suppress(Exception), init_empty_weights(include_buffers=False):
+            empty = _construct(folder, manifest, model)
+            if {name for name, _ in named_tensors(empty)} == names:
+                return empty
+        # a constructor that looks at its weights, or ties them: empty ones do not stay tied
+        return _construct(folder, manifest, model)
 
 
 def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Module] | None) -> nn.Module:
     if model is not None:
         return model()
     build = manifest["build"]
+    match build:
+        case {"name": str(name), "zoo": "torchvision", "arguments": dict(arguments)}:
+            quiet = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
+        case _:
+            raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}")
     try:
-        settings = ModelSettings(name=build["name"], zoo=build["zoo"], arguments=build["arguments"])
-    except (KeyError, TypeError) as error:
-        raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}") from error
-    quiet = {"init_weights": False} if settings.name in {"googlenet", "inception_v3"} else {}
-    return build_model(ModelSettings(settings.name, settings.zoo, {**settings.arguments, **quiet}), num_classes=None)
+        return build_model(ModelSettings(name, arguments={**arguments, **quiet}), num_classes=None)
+    except ModelError as error:
+        raise ArtifactError(f"{folder / MANIFEST}: build: {error}") from error
 
 
 def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -161,6 +168,8 @@ def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: di
         problems.append(f"{name} is {'missing in the folder' if name in shapes else 'not in the dense model'}")
     for name, shape in shapes.items():
         kept = manifest["kept"].get(name, [None] * len(shape))
+        if not isinstance(kept, list):
+            raise ArtifactError(f"{folder / MANIFEST}: kept[{name}]: expected a list with an entry for each axis")
         expected = tuple(size if index is None else len(_indices(folder, name, index, size))
                          for size, index in zip(shape, kept, strict=False))  # fmt: skip
         if name in tensors and (len(kept) != len(shape) or tuple(tensors[name].shape) != expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -41,12 +43,19 @@ def _slices(evidence: Evidence, power: int, *, vectors: bool) -> LabelMean:
         if (weight.ndim < 2) != vectors:
             continue
         wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-        powers = wide.abs() if power == 1 else wide.square()
-        for axis, labels in enumerate(evidence.channel_map.labels[name]):
-            if labels is not None and labels.any():
-                others = [other for other in range(weight.ndim) if other != axis]
-                values = (powers.mean(others) if others else powers).double().cpu().numpy()
-                if not np.isfinite(values).all():
-                    raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
-                found.add(labels, values, exponent=1 / power)
+        labelled = {
+            axis: labels
+            for axis, labels in enumerate(evidence.channel_map.labels[name])
+            if labels is not None and labels.any()
+        }
+        rest = [axis for axis in range(weight.ndim) if axis not in labelled]
+        # One pass over the weights for all axes: positions of a kernel first, which makes the rest small.
+        powers = torch.linalg.vector_norm(wide, power, dim=rest, keepdim=True) if rest else wide.abs()
+        powers = powers.double().pow(power) / math.prod(weight.shape[axis] for axis in rest)
+        for axis, labels in labelled.items():
+            others = [other for other in range(weight.ndim) if other != axis]
+            values = (powers.mean(others) if others else powers).cpu().numpy()
+            if not np.isfinite(values).all():
+                raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
+            found.add(labels, values, exponent=1 / power)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from prunekit.channels.comparing import TOLERANCE, as_double, compare
 from prunekit.channels.doubled import doubled, to_double
 from prunekit.channels.nested import tensors_in
 from prunekit.context import training_mode
-from prunekit.errors import VerificationError
+from prunekit.errors import UsageError, VerificationError
 from prunekit.planning import Plan
 
 
@@ -50,26 +51,29 @@ def verify(
         tolerance: largest relative difference that counts as equal.
 
     Raises:
-        VerificationError: they differ; the message names the first operator and its module path.
+        VerificationError: they differ, or hold NaN; the message names the first operator and its module path.
+        UsageError: there is no example, or no tensor in the output: nothing would be compared.
     """
     masked64, compact64 = doubled(masked, to_double), doubled(compact, to_double)
     worst, seen = 0.0, 0
     for example in examples:
         inputs = as_double(example)
         with training_mode(masked64, False), training_mode(compact64, False), torch.no_grad():
+            want = masked64(*inputs)
             try:
-                difference = _difference(masked64(*inputs), compact64(*inputs))
-            except RuntimeError as error:
-                difference = float("nan")
-                reason = str(error).splitlines()[0]
+                got = compact64(*inputs)
+            except Exception as error:  # whatever the model's own code makes of a wrong size
+                difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
             else:
-                reason = f"outputs differ by {difference:.3g} of the largest"
+                difference, reason = _difference(want, got)
         if not difference <= tolerance:
             raise VerificationError(
                 f"masked and compact model differ: {_where(masked64, compact64, plan, inputs, reason)}"
             )
         worst = max(worst, difference)
         seen += next((tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()), 1)
+    if not seen:
+        raise UsageError("examples: expected at least one input to compare the models on, got none")
     return Verification(worst, seen)
 
 
@@ -81,13 +85,30 @@ def _where(masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any,
     return f"{reason}; only the final outputs part" if divergence is None else f"first at {divergence}"
 
 
-def _difference(want: Any, got: Any) -> float:
-    worst = 0.0
-    for reference, value in zip(tensors_in(want), tensors_in(got), strict=True):
-        if reference.shape != value.shape:
-            return float("inf")
-        scale = max(float(reference.abs().max()), torch.finfo(torch.float64).tiny)
-        worst = max(worst, float((reference - value).abs().max()) / scale)
-        if worst != worst:
-            return worst
-    return worst
+def _difference(want: Any, got: Any) -> tuple[float, str]:
+    """The largest relative difference of any tensor, infinite where two cannot be compared, and what it says."""
+    references, values = list(tensors_in(want)), list(tensors_in(got))
+    if not references:
+        raise UsageError(f"no tensor in the model's output ({type(want).__name__}): there is nothing to compare")
+    if len(references) != len(values):
+        return inf, f"{len(values)} tensors in the output, expected {len(references)}"
+    return max(_apart(reference, value) for reference, value in zip(references, values, strict=True))
+
+
+def _apart(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
+    if want.shape != got.shape:
+        return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if want.is_complex() and got.is_complex():
+        want, got = torch.view_as_real(want), torch.view_as_real(got)
+    if not want.is_floating_point():
+        return (0.0, "") if torch.equal(want, got) else (inf, "whole or boolean numbers in the output differ")
+    if want.isnan().any() or got.isnan().any():
+        return inf, "NaN in the output"
+    finite = want.isfinite()
+    if not torch.equal(want[~finite], got[~finite]):
+        return inf, "Inf in one output only"
+    if not finite.any():
+        return 0.0, ""
+    want, got = want[finite], got[finite]
+    difference = float((want - got).abs().max()) / max(float(want.abs().max()), torch.finfo(want.dtype).tiny)
+    return difference, f"outputs differ by {difference:.3g} of the largest"

@@ -125,22 +125,23 @@ def load_plan(folder: Path) -> Plan:
     if not isinstance(text, dict) or text.get("format") != FORMAT:
         raise ArtifactError(f"{folder / 'plan.json'}: expected a plan of format {FORMAT}; was it written by prunekit?")
     path = folder / "plan.safetensors"
-    if not path.is_file() or sha256(path) != text["sha256"]:
+    if not path.is_file() or sha256(path) != text.get("sha256"):
         raise ArtifactError(f"{path}: missing, or not the file that plan.json was written with (checksum differs)")
     try:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error
-    return Plan(
-        _read_map(text, tensors),
-        tensors["keep"],
-        text["provenance"],
-        {
-            key.removeprefix("element/"): torch.from_numpy(value)
-            for key, value in tensors.items()
-            if key[:8] == "element/"
-        },
-    )
+    element_masks = {
+        key.removeprefix("element/"): torch.from_numpy(value)
+        for key, value in tensors.items()
+        if key.startswith("element/")
+    }
+    try:
+        return Plan(_read_map(text, tensors), tensors["keep"], dict(text["provenance"]), element_masks)
+    except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
+        raise ArtifactError(
+            f"{folder / 'plan.json'}: not what prunekit wrote ({type(error).__name__}: {error}); plan it again"
+        ) from error
 
 
 def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:

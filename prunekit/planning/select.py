@@ -89,11 +89,20 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
     result = np.zeros(channel_map.n_labels, dtype=bool)
     paths = {path for path, _, _ in channel_map.activations} | {n.rpartition(".")[0] for n in channel_map.labels}
     paths.discard("")
+    outputs = _outputs(channel_map)
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise PlanError(f"{key}: {pattern!r} matches no module path; {nearest(pattern, paths)}")
-        for (path, kind, _), labels in channel_map.activations.items():
-            if kind == "output" and fnmatchcase(path, pattern):
+        for path, labels in outputs:
+            if fnmatchcase(path, pattern):
                 result[labels] = True
     result[0] = False
     return result
+
+
+def _outputs(channel_map: ChannelMap) -> list[tuple[str, Labels]]:
+    """Module paths with labels of their output channels; of modules that are never called, those of their rows."""
+    called = [(path, labels) for (path, kind, _), labels in channel_map.activations.items() if kind == "output"]
+    paths = {path for path, _ in called}
+    owned = [(name.rpartition(".")[0], axes[0]) for name, axes in channel_map.labels.items() if axes]
+    return called + [(path, rows) for path, rows in owned if rows is not None and path not in paths]

@@ -13,7 +13,7 @@ import torch
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
-from prunekit.errors import PlanError, UsageError
+from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.plan import Plan
 from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.settings import PruneSettings, Scope
@@ -37,9 +37,11 @@ def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, 
     Raises:
         PlanError: the budget cannot be met (the least possible is named), nothing would be removed, or a glob
             matches no module.
+        NonFiniteError: a score is NaN.
         UsageError: a setting is out of range.
     """
     _check(settings)
+    _check_scores(channel_map, scores)
     parts = free_parts(channel_map, scores, settings)
     if not parts:
         raise PlanError("no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons")
@@ -76,7 +78,7 @@ def _check(settings: PruneSettings) -> None:
     problems = [
         f"{name}: expected a share above 0 and at most 1, got {share!r}"
         for name, share in shares.items()
-        if share is not None and not 0 < share <= 1
+        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1)
     ]
     problems += [
         f"{name}: expected a whole number of at least 1, got {value!r}"
@@ -87,6 +89,14 @@ def _check(settings: PruneSettings) -> None:
         problems.append(f"scope: expected {' or '.join(get_args(Scope))}, got {settings.scope!r}")
     if problems:
         raise UsageError("; ".join(problems))
+
+
+def _check_scores(channel_map: ChannelMap, scores: Scores) -> None:
+    if np.shape(scores) != (channel_map.n_labels,):
+        raise PlanError(f"scores: expected one for each label, shape ({channel_map.n_labels},), got {np.shape(scores)}")
+    bad = [group.name for group in channel_map.groups if np.isnan(scores[group.labels]).any()]
+    if bad:
+        raise NonFiniteError(f"scores: NaN in {', '.join(bad[:5])}; are the weights, or the statistics, finite there?")
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from prunekit.calibration import ChannelStats
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
+from prunekit.context import paused_garbage_collection
 from prunekit.criteria import normalise, score
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 from prunekit.planning.select import Scores
@@ -68,7 +69,8 @@ def plan_model(
     Raises:
         PlanError: the budget cannot be met, or nothing would be removed.
     """
-    first = channel_map or trace(model, example_inputs)
+    with paused_garbage_collection():
+        first = channel_map or trace(model, example_inputs)
     made: list[tuple[Plan, Scores]] = []
 
     def choose(candidate: ChannelMap) -> Keep:
@@ -76,7 +78,8 @@ def plan_model(
         made.append((make_plan(candidate, scores, settings, seed=seed), scores))
         return made[-1][0].keep
 
-    settled = settle(model, first, choose, [example_inputs])
+    with paused_garbage_collection():
+        settled = settle(model, first, choose, [example_inputs])
     known = set(first.locks)
     added = tuple(
         f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known

@@ -46,7 +46,7 @@ def whole_groups(groups: int, channels_per_group: int) -> bool:
     return groups >= channels_per_group
 
 
-@rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable", "aten.cudnn_convolution")
+@rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")
 def convolution(flow: Flow, call: Call) -> None:
     """Plain, grouped, depthwise and transposed convolution in any number of spatial axes."""
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
@@ -65,10 +65,11 @@ def convolution(flow: Flow, call: Call) -> None:
     consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
     if x is not None and not (x_zero or zero):
         flow.lock([x], NOT_ZERO)
+    by_groups = groups > 1 and whole_groups(groups, source.shape[1] // groups)
     if groups == 1:
         flow.join(x, consumer, FIXED_PARTNER)
         out = producer
-    elif whole_groups(groups, source.shape[1] // groups):
+    elif by_groups:
         flow.fix(second)
         out = _by_whole_groups(flow, x, first, groups, call.out.shape[1], transposed=transposed)
     else:
@@ -76,7 +77,7 @@ def convolution(flow: Flow, call: Call) -> None:
     b, b_zero = flow.on_axis(bias, 0, "labels of a bias")
     if bias is not None:
         out = flow.join(out, b, FIXED_PARTNER)
-    produced_zero = (second_zero if transposed else first_zero) or groups > 1
+    produced_zero = (second_zero if transposed else first_zero) or by_groups
     if out is not None:
         flow.set(call.out, [Field(along(out, 1, call.out.dim()), produced_zero and (bias is None or b_zero))])
 
@@ -125,11 +126,18 @@ def batch_norm(flow: Flow, call: Call) -> None:
         lifted = [field.with_labels(along(field.labels, 1, source.dim())) for field in flow.fields(vector)]
         operands.append((tuple(along(np.empty(vector.numel(), dtype=np.int64), 1, source.dim()).shape), lifted))
     fields = flow.pointwise(operands, product=False)
-    masked = all(isinstance(argument, torch.Tensor) for argument in call.args[1:3]) or any(
-        field.zero for field in flow.fields(source)
-    )
-    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
+    weight, bias, mean = (argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:4])
+    centred = _is_zero(flow, source) and (mean is None or _is_zero(flow, mean))
+    masked = (centred or _is_zero(flow, weight)) and (bias is None or _is_zero(flow, bias))
+    out, *statistics = call.out if isinstance(call.out, (tuple, list)) else [call.out]
     flow.set(out, [Field(field.labels, masked and field.span == (1,)) for field in fields])
+    for vector in statistics:
+        if tuple(vector.shape) == (source.shape[1],):
+            flow.set(vector, [Field(f.labels.reshape(-1), zero=False) for f in fields if f.span == (1,)])
+
+
+def _is_zero(flow: Flow, tensor: torch.Tensor | None) -> bool:
+    return any(field.zero for field in flow.fields(tensor))
 
 
 @rule("aten.native_layer_norm", "aten.native_group_norm", "aten._fused_rms_norm", "aten.rms_norm")
@@ -173,7 +181,9 @@ def spatial(flow: Flow, call: Call) -> None:
         flow.set(out, [field for field in fields if not set(field.span) & slid])
 
 
-_ZERO_OF_ZEROS = frozenset({"aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.prod", "aten.std", "aten.var"})
+_ZERO_OF_ZEROS = frozenset(
+    f"aten.{name}" for name in ["sum", "mean", "amax", "amin", "prod", "std", "var", "norm", "linalg_vector_norm"]
+)
 _REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any argmax argmin norm linalg_vector_norm"
 
 
@@ -203,7 +213,10 @@ def reduction(flow: Flow, call: Call) -> None:
         flow.set(out, [Field(np.squeeze(field.labels, axes), field.zero and stays) for field in kept])
 
 
-@rule("aten._softmax", "aten._log_softmax", "aten.softmax", "aten.log_softmax", "aten.cumsum", "aten.glu")
+_ALONG_AXIS = "_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"
+
+
+@rule(*[f"aten.{name}" for name in _ALONG_AXIS.split()])
 def along_axis(flow: Flow, call: Call) -> None:
     """Mixes all positions of one axis: that axis is locked, others pass."""
     source = call.args[0]
@@ -211,3 +224,18 @@ def along_axis(flow: Flow, call: Call) -> None:
     fields = flow.fields(source)
     flow.lock([field for field in fields if axis in field.span], f"{call.name} mixes these channels")
     flow.set(call.out, [Field(field.labels, zero=False) for field in fields if axis not in field.span])
+
+
+@rule("aten.glu")
+def gated(flow: Flow, call: Call) -> None:
+    """The first half of an axis times the sigmoid of the second: what meets goes together."""
+    source = call.args[0]
+    axis = call.arg(1, "dim", -1) % source.dim()
+    fields = []
+    for field in flow.fields(source):
+        if axis in field.span:
+            first, second = np.split(field.labels, 2, axis)
+            flow.union.merge(first, second)
+            field = field.with_labels(first)
+        fields.append(field)
+    flow.set(call.out, fields)

@@ -14,18 +14,16 @@ if TYPE_CHECKING:
     from prunekit.channels.flow import Flow, Shape
 
 KEEPS_ZERO = (
-    "relu relu6 hardtanh hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
+    "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
     "sqrt square erf expm1 log1p floor ceil round trunc hardshrink softshrink tanhshrink nan_to_num clone detach alias "
     "_to_copy lift_fresh contiguous positive to mish native_dropout dropout"
 )
 MOVES_ZERO = (
     "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
-    "threshold clamp clamp_min clamp_max bitwise_not logical_not isnan isinf pow erfc bernoulli rand_like "
-    "randn_like zeros_like ones_like empty_like full_like fill zero new_zeros new_ones new_empty new_full"
+    "threshold bitwise_not logical_not isnan isinf erfc bernoulli rand_like randn_like zeros_like ones_like "
+    "empty_like full_like fill zero new_zeros new_ones new_empty new_full eq le ge"
 )
-SUMS = (
-    "add sub rsub maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or bitwise_and bitwise_or atan2 lerp"
-)
+SUMS = "add sub rsub maximum minimum fmax fmin ne lt gt logical_and logical_or bitwise_and bitwise_or atan2 lerp"
 PRODUCTS = "mul div true_divide floor_divide"
 FRESH = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
@@ -63,12 +61,35 @@ def keeps_zero(flow: Flow, call: Call) -> None:
 @rule(*_variants(MOVES_ZERO))
 def moves_zero(flow: Flow, call: Call) -> None:
     """f(0) need not be 0: fields pass, but removed entries are no longer known to be zero."""
-    if call.name.removeprefix("aten.") in FRESH:
+    if call.name.removeprefix("aten.") in FRESH and call.out.shape != call.args[0].shape:
         return
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
     out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
     fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
     flow.set(out, [Field(field.labels, zero=False) for field in fields])
+
+
+@rule(*_variants("clamp clamp_min clamp_max hardtanh"))
+def clamps(flow: Flow, call: Call) -> None:
+    """0 stays 0 where the bounds are numbers with 0 between them."""
+    limits = (-1, 1) if "hardtanh" in call.name else (None, None)
+    low = call.arg(1, "max" if "clamp_max" in call.name else "min_val" if "hardtanh" in call.name else "min", limits[0])
+    high = call.arg(2, "max_val" if "hardtanh" in call.name else "max", limits[1])
+    if "clamp_max" in call.name:
+        low, high = None, low
+    if isinstance(low, torch.Tensor) or isinstance(high, torch.Tensor):
+        moves_zero(flow, call)
+        return
+    between = (low is None or low <= 0) and (high is None or high >= 0)
+    flow.set(call.out, [Field(field.labels, field.zero and between) for field in flow.fields(call.args[0])])
+
+
+@rule("aten.pow", "aten.pow_")
+def power(flow: Flow, call: Call) -> None:
+    """0 stays 0 under a positive number as exponent."""
+    exponent = call.args[1]
+    positive = isinstance(exponent, (int, float)) and exponent > 0
+    (keeps_zero if positive else moves_zero)(flow, call)
 
 
 @rule(*_variants(SUMS))
@@ -79,13 +100,19 @@ def sums(flow: Flow, call: Call) -> None:
 
 @rule(*_variants(PRODUCTS))
 def products(flow: Flow, call: Call) -> None:
-    """Zero where any factor is zero; of a quotient, where the numerator is."""
+    """Zero where any factor is zero; of a quotient, where the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
-    if "div" in call.name and isinstance(call.args[0], torch.Tensor):
-        ndim = call.out.dim()
-        zero_spans = {field.span for field in aligned(flow, call.args[0], ndim)[1] if field.zero}
-        fields = [Field(field.labels, field.zero and field.span in zero_spans) for field in fields]
+    if "div" in call.name:
+        above, below = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args[:2])
+        fields = [Field(f.labels, f.span in above and not any(set(f.span) & set(span) for span in below))
+                  for f in fields]  # fmt: skip
     flow.set(call.out, fields)
+
+
+def _zero_spans(flow: Flow, operand: Any, ndim: int) -> set[tuple[int, ...]]:
+    if not isinstance(operand, torch.Tensor):
+        return set()
+    return {field.span for field in aligned(flow, operand, ndim)[1] if field.zero}
 
 
 @rule("aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel")

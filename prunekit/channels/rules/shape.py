@@ -111,27 +111,37 @@ def expand(flow: Flow, call: Call) -> None:
     flow.set(call.out, [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(call.args[0])])
 
 
-def _replay(flow: Flow, call: Call, axes: Sequence[int], reason: str) -> None:
-    """Passes fields that are constant along `axes`, whose sizes the operator changes; locks the others."""
+def _replay(flow: Flow, call: Call, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
+    """Passes fields that are constant along `axes`, whose positions the operator changes; locks the others."""
     fields = flow.fields(call.args[0])
     touched = [field for field in fields if set(field.span) & set(axes)]
     flow.lock(touched, reason)
-    rest = [field for field in fields if field not in touched]
+    rest = [Field(field.labels, field.zero and zero) for field in fields if field not in touched]
     flow.set(call.out, rest)
 
 
-@rule(
-    "aten.slice", "aten.narrow", "aten.roll", "aten.constant_pad_nd", "aten.reflection_pad2d", "aten.replication_pad2d"
-)
+BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
+
+
+@rule("aten.slice", "aten.narrow", "aten.roll")
 def cut(flow: Flow, call: Call) -> None:
-    """Takes, moves or adds positions along axes; a labelled axis is locked unless nothing changes."""
+    """Takes or moves positions along axes; a labelled axis is locked unless nothing changes."""
     old, new = call.args[0].shape, call.out.shape
     if call.name == "aten.roll":
         dims = call.arg(2, "dims") or range(len(old))
         changed = [axis % len(old) for axis in dims]
     else:
         changed = [axis for axis in range(len(old)) if old[axis] != new[axis]]
-    _replay(flow, call, changed, "cut, padded or rolled by positions that the model's code fixes")
+    _replay(flow, call, changed, BY_POSITION)
+
+
+@rule("aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)])
+def pad(flow: Flow, call: Call) -> None:
+    """Adds or takes away positions at both ends of the last axes: -1 and 1 leave the size and still shift."""
+    amounts, last = call.args[1], call.out.dim() - 1
+    changed = [last - i // 2 for i, amount in enumerate(amounts) if amount]
+    filled = call.arg(2, "value", 0) if call.name == "aten.constant_pad_nd" else 0
+    _replay(flow, call, changed, BY_POSITION, zero=not filled)
 
 
 @rule("aten.flip")

@@ -1,0 +1,46 @@
+"""What the benchmarks share: one JSON object a line or a table, results with the hardware beside them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def show(rows: Iterable[dict[str, Any]], *, as_json: bool) -> None:
+    """Prints rows: one JSON object a line, or a table."""
+    rows = list(rows)
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *[[_cell(row.get(column)) for column in columns] for row in rows]]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def keep(name: str, rows: Sequence[dict[str, Any]], setting: dict[str, Any]) -> Path:
+    """Writes rows with their setting and environment to `benchmarks/results/<name>.json`."""
+    from prunekit.artifacts import write_json
+    from prunekit.workflow.runs import environment
+
+    path = RESULTS / f"{name}.json"
+    write_json(path, {"setting": setting, "environment": environment(), "rows": list(rows)})
+    return path
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most of some repetitions."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}

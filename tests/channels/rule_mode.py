@@ -1,0 +1,31 @@
+"""Applies the rules to every operator that runs, with nothing else around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prunekit.channels.flow import Flow
+from prunekit.channels.rules import RULES, Call
+
+
+class RuleMode(TorchDispatchMode):
+    """Runs an operator for real, then its rule where any of its inputs has fields."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self.flow = flow
+        self.without_rule: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func._schema.name).replace("::", ".")
+        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+        if any(self.flow.fields(value) for value in flat):
+            if name in RULES:
+                RULES[name](self.flow, Call(name, args, kwargs or {}, out))
+            else:
+                self.without_rule.append(name)
+        return out
