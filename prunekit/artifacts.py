@@ -21,10 +21,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
-    os.chmod(name, 0o666 & ~_umask())
     temporary = Path(name)
     try:
         yield temporary
+        _share(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -38,9 +38,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    os.chmod(temporary, 0o777 & ~_umask())
     try:
         yield temporary
+        for written in (temporary, *temporary.rglob("*")):
+            _share(written)
         old = path.with_name(f".{path.name}.old-{os.getpid()}")
         if path.exists():
             os.replace(path, old)
@@ -48,6 +49,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _share(path: Path) -> None:
+    """The permissions that a plainly created file would have: temporaries, and safetensors' files, are private."""
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
 
 
 def _umask() -> int:

@@ -15,7 +15,7 @@ def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tup
     """Runs a model on example inputs and returns its channel map; the model is not changed.
 
     Args:
-        model: any module; traced as it is in eval mode and once more in train mode, on tensors without values.
+        model: any module; traced in eval mode, and once more in train mode if its code asks which of the two it is in.
         example_inputs: the positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`.
         more_examples: further inputs, for branches that the first does not take.
     """

@@ -24,7 +24,6 @@ class ModuleStack(HookOwner):
         super().__init__()
         self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
         self.paths: list[str] = [""]
-        self.failed: str | None = None
 
     @property
     def current(self) -> str:
@@ -58,13 +57,61 @@ class ModuleStack(HookOwner):
 def mode_for_trace(model: nn.Module, training: bool) -> Iterator[None]:
     """Train or eval mode for everything that has children; leaves (norms, dropout) always in eval mode."""
     before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        module.training = training and next(module.children(), None) is not None
+    changed = []
+    for module, was in before:
+        wanted = training and next(module.children(), None) is not None
+        if was != wanted:
+            module.training = wanted
+            changed.append(module)
     try:
         yield
     finally:
-        for module, was in before:
-            module.training = was
+        for module in changed:
+            module.training = not module.training
+
+
+class TrainModeWatch:
+    """Finds out whether the forward pass of a model depends on the train mode of any module that has children.
+
+    A module's own Python can only behave differently in train mode if it reads `self.training`. While the watch is
+    active each such module has a subclass of its class, on which `training` is a property that notes the reading.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.asked = False
+        self._modules = [module for module in model.modules() if next(module.children(), None) is not None]
+        self._twins: dict[type, type] = {}
+
+    def __enter__(self) -> TrainModeWatch:
+        self._classes = [type(module) for module in self._modules]
+        for module, cls in zip(self._modules, self._classes, strict=True):
+            try:
+                module.__class__ = self._twin(cls)
+            except TypeError:  # a class whose instances cannot change theirs: nothing is known
+                self.asked = True
+        return self
+
+    def _twin(self, cls: type) -> type:
+        if cls not in self._twins:
+
+            def read(module: nn.Module) -> bool:
+                self.asked = True
+                return bool(module.__dict__["training"])
+
+            def write(module: nn.Module, value: bool) -> None:
+                module.__dict__["training"] = value
+
+            namespace = {
+                "training": property(read, write),
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+            }
+            self._twins[cls] = type(cls.__name__, (cls,), namespace)
+        return self._twins[cls]
+
+    def __exit__(self, *error: object) -> None:
+        for module, cls in zip(self._modules, self._classes, strict=True):
+            module.__class__ = cls
 
 
 @contextmanager

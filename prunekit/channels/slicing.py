@@ -39,14 +39,15 @@ def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
 
 
 def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
-    """Sets removed entries of a tensor to 0 in place, and returns it."""
+    """Sets removed entries of a floating-point tensor to 0 in place, and returns it."""
+    mask = torch.ones((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    for axis, index in enumerate(kept):
+        if index is not None:
+            on_axis = torch.zeros(tensor.shape[axis], dtype=tensor.dtype, device=tensor.device)
+            on_axis[torch.from_numpy(index)] = 1
+            mask = mask * on_axis.reshape([-1 if a == axis else 1 for a in range(tensor.dim())])
     with torch.no_grad():
-        for axis, index in enumerate(kept):
-            if index is not None:
-                gone = np.ones(tensor.shape[axis], dtype=bool)
-                gone[index] = False
-                tensor.index_fill_(axis, torch.from_numpy(np.flatnonzero(gone)).to(tensor.device), 0)
-    return tensor
+        return tensor.mul_(mask)
 
 
 def narrow(model: nn.Module, kept: KeptIndices, tensors: Mapping[str, torch.Tensor] | None = None) -> nn.Module:

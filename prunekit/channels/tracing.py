@@ -14,7 +14,7 @@ from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.nested import gather, map_tensors, tensors_in
 from prunekit.channels.rules import RULES, Call
-from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
+from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
 
 ActivationKey = tuple[str, str, int]
@@ -50,8 +50,9 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.T
 
 @dataclass(eq=False)
 class Run:
-    """The operators of one forward pass, in order."""
+    """The operators of one forward pass, in order, and which of the examples it was for."""
 
+    example: int
     training: bool
     operators: list[Operator] = field(default_factory=list)
 
@@ -146,7 +147,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace_model(model: nn.Module, examples: list[tuple[Any, ...]]) -> Trace:
-    """Traces every example in eval mode, and in train mode too, so that auxiliary heads are seen.
+    """Traces every example in eval mode, and where the model asks for its mode in train mode too: auxiliary heads.
 
     The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real.
     """
@@ -170,9 +171,13 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     for name, tensor in named_tensors(clone):
         labels[name], fresh = _label(flow, tensor, fresh)
     trace = Trace(flow, labels, [], {}, frozenset())
-    for example in examples:
-        for training in (False, True):
-            _run(clone, map_tensors(example, stand_in), training, trace)
+    for index, example in enumerate(examples):
+        inputs = map_tensors(example, stand_in)
+        with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
+            _run(clone, inputs, Run(index, training=False), trace)
+        if watch.asked:
+            with mode_for_trace(clone, True):
+                _run(clone, inputs, Run(index, training=True), trace)
     return trace
 
 
@@ -187,8 +192,8 @@ def _label(flow: Flow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Label
     return tuple(axes), fresh
 
 
-def _run(clone: nn.Module, example: tuple[Any, ...], training: bool, trace: Trace) -> None:
-    run, flow = Run(training), trace.flow
+def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> None:
+    flow = trace.flow
     calls: dict[tuple[str, str], int] = {}
 
     def note(path: str, kind: str, module: nn.Module, value: Any) -> None:
@@ -206,10 +211,10 @@ def _run(clone: nn.Module, example: tuple[Any, ...], training: bool, trace: Trac
         mode.owned(path, output)
 
     stack = ModuleStack(clone, lambda path, module, args: note(path, "input", module, args), leave)
-    mode = LabelMode(flow, run, stack, trace.runs[-1] if training else None)
-    flow.count_macs = not training and not trace.runs
+    mode = LabelMode(flow, run, stack, trace.runs[-1] if run.training else None)
+    flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
-    with mode_for_trace(clone, training), stack, torch.no_grad(), plain_attention(), mode:
+    with stack, torch.no_grad(), plain_attention(), mode:
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):

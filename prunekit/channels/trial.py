@@ -78,7 +78,7 @@ def _try(
     for index, run in enumerate(runs):
         if run.training and run.same_calls(runs[index - 1]):
             continue
-        example = examples[index // 2]
+        example = examples[run.example]
         with (
             DoubledWhileRunning(model, mask) as masked,
             DoubledWhileRunning(compact, to_double, in_place=True) as small,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
@@ -48,13 +46,12 @@ def _slices(evidence: Evidence, power: int, *, vectors: bool) -> LabelMean:
             for axis, labels in enumerate(evidence.channel_map.labels[name])
             if labels is not None and labels.any()
         }
-        rest = [axis for axis in range(weight.ndim) if axis not in labelled]
-        # One pass over the weights for all axes: positions of a kernel first, which makes the rest small.
-        powers = torch.linalg.vector_norm(wide, power, dim=rest, keepdim=True) if rest else wide.abs()
-        powers = powers.double().pow(power) / math.prod(weight.shape[axis] for axis in rest)
+        powers = wide.abs() if power == 1 else wide.square()
         for axis, labels in labelled.items():
-            others = [other for other in range(weight.ndim) if other != axis]
-            values = (powers.mean(others) if others else powers).cpu().numpy()
+            # Axes before this one first: they are added up row by row, and leave little for the rest.
+            before = powers.sum(list(range(axis))) if axis else powers
+            after = before.sum(list(range(1, before.ndim))) if before.ndim > 1 else before
+            values = after.double().cpu().numpy() * (weight.shape[axis] / max(weight.numel(), 1))
             if not np.isfinite(values).all():
                 raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
             found.add(labels, values, exponent=1 / power)

@@ -23,11 +23,9 @@ class LabelMean:
             labels: (size,), the label of every index along the axis.
             values: (size,), not negative where `exponent` is not whole.
         """
-        n_labels = len(self._total)
-        count = np.bincount(labels, minlength=n_labels)
-        mean = np.bincount(labels, values, n_labels) / np.maximum(count, 1)
-        self._total += mean**exponent
-        self._axes += count > 0
+        found, position, count = np.unique(labels, return_inverse=True, return_counts=True)
+        self._total[found] += (np.bincount(position, values) / count) ** exponent
+        self._axes[found] += 1
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:

@@ -15,7 +15,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 INK, GREY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
 COLOURS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pruned": "#0f766e"}
@@ -131,6 +131,9 @@ def curves(history: pd.DataFrame) -> Markup:
         top1.set(title="Validation top-1", xlabel="epoch", ylabel="percent")
         if _wide(history[["train_loss", "validation_loss"]]):
             loss.set_yscale("log")
+            # The default labels are mathematics, which an SVG that keeps its text as text shows as source.
+            loss.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            loss.yaxis.set_minor_formatter(NullFormatter())
         for axes in (loss, top1):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         top1.legend(loc="lower right")

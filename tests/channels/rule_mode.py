@@ -17,15 +17,14 @@ class RuleMode(TorchDispatchMode):
     def __init__(self, flow: Flow) -> None:
         super().__init__()
         self.flow = flow
-        self.without_rule: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = str(func._schema.name).replace("::", ".")
         flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-        if any(self.flow.fields(value) for value in flat):
-            if name in RULES:
-                RULES[name](self.flow, Call(name, args, kwargs or {}, out))
-            else:
-                self.without_rule.append(name)
+        fields = [field for value in flat for field in self.flow.fields(value)]
+        if fields and name in RULES:
+            RULES[name](self.flow, Call(name, args, kwargs or {}, out))
+        else:
+            self.flow.lock(fields, "no rule")
         return out

@@ -119,7 +119,6 @@ POINTWISE: dict[str, Operator] = {
     "prod elsewhere": lambda x: x.prod(0, keepdim=True),
     "any elsewhere": lambda x: (x > 0).any(0, keepdim=True).double(),
     "all elsewhere": lambda x: (x <= 0).all(0, keepdim=True).double(),
-    "logsumexp elsewhere": lambda x: x.logsumexp(0, keepdim=True),
 }
 
 
@@ -143,7 +142,16 @@ def test_a_zero_that_is_promised_is_zero(name: str) -> None:
     assert not flow.locks
 
 
-USED_AS_CONV_INPUT = ["relu", "relu6", "hardswish by hand", "silu by hand", "clamp min", "square", "power", "clamp both"]
+USED_AS_CONV_INPUT = [
+    "relu",
+    "relu6",
+    "hardswish by hand",
+    "silu by hand",
+    "clamp min",
+    "square",
+    "power",
+    "clamp both",
+]
 
 
 @pytest.mark.parametrize("name", USED_AS_CONV_INPUT)
@@ -177,7 +185,7 @@ def test_no_operator_is_in_two_tables() -> None:
 
 def test_a_second_rule_for_an_operator_is_refused() -> None:
     before = dict(RULES)
-    with pytest.raises(ValueError, match="operator aten.relu already has a rule"):
+    with pytest.raises(ValueError, match=r"operator aten\.relu already has a rule"):
         rule("aten.relu")(lambda flow, call: None)
     assert before == RULES
 

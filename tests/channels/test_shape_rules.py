@@ -84,7 +84,9 @@ SHAPE_OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "select elsewhere": lambda x: x[:, :, 1],
     "pad elsewhere": lambda x: torch.nn.functional.pad(x, (1, 2, 0, 1)),
     "roll elsewhere": lambda x: x.roll(1, 2),
-    "repeat nothing": lambda x: x.contiguous().clone(),
+    "repeat": lambda x: x.repeat(3, 1, 2, 1, 1),
+    "repeat the labels": lambda x: x.repeat(1, 2, 1, 1),
+    "contiguous": lambda x: x.contiguous().clone(),
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
     "shuffle": lambda x: x.view(2, 2, 3, 2, 2).transpose(1, 2).reshape(2, 6, 2, 2),
     "index elsewhere": lambda x: x.index_select(2, torch.tensor([1, 0])),
@@ -118,7 +120,6 @@ LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
     "index": lambda x: x[:, [1, 0, 2, 3, 4, 5]],
     "unequal split": lambda x: x.split([2, 4], 1)[1],
     "unbind": lambda x: x.unbind(1)[0],
-    "repeat": lambda x: x.repeat(1, 2, 1, 1),
 }
 
 

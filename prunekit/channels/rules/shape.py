@@ -225,7 +225,19 @@ def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]
     return flow.pointwise(list(zip(shapes, others, strict=True)), product=False)
 
 
-@rule("aten.index_select", "aten.gather", "aten.index", "aten.repeat", "aten.unfold", "aten.as_strided")
+@rule("aten.repeat")
+def repeat(flow: Flow, call: Call) -> None:
+    """Repeats labels together with the values."""
+    fields = []
+    for field in flow.fields(call.args[0]):
+        lead = call.out.dim() - field.labels.ndim
+        labels = field.labels.reshape((1,) * lead + field.labels.shape)
+        times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
+        fields.append(field.with_labels(np.tile(labels, times)))
+    flow.set(call.out, fields)
+
+
+@rule("aten.index_select", "aten.gather", "aten.index", "aten.unfold", "aten.as_strided")
 def pick(flow: Flow, call: Call) -> None:
     """Positions picked by numbers: an axis that may change is locked."""
     if call.name == "aten.index_select":

@@ -1,0 +1,213 @@
+"""Random small nets from a grammar of steps: each takes earlier results and adds one more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Run = Callable[[list[Tensor]], Tensor]
+Step = tuple[Run, int]  # what it computes from the results so far, and its number of channels
+SIZE = 5
+WIDEST = 20
+
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    F.relu, F.silu, torch.sigmoid, F.hardswish, torch.tanh, F.leaky_relu, F.gelu, lambda x: F.elu(x) + 1,
+    lambda x: x.clamp(min=0), lambda x: x**2, lambda x: x.abs().sqrt(), lambda x: 1 - x, lambda x: x.clone().relu_(),
+    lambda x: torch.where(x > 0, x, 0.1 * x), lambda x: x.masked_fill(x < 0, 1.0), lambda x: (x > 0).to(x.dtype) * x,
+)  # fmt: skip
+
+
+class RandomNet(nn.Module):
+    """Runs a program; every module it needs is made when the program is read."""
+
+    def __init__(self, program: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList()
+        self.widths = [3]
+        self.steps: list[Run] = []
+        for name, first, second in program:
+            run, width = STEPS[name](self, first, second)
+            self.steps.append(run)
+            self.widths.append(width)
+        last = self.widths[-3:]
+        self.head, self.flat = nn.Linear(sum(last), 4), nn.Linear(last[-1] * SIZE * SIZE, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        results = [x]
+        for step in self.steps:
+            results.append(step(results))
+        pooled = torch.cat([F.adaptive_avg_pool2d(result, 1).flatten(1) for result in results[-3:]], 1)
+        return self.head(pooled), self.flat(results[-1].flatten(1))
+
+    def own(self, module: nn.Module) -> nn.Module:
+        self.parts.append(module)
+        return module
+
+    def pick(self, number: int) -> int:
+        """One of the latest four results, so that programs grow deep."""
+        return len(self.widths) - 1 - number % min(4, len(self.widths))
+
+
+STEPS: dict[str, Callable[[RandomNet, int, int], Step]] = {}
+
+
+def step(function: Callable[[RandomNet, int, int], Step]) -> Callable[[RandomNet, int, int], Step]:
+    STEPS[function.__name__] = function
+    return function
+
+
+def on(at: int, function: Callable[[Tensor], Tensor]) -> Run:
+    return lambda results: function(results[at])
+
+
+@step
+def conv(net: RandomNet, first: int, second: int) -> Step:
+    at, width, kernel = net.pick(first), 4 + 2 * (second % 3), 1 + 2 * (second % 2)
+    return on(at, net.own(nn.Conv2d(net.widths[at], width, kernel, padding=kernel // 2, bias=second % 4 > 0))), width
+
+
+@step
+def grouped(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    inputs = net.widths[at]
+    groups = [g for g in (2, 3, 4, inputs) if inputs % g == 0][second % 2 - 1]
+    width = groups * (1 + second % 3)
+    if second % 2:
+        return on(at, net.own(nn.Conv2d(inputs, width, 3, padding=1, groups=groups))), width
+    return on(at, net.own(nn.ConvTranspose2d(inputs, width, 3, padding=1, groups=groups))), width
+
+
+@step
+def transposed(net: RandomNet, first: int, second: int) -> Step:
+    at, width = net.pick(first), 4 + second % 4
+    return on(at, net.own(nn.ConvTranspose2d(net.widths[at], width, 3, padding=1))), width
+
+
+@step
+def norm(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    width = net.widths[at]
+    modules = (nn.BatchNorm2d(width), nn.BatchNorm2d(width, affine=False), nn.PReLU(width), nn.Dropout(0.3))
+    return on(at, net.own(modules[second % 4])), width
+
+
+@step
+def activation(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    return on(at, ACTIVATIONS[second % len(ACTIVATIONS)]), net.widths[at]
+
+
+@step
+def residual(net: RandomNet, first: int, second: int) -> Step:
+    a, b = net.pick(first), net.pick(second)
+    project = net.own(nn.Conv2d(net.widths[b], net.widths[a], 1))
+
+    def run(results: list[Tensor]) -> Tensor:
+        out = project(results[b])
+        if second % 2:
+            out += results[a]
+            return out
+        return results[a] - out
+
+    return run, net.widths[a]
+
+
+@step
+def gate(net: RandomNet, first: int, second: int) -> Step:
+    a, b = net.pick(first), net.pick(second)
+    if net.widths[a] == net.widths[b]:
+        return (lambda results: results[a] * results[b].sigmoid()), net.widths[a]
+    squeeze = net.own(nn.Conv2d(net.widths[b], net.widths[a], 1))
+    return (lambda results: results[a] * squeeze(F.adaptive_avg_pool2d(results[b], 1)).sigmoid()), net.widths[a]
+
+
+@step
+def cat(net: RandomNet, first: int, second: int) -> Step:
+    a, b = net.pick(first), net.pick(second)
+    width = net.widths[a] + net.widths[b]
+    if width > WIDEST:
+        return conv(net, first, second)
+    return (lambda results: torch.cat([results[a], results[b]], 1)), width
+
+
+@step
+def halves(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    if net.widths[at] % 2:
+        return activation(net, first, second)
+
+    def run(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, 1)
+        return (F.glu(x, 1), a * b.tanh(), torch.cat([b, a.relu()], 1))[second % 3]
+
+    return on(at, run), net.widths[at] // (1 if second % 3 == 2 else 2)
+
+
+@step
+def shuffle(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    if net.widths[at] % 2:
+        return activation(net, first, second)
+
+    def run(x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+    return on(at, run), net.widths[at]
+
+
+@step
+def spatial(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: F.avg_pool2d(x, 3, 1, 1),
+        lambda x: F.max_pool2d(x, 3, 1, 1),
+        lambda x: F.pad(x, (1, 0, 0, 1), value=0.5)[:, :, 1:, :-1],
+        lambda x: F.interpolate(x, scale_factor=2)[:, :, ::2, ::2],
+        lambda x: x - x.mean((2, 3), keepdim=True),
+        lambda x: x.flip(1, 2),
+        lambda x: x.flatten(2).softmax(-1).view_as(x),
+    )
+    return on(at, functions[second % 7]), net.widths[at]
+
+
+@step
+def scale(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    name = f"scale{len(net.widths)}"
+    net.register_parameter(name, nn.Parameter(torch.ones(net.widths[at], 1, 1)))
+    if second % 2:
+        return on(at, lambda x: x * getattr(net, name)), net.widths[at]
+    return on(at, lambda x: x + getattr(net, name)), net.widths[at]
+
+
+@step
+def tokens(net: RandomNet, first: int, second: int) -> Step:
+    at, width = net.pick(first), 4 + second % 5
+    linear = net.own(nn.Linear(net.widths[at], width))
+    return on(at, lambda x: linear(x.flatten(2).mT).mT.unflatten(2, (SIZE, SIZE))), width
+
+
+@step
+def twice(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    layer: Any = net.own(nn.Conv2d(net.widths[at], net.widths[at], 1))
+    return on(at, lambda x: layer(layer(x).relu())), net.widths[at]
+
+
+@step
+def mixed(net: RandomNet, first: int, second: int) -> Step:
+    """What may not be pruned: statistics over the channels."""
+    at = net.pick(first)
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x.softmax(1),
+        lambda x: x - x.mean(1, keepdim=True),
+        lambda x: x * x.sigmoid().sum(1, keepdim=True),
+        lambda x: x + x.sum(1, keepdim=True),
+        lambda x: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+    )
+    return on(at, functions[second % 5]), net.widths[at]

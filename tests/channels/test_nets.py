@@ -1,0 +1,108 @@
+"""Nets written by hand: whatever they do, the compact model computes what the masked one does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from equivalence import TOLERANCE, assert_unchanged, parity, randomised, settled_plan, snapshot
+from net_cases import CASES
+
+from prunekit.channels import trace
+from prunekit.compaction import compact
+from prunekit.hooks import count_hooks
+
+OPEN = {
+    "decoder_uses_the_encoders_weight": "the trial stops where a module uses another's weights",
+    "standardised_weights": "the trial stops where a module uses another's weights",
+    "attention_module": "the trial stops where a module uses another's weights",
+    "sum_over_the_width": "the trial gives up where the operator that differs carries no label",
+    "width_decides_the_path": "the trial does not compare the outputs where the operators are others",
+    "functional_dropout": "the trial compares random numbers",
+    "instance_norm": "without tensors of its own it keeps the old num_features, and warns at every forward",
+    "circular_padding": "the trial compares memory that was never written",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masked_equals_compact(name: str, request: pytest.FixtureRequest) -> None:
+    if name in OPEN:
+        request.applymarker(pytest.mark.xfail(reason=OPEN[name], strict=True))
+    factory, prunable = CASES[name]
+    model, example = factory()
+    randomised(model).eval()
+    before, hooks = snapshot(model), count_hooks(model)
+    for seed in (0, 1):
+        plan = settled_plan(model, example, seed)
+        assert parity(model, plan, example) <= TOLERANCE
+        assert not any("new_empty" in lock.operator for lock in plan.channel_map.locks)
+        for parameter in prunable:
+            rows = plan.channel_map.labels[parameter][0]
+            assert rows is not None
+            assert rows.any(), f"{parameter} is locked: {plan.channel_map.locks}"
+            assert plan.kept(parameter, 0).size < rows.size
+    assert_unchanged(model, before)
+    assert count_hooks(model) == hooks
+
+
+LOCKED_BY_RULE = {
+    "mean_over_channels": ("", "aten.mean"),
+    "softmax_over_channels": ("1", "aten._softmax"),
+    "cumulative_sum_over_channels": ("", "aten.cumsum"),
+    "sum_of_sigmoids": ("", "aten.sum"),
+    "shifted_channels": ("", "aten.constant_pad_nd"),
+    "first_half_of_the_channels_overwritten": ("", "aten.slice"),
+    "plain_tensor_attribute": ("", "aten.mul"),
+    "operator_without_a_rule": ("2", "aten.pixel_shuffle"),
+    "layer_norm_locks_its_channels": ("1", "aten.native_layer_norm"),
+    "group_norm_locks_its_channels": ("1", "aten.native_group_norm"),
+}
+
+
+@pytest.mark.parametrize("name", LOCKED_BY_RULE)
+def test_locks_name_module_and_operator(name: str) -> None:
+    model, example = CASES[name][0]()
+    module, operator = LOCKED_BY_RULE[name]
+    chart = trace(model, example)
+    found = [lock for lock in chart.locks if (lock.module, lock.operator) == (module, operator)]
+    assert found, chart.locks
+    assert all(lock.reason and lock.channels >= 2 for lock in found)
+
+
+FOUND_BY_TRIAL = {
+    "split_of_a_fixed_size": "",
+    "split_of_a_fixed_size_that_raises_nothing": "",
+    "fixed_size_in_a_module": "3",
+    "fixed_groups_in_a_function": "",
+    "scale_by_the_width": "",
+    "attention_with_fixed_sizes": "",
+}
+
+
+@pytest.mark.parametrize("name", FOUND_BY_TRIAL)
+def test_what_only_the_trial_sees_is_locked_and_reported(name: str) -> None:
+    model, example = CASES[name][0]()
+    randomised(model).eval()
+    first = trace(model, example)
+    assert first.groups, "the rules alone see nothing to lock here"
+    plan = settled_plan(model, example)
+    added = [lock for lock in plan.channel_map.locks if lock not in first.locks]
+    assert added
+    assert all("the trial found a difference" in lock.reason for lock in added)
+    assert FOUND_BY_TRIAL[name] in {lock.module for lock in added}
+    assert plan.removed == 0
+
+
+def test_heads_are_pruned_whole() -> None:
+    model, example = CASES["attention_with_any_number_of_heads"][0]()
+    plan = settled_plan(randomised(model).eval(), example, seed=2)
+    kept = plan.kept("q.weight", 0)
+    assert 0 < kept.size < 12
+    assert np.array_equal(kept.reshape(-1, 2)[:, 0] // 2, kept.reshape(-1, 2)[:, 1] // 2), "pairs of one head"
+    assert np.array_equal(kept, plan.kept("k.weight", 0))
+
+
+def test_a_tied_weight_stays_tied() -> None:
+    model, example = CASES["tied_weights"][0]()
+    small = compact(model, settled_plan(randomised(model), example))
+    assert small[4].weight is small[2].weight  # type: ignore[index]
+    assert small[2].weight.shape[0] < 8  # type: ignore[index, union-attr]
