@@ -17,16 +17,20 @@ if TYPE_CHECKING:
     from prunekit.errors import PrunekitError
     from prunekit.masking import masked
     from prunekit.measure.verify import verify
-    from prunekit.planning import Plan, load_plan
+    from prunekit.models import ModelSettings
+    from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
     from prunekit.training import recalibrate_batchnorm
     from prunekit.workflow import finetune, plan_model, prune
 
 __version__ = version("prunekit")
 
 _PLACES = {
+    "BudgetSettings": "prunekit.planning:BudgetSettings",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
+    "ModelSettings": "prunekit.models:ModelSettings",
     "Plan": "prunekit.planning:Plan",
+    "PruneSettings": "prunekit.planning:PruneSettings",
     "PrunekitError": "prunekit.errors:PrunekitError",
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.calibration:collect",
@@ -58,9 +62,12 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "BudgetSettings",
     "ChannelMap",
     "ChannelStats",
+    "ModelSettings",
     "Plan",
+    "PruneSettings",
     "PrunekitError",
     "StatsCollector",
     "calibrate",

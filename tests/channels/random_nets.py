@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Run = Callable[[list[Tensor]], Tensor]
-Step = tuple[Run, int]  # what it computes from the results so far, and its number of channels
+Run = Callable[[Any, list[Tensor]], Tensor]
+Step = tuple[Run, int]  # what it computes from a net (the one that runs: nets are copied) and the results so far; its channels
 SIZE = 5
 WIDEST = 20
 
@@ -39,13 +39,13 @@ class RandomNet(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         results = [x]
         for step in self.steps:
-            results.append(step(results))
+            results.append(step(self, results))
         pooled = torch.cat([F.adaptive_avg_pool2d(result, 1).flatten(1) for result in results[-3:]], 1)
         return self.head(pooled), self.flat(results[-1].flatten(1))
 
-    def own(self, module: nn.Module) -> nn.Module:
+    def own(self, module: nn.Module) -> int:
         self.parts.append(module)
-        return module
+        return len(self.parts) - 1
 
     def pick(self, number: int) -> int:
         """One of the latest four results, so that programs grow deep."""
@@ -61,13 +61,17 @@ def step(function: Callable[[RandomNet, int, int], Step]) -> Callable[[RandomNet
 
 
 def on(at: int, function: Callable[[Tensor], Tensor]) -> Run:
-    return lambda results: function(results[at])
+    return lambda net, results: function(results[at])
+
+
+def through(at: int, part: int) -> Run:
+    return lambda net, results: net.parts[part](results[at])
 
 
 @step
 def conv(net: RandomNet, first: int, second: int) -> Step:
     at, width, kernel = net.pick(first), 4 + 2 * (second % 3), 1 + 2 * (second % 2)
-    return on(at, net.own(nn.Conv2d(net.widths[at], width, kernel, padding=kernel // 2, bias=second % 4 > 0))), width
+    return through(at, net.own(nn.Conv2d(net.widths[at], width, kernel, padding=kernel // 2, bias=second % 4 > 0))), width
 
 
 @step
@@ -77,14 +81,14 @@ def grouped(net: RandomNet, first: int, second: int) -> Step:
     groups = [g for g in (2, 3, 4, inputs) if inputs % g == 0][second % 2 - 1]
     width = groups * (1 + second % 3)
     if second % 2:
-        return on(at, net.own(nn.Conv2d(inputs, width, 3, padding=1, groups=groups))), width
-    return on(at, net.own(nn.ConvTranspose2d(inputs, width, 3, padding=1, groups=groups))), width
+        return through(at, net.own(nn.Conv2d(inputs, width, 3, padding=1, groups=groups))), width
+    return through(at, net.own(nn.ConvTranspose2d(inputs, width, 3, padding=1, groups=groups))), width
 
 
 @step
 def transposed(net: RandomNet, first: int, second: int) -> Step:
     at, width = net.pick(first), 4 + second % 4
-    return on(at, net.own(nn.ConvTranspose2d(net.widths[at], width, 3, padding=1))), width
+    return through(at, net.own(nn.ConvTranspose2d(net.widths[at], width, 3, padding=1))), width
 
 
 @step
@@ -92,7 +96,7 @@ def norm(net: RandomNet, first: int, second: int) -> Step:
     at = net.pick(first)
     width = net.widths[at]
     modules = (nn.BatchNorm2d(width), nn.BatchNorm2d(width, affine=False), nn.PReLU(width), nn.Dropout(0.3))
-    return on(at, net.own(modules[second % 4])), width
+    return through(at, net.own(modules[second % 4])), width
 
 
 @step
@@ -106,8 +110,8 @@ def residual(net: RandomNet, first: int, second: int) -> Step:
     a, b = net.pick(first), net.pick(second)
     project = net.own(nn.Conv2d(net.widths[b], net.widths[a], 1))
 
-    def run(results: list[Tensor]) -> Tensor:
-        out = project(results[b])
+    def run(net: Any, results: list[Tensor]) -> Tensor:
+        out = net.parts[project](results[b])
         if second % 2:
             out += results[a]
             return out
@@ -120,9 +124,13 @@ def residual(net: RandomNet, first: int, second: int) -> Step:
 def gate(net: RandomNet, first: int, second: int) -> Step:
     a, b = net.pick(first), net.pick(second)
     if net.widths[a] == net.widths[b]:
-        return (lambda results: results[a] * results[b].sigmoid()), net.widths[a]
+        return (lambda net, results: results[a] * results[b].sigmoid()), net.widths[a]
     squeeze = net.own(nn.Conv2d(net.widths[b], net.widths[a], 1))
-    return (lambda results: results[a] * squeeze(F.adaptive_avg_pool2d(results[b], 1)).sigmoid()), net.widths[a]
+
+    def run(net: Any, results: list[Tensor]) -> Tensor:
+        return results[a] * net.parts[squeeze](F.adaptive_avg_pool2d(results[b], 1)).sigmoid()
+
+    return run, net.widths[a]
 
 
 @step
@@ -131,7 +139,7 @@ def cat(net: RandomNet, first: int, second: int) -> Step:
     width = net.widths[a] + net.widths[b]
     if width > WIDEST:
         return conv(net, first, second)
-    return (lambda results: torch.cat([results[a], results[b]], 1)), width
+    return (lambda net, results: torch.cat([results[a], results[b]], 1)), width
 
 
 @step
@@ -150,7 +158,7 @@ def halves(net: RandomNet, first: int, second: int) -> Step:
 @step
 def shuffle(net: RandomNet, first: int, second: int) -> Step:
     at = net.pick(first)
-    if net.widths[at] % 2:
+    if net.widths[at] % 2 or net.widths[at] == 2:  # of two, none can go: the trial's business
         return activation(net, first, second)
 
     def run(x: Tensor) -> Tensor:
@@ -181,22 +189,26 @@ def scale(net: RandomNet, first: int, second: int) -> Step:
     name = f"scale{len(net.widths)}"
     net.register_parameter(name, nn.Parameter(torch.ones(net.widths[at], 1, 1)))
     if second % 2:
-        return on(at, lambda x: x * getattr(net, name)), net.widths[at]
-    return on(at, lambda x: x + getattr(net, name)), net.widths[at]
+        return (lambda net, results: results[at] * getattr(net, name)), net.widths[at]
+    return (lambda net, results: results[at] + getattr(net, name)), net.widths[at]
 
 
 @step
 def tokens(net: RandomNet, first: int, second: int) -> Step:
     at, width = net.pick(first), 4 + second % 5
     linear = net.own(nn.Linear(net.widths[at], width))
-    return on(at, lambda x: linear(x.flatten(2).mT).mT.unflatten(2, (SIZE, SIZE))), width
+
+    def run(net: Any, results: list[Tensor]) -> Tensor:
+        return net.parts[linear](results[at].flatten(2).mT).mT.unflatten(2, (SIZE, SIZE))
+
+    return run, width
 
 
 @step
 def twice(net: RandomNet, first: int, second: int) -> Step:
     at = net.pick(first)
-    layer: Any = net.own(nn.Conv2d(net.widths[at], net.widths[at], 1))
-    return on(at, lambda x: layer(layer(x).relu())), net.widths[at]
+    layer = net.own(nn.Conv2d(net.widths[at], net.widths[at], 1))
+    return (lambda net, results: net.parts[layer](net.parts[layer](results[at]).relu())), net.widths[at]
 
 
 @step

@@ -1,0 +1,92 @@
+"""Every command and every line of Python in the README that needs no network runs as it is written there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from prunekit.cli import cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORTER = (
+    ("image_size: 32", "image_size: 16"),
+    ("epochs: 12", "epochs: 0"),
+    ("epochs: 4", "epochs: 1"),
+    ("threads: 2", "threads: 1\n\ncalibration:\n  images: 64"),
+)
+"""What is changed in the recipe's copy that the commands run on; the commands themselves are as written."""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def commands() -> list[list[str]]:
+    """All `prunekit ...` commands of the README, in order, as argument lists without the program's name."""
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    found = [re.search(r"(?:^|/)prunekit ([^#]*)", line) for line in lines]
+    return [shlex.split(match.group(1).replace("<", "{").replace(">", "}")) for match in found if match]
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkout")
+    recipe = (ROOT / "recipes" / "resnet34.yaml").read_text(encoding="utf-8")
+    for old, new in SHORTER:
+        assert recipe.count(old) == 1, old
+        recipe = recipe.replace(old, new)
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "resnet34.yaml").write_text(recipe, encoding="utf-8")
+    return folder
+
+
+def test_every_kind_of_command_is_shown() -> None:
+    assert {arguments[0] for arguments in commands()} == set(cli.list_commands(None))  # type: ignore[arg-type]
+    assert commands()[0] == ["finetune", "recipes/resnet34.yaml"]
+
+
+def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout)
+    for arguments in commands():
+        runs = sorted((checkout / "runs" / "resnet34").glob("2*"))
+        filled = [argument.replace("{time}", runs[0].name if runs else "") for argument in arguments]
+        result = CliRunner().invoke(cli, filled)
+        # A timing on a busy machine may exceed a gate, or say that tiny images run no faster.
+        allowed = {0, 1} if "--max-latency-ms" in filled or filled[0] == "finetune" else {0}
+        assert result.exit_code in allowed, f"prunekit {shlex.join(filled)}\n{result.output}"
+        assert "error:" not in result.output, result.output
+    assert (next((checkout / "runs" / "resnet34").glob("2*")) / "report.html").is_file()
+
+
+def test_python_runs_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout)
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert type(names["again"]) is type(names["model"])
+
+
+def test_the_journey_takes_ten_lines_of_api() -> None:
+    code = [line for line in blocks("python")[0].splitlines() if "prunekit." in line or "optimizer." in line]
+    assert len(code) <= 10
+
+
+def test_setup_commands_stand_alone_and_match_continuous_integration() -> None:
+    setup = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("python3 -m venv")]
+    assert len(setup) == 2
+    assert setup[0].endswith("prunekit finetune recipes/resnet34.yaml")
+    assert setup[1].endswith("-m pytest")
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    pattern = re.search(r"grep -m1 -E '([^']*)' README.md", script)
+    assert pattern is not None
+    assert [line for line in README.splitlines() if re.search(pattern.group(1), line)] == [setup[1]]
+
+
+def test_links_of_the_readme_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
