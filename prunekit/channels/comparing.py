@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.nested import map_tensors, tensors_in
+from prunekit.channels.nested import gather, map_tensors, tensors_in
 from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run
+from prunekit.errors import ModelError
 
 TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""
@@ -91,6 +92,9 @@ def compare(
 
     Returns:
         The largest relative difference seen, and the first operator beyond `TOLERANCE`, or None.
+
+    Raises:
+        ModelError: already the masked model does not run.
     """
     operators = keyed(run)
     reference: dict[Key, tuple[str, list[Any]]] = {}
@@ -116,11 +120,19 @@ def compare(
             if not difference <= TOLERANCE:
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
 
-    _forward(masked, example, run.training, record)
     try:
-        _forward(compact, example, run.training, check)
+        wanted = _forward(masked, example, run.training, record)
+    except _Parted as parted:
+        raise ModelError(f"the masked model does not run in float64: {parted.divergence}") from None
+    try:
+        outputs = _forward(compact, example, run.training, check)
     except _Parted as parted:
         return parted.divergence.difference, parted.divergence
+    for want, got in zip(wanted, outputs, strict=True):
+        difference, detail = _difference(want, got)
+        worst = max(worst, difference)
+        if not difference <= TOLERANCE:
+            return difference, Divergence("", "", ("", -1), difference, f"only the model's outputs part: {detail}")
     return worst, None
 
 
@@ -156,13 +168,14 @@ def _difference(want: torch.Tensor | None, got: torch.Tensor) -> tuple[float, st
 
 def _forward(
     model: nn.Module, example: tuple[Any, ...], training: bool, see: Callable[[Key, str, Any, bool], None]
-) -> None:
+) -> list[torch.Tensor]:
+    """Runs a model with every operator seen, and returns the tensors of its output."""
     stack = ModuleStack(model)
     watch = _Watch(stack, see)
     with mode_for_trace(model, training), stack, torch.no_grad(), plain_attention():
         try:
             with watch:
-                model(*example)
+                output = model(*example)
         except _Parted:
             raise
         except Exception as error:
@@ -172,6 +185,7 @@ def _forward(
             raise _Parted(
                 Divergence(module, "", (module, watch.counts.get(module, -1)), float("inf"), detail)
             ) from None
+    return gather(output)
 
 
 def as_double(example: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.copying import named_tensors, with_tensors
-from prunekit.channels.flow import Flow
+from prunekit.channels.flow import Flow, LockRecord
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.nested import gather, map_tensors, tensors_in
 from prunekit.channels.rules import RULES, Call
@@ -50,15 +51,15 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.T
 
 @dataclass(eq=False)
 class Run:
-    """The operators of one forward pass, in order, and which of the examples it was for."""
+    """The operators of one forward pass, in order, and which of the examples it was for.
+
+    `repeats` says that it did exactly what the run before it did, label for label.
+    """
 
     example: int
     training: bool
+    repeats: bool = False
     operators: list[Operator] = field(default_factory=list)
-
-    def same_calls(self, other: Run) -> bool:
-        """Whether two runs called the same operators in the same modules."""
-        return [(o.name, o.module) for o in self.operators] == [(o.name, o.module) for o in other.operators]
 
 
 @dataclass(eq=False)
@@ -96,6 +97,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
         call = signature(args, kwargs, outs)
         if not self._repeats(name, before, call, outs):
+            self.run.repeats = False
             known = flow.fields(target)
             self._apply(name, args, kwargs, out, before)
             self._guard_views(target, known)
@@ -176,9 +178,19 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
             _run(clone, inputs, Run(index, training=False), trace)
         if watch.asked:
-            with mode_for_trace(clone, True):
-                _run(clone, inputs, Run(index, training=True), trace)
+            try:
+                with mode_for_trace(clone, True):
+                    _run(clone, inputs, Run(index, training=True, repeats=True), trace)
+            except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
+                if meta:
+                    raise
+                reason = f"train mode does not run on this example ({_first_line(error)}); what only it uses stays"
+                flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
     return trace
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _label(flow: Flow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Labels | None, ...], Labels]:
@@ -219,5 +231,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     flow.operator = ""
     for tensor in tensors_in(output):
         flow.lock(flow.fields(tensor), "output of the model")
+    earlier = trace.runs[-1] if run.training else None
+    run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)
     trace.runs.append(run)
     trace.rewritten |= mode.rewritten

@@ -17,7 +17,7 @@ from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks
 from prunekit.channels.slicing import kept_indices, narrow
 from prunekit.channels.tracing import Run
-from prunekit.errors import PlanError
+from prunekit.errors import ModelError, PlanError
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,17 +74,18 @@ def _try(
     """One trial in float64: on every example in eval mode, and in train mode if that runs other operators."""
     mask = to_masked_double(kept_indices(channel_map, keep))
     worst = 0.0
-    runs = channel_map.traced.trace.runs
-    for index, run in enumerate(runs):
-        if run.training and run.same_calls(runs[index - 1]):
+    for run in channel_map.traced.trace.runs:
+        if run.repeats:
             continue
         example = examples[run.example]
-        with (
-            DoubledWhileRunning(model, mask) as masked,
-            DoubledWhileRunning(compact, to_double, in_place=True) as small,
-        ):
-            difference, divergence = compare(masked.model, small.model, channel_map, keep, example, run)
-        if divergence is not None:  # perhaps only because a module uses another's weights
+        small = DoubledWhileRunning(compact, to_double, in_place=True)
+        try:
+            with DoubledWhileRunning(model, mask) as masked, small:
+                difference, divergence = compare(masked.model, small.model, channel_map, keep, example, run)
+            agreed = divergence is None
+        except ModelError:
+            agreed = False
+        if not agreed:  # perhaps only because a module uses another's weights
             whole = doubled(model, mask), doubled(compact, to_double)
             difference, divergence = compare(*whole, channel_map, keep, example, run)
         worst = max(worst, difference)

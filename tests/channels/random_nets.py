@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Run = Callable[[Any, list[Tensor]], Tensor]
-Step = tuple[Run, int]  # what it computes from a net (the one that runs: nets are copied) and the results so far; its channels
+Step = tuple[
+    Run, int
+]  # what it computes from a net (the one that runs: nets are copied) and the results so far; its channels
 SIZE = 5
 WIDEST = 20
 
@@ -71,7 +73,9 @@ def through(at: int, part: int) -> Run:
 @step
 def conv(net: RandomNet, first: int, second: int) -> Step:
     at, width, kernel = net.pick(first), 4 + 2 * (second % 3), 1 + 2 * (second % 2)
-    return through(at, net.own(nn.Conv2d(net.widths[at], width, kernel, padding=kernel // 2, bias=second % 4 > 0))), width
+    return through(
+        at, net.own(nn.Conv2d(net.widths[at], width, kernel, padding=kernel // 2, bias=second % 4 > 0))
+    ), width
 
 
 @step
