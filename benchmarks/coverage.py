@@ -18,8 +18,8 @@ import time
 from typing import Any
 
 FAMILIES = (
-    "alexnet", "vgg", "resnet", "resnext", "wide_resnet", "densenet", "googlenet", "inception", "squeezenet", "mobilenet",
-    "mnasnet", "shufflenet", "efficientnet", "regnet",
+    "alexnet", "vgg", "resnet", "resnext", "wide_resnet", "densenet", "googlenet", "inception", "squeezenet",
+    "mobilenet", "mnasnet", "shufflenet", "efficientnet", "regnet",
 )  # fmt: skip
 SIZES = {"inception_v3": 299, "efficientnet_v2_s": 384, "efficientnet_v2_m": 480, "efficientnet_v2_l": 480} | {
     f"efficientnet_b{i}": size for i, size in enumerate((224, 240, 288, 300, 380, 456, 528, 600))
@@ -66,10 +66,9 @@ def check(name: str) -> dict[str, Any]:
     if free < 0.95:
         reasons.append(f"{free:.1%} of the parameters are on a free axis")
     if left > 0.32:
-        locked = sorted(
-            ((term, value) for term, value in chart.layer_macs(pruned.plan.keep).items()), key=lambda i: -i[1]
-        )
-        reasons.append(f"most MACs left in {', '.join(path for path, _ in locked[:2])}")
+        dense, kept = chart.layer_macs(), chart.layer_macs(pruned.plan.keep)
+        most = sorted(dense, key=lambda path: dense[path] / 4 - kept[path])[:3]
+        reasons.append("more than a quarter stays in " + ", ".join(f"{p} ({kept[p] / dense[p]:.0%})" for p in most))
     added = [lock for lock in chart.locks if lock.reason.startswith("the trial")]
     reasons += [f"{lock.module}: {lock.reason}" for lock in added[:3]]
     return {

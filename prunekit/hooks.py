@@ -49,7 +49,7 @@ class HookOwner:
             change: returns the new gradient, or None to leave it; not called any more once this owner has exited,
                 also for graphs that were recorded before.
             rewritten: whether the output, or an input, is written to in place afterwards (by a later in-place ReLU,
-                by `out += identity`, by the module itself).
+                by `out += identity`, by the module itself); also where no input has a gradient.
         """
 
         def guarded(gradient: Tensor) -> Tensor | None:

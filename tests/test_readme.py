@@ -68,7 +68,7 @@ def test_python_runs_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch)
     names: dict[str, object] = {}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)
-    assert type(names["again"]) is type(names["model"])
+    assert type(names["again"]) is type(names["quick"]) is type(names["model"])
 
 
 def test_the_journey_takes_ten_lines_of_api() -> None:

@@ -21,6 +21,9 @@ from prunekit.errors import ModelError
 TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""
 
+CANCELLED = 1e-4
+"""Below this share of the largest value in the run, what is left of a sum may be rounding alone."""
+
 Key = tuple[str, int]
 """A module path and the how-manieth operator that ran directly in it: stable where the order of modules is not."""
 
@@ -107,15 +110,15 @@ def compare(
         fresh = [v.clone() if any(v is t for t in tensors_in(out)) else v for v in values]
         reference[key] = (name, fresh)
 
-    worst = 0.0
+    worst = peak = 0.0
 
     def check(key: Key, name: str, out: Any, is_view: bool) -> None:
-        nonlocal worst
+        nonlocal worst, peak
         expected = reference.pop(key, None)
         if expected is None or expected[0] != name:
             return
         for want, got in zip(expected[1], tensors_in(out), strict=False):
-            difference, detail = _difference(want, got)
+            difference, detail, peak = _difference(want, got, peak)
             worst = max(worst, difference)
             if not difference <= TOLERANCE:
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
@@ -129,7 +132,7 @@ def compare(
     except _Parted as parted:
         return parted.divergence.difference, parted.divergence
     for want, got in zip(wanted, outputs, strict=True):
-        difference, detail = _difference(want, got)
+        difference, detail, peak = _difference(want, got, peak)
         worst = max(worst, difference)
         if not difference <= TOLERANCE:
             return difference, Divergence("", "", ("", -1), difference, f"only the model's outputs part: {detail}")
@@ -148,22 +151,28 @@ def _largest(tensor: torch.Tensor) -> float:
     return max(-float(low), float(high)) if low == low else float("nan")
 
 
-def _difference(want: torch.Tensor | None, got: torch.Tensor) -> tuple[float, str]:
+def _difference(want: torch.Tensor | None, got: torch.Tensor, peak: float) -> tuple[float, str, float]:
+    """Relative difference, what to say of it, and the largest value met so far in the run.
+
+    Values that cancel to less than `CANCELLED` of that largest are rounding, and are measured against it.
+    """
     if want is None:
-        return 0.0, ""
+        return 0.0, "", peak
     if want.shape != got.shape:
-        return float("inf"), f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+        return float("inf"), f"shape {tuple(got.shape)}, expected {tuple(want.shape)}", peak
     if not want.numel() or want.is_meta:
-        return 0.0, ""
+        return 0.0, "", peak
     if not want.is_floating_point():
         same = torch.equal(want, got)
-        return (0.0, "") if same else (float("inf"), "integer or boolean values differ")
-    scale = max(_largest(want), torch.finfo(want.dtype).tiny)
+        return (0.0, "", peak) if same else (float("inf"), "integer or boolean values differ", peak)
+    largest = _largest(want)
+    peak = max(peak, largest) if largest < float("inf") else peak
+    scale = max(largest, CANCELLED * peak, torch.finfo(want.dtype).tiny)
     difference = _largest(want - got) / scale
     if difference != difference:
         same = torch.equal(want.isnan(), got.isnan()) and torch.equal(want.nan_to_num(), got.nan_to_num())
-        return (0.0, "") if same else (float("inf"), "NaN or Inf where the other model has none")
-    return difference, f"values differ by {difference:.3g} of the largest"
+        return (0.0, "", peak) if same else (float("inf"), "NaN or Inf where the other model has none", peak)
+    return difference, f"values differ by {difference:.3g} of the largest", peak
 
 
 def _forward(

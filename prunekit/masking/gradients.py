@@ -45,8 +45,10 @@ class GradientMasks(HookOwner):
         for path, (module, masked) in self._masked.items():
             dropped = _dropped_outputs(path, self._plan)
             if dropped is not None:
-                rewritten = path in self._plan.channel_map.rewritten
-                self.own_output_gradient(module, _mask_channels(path, module, dropped), rewritten=rewritten)
+                chart = self._plan.channel_map
+                # What reads the model's own input has no gradient there, and older torch warns of such hooks.
+                unsafe = path in chart.rewritten or (path, "input", 0) not in chart.activations
+                self.own_output_gradient(module, _mask_channels(path, module, dropped), rewritten=unsafe)
             for tensor in masked:
                 self._watch(tensor, tensor.of(module))
 

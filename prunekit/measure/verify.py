@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from prunekit.channels.comparing import TOLERANCE, as_double, compare
+from prunekit.channels.copying import named_tensors
 from prunekit.channels.doubled import doubled, to_double
 from prunekit.channels.nested import tensors_in
+from prunekit.channels.slicing import cut
 from prunekit.context import training_mode
 from prunekit.errors import UsageError, VerificationError
 from prunekit.planning import Plan
@@ -41,7 +43,10 @@ def verify(
     *,
     tolerance: float = TOLERANCE,
 ) -> Verification:
-    """Compares the outputs of masked and compact model in float64, in eval mode, on the CPU.
+    """Compares masked and compact model in float64 on the CPU: their outputs in eval mode, and what is in them.
+
+    An output need not show a wrong index: the channel may be dead on these inputs. So every tensor of the compact
+    model is compared with the kept entries of the masked one as well.
 
     Args:
         masked: the dense-sized model with zeros where the plan prunes, as fine-tuning left it; not re-masked here.
@@ -56,6 +61,7 @@ def verify(
     """
     masked64, compact64 = doubled(masked, to_double), doubled(compact, to_double)
     worst, seen = 0.0, 0
+    misplaced = _misplaced(masked64, compact64, plan, tolerance)
     for example in examples:
         inputs = as_double(example)
         with training_mode(masked64, False), training_mode(compact64, False), torch.no_grad():
@@ -66,6 +72,8 @@ def verify(
                 difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
             else:
                 difference, reason = _difference(want, got)
+        if misplaced and difference <= tolerance:
+            difference, reason = inf, misplaced
         if not difference <= tolerance:
             raise VerificationError(
                 f"masked and compact model differ: {_where(masked64, compact64, plan, inputs, reason)}"
@@ -82,7 +90,18 @@ def _where(masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any,
         return f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
     divergence = compare(masked, compact, plan.channel_map, plan.keep, inputs, run)[1]
-    return f"{reason}; only the final outputs part" if divergence is None else f"first at {divergence}"
+    return f"{reason}; no operator before shows it" if divergence is None else f"first at {divergence}"
+
+
+def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: float) -> str:
+    """The first tensor of the compact model that is not the kept entries of the masked one's; empty if none."""
+    narrow = dict(named_tensors(compact))
+    for name, tensor in named_tensors(masked):
+        if name in narrow and tensor.is_floating_point() and tensor.numel():
+            difference, _ = _apart(cut(tensor, plan.kept_indices.get(name, ())), narrow[name].detach())
+            if not difference <= tolerance:
+                return f"{name} of the compact model is not what the plan keeps of the masked model's"
+    return ""
 
 
 def _difference(want: Any, got: Any) -> tuple[float, str]:

@@ -209,6 +209,19 @@ def channel_shuffle() -> Case:
 
 
 @case("a.weight")
+def shuffle_that_the_narrow_model_need_not_copy() -> Case:
+    """With one channel in every group, `reshape` is a view: the narrow model runs other operators."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        n, c, h, w = y.shape
+        y = y.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+        return net.b(torch.relu(y)) + net.c(torch.relu(x))
+
+    return Net(forward, a=conv(3, 4, 1), b=conv(4, 5, 1), c=conv(3, 5, 1)), image()
+
+
+@case("a.weight")
 def channels_into_the_batch_and_back() -> Case:
     def forward(net: Any, x: Tensor) -> Tensor:
         y = net.a(x)
@@ -484,6 +497,30 @@ def causal_mask_of_infinities() -> Case:
         scores = y @ y.transpose(1, 2)
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return net.b(scores.masked_fill(mask, float("-inf")).softmax(-1) @ y)
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 5)), tokens()
+
+
+@case()
+def mask_of_the_lowest_number_before_a_width() -> Case:
+    """The largest number of a run says nothing of the size of the others."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(1, 2)
+        y = scores.masked_fill(net.mask, torch.finfo(scores.dtype).min).softmax(-1) @ net.a(x)
+        return net.b(y / y.shape[-1] ** 0.5)
+
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 5), mask=mask), tokens()
+
+
+@case()
+def factory_before_a_width() -> Case:
+    """A tensor made by `torch.ones` must not put the trial out of step with the trace."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x) * torch.ones(1, dtype=x.dtype)
+        return net.b(y / y.shape[-1] ** 0.5)
 
     return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 5)), tokens()
 

@@ -23,6 +23,17 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 )  # fmt: skip
 
 
+class StepModule(nn.Module):
+    """One step as a module of its own."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, net: Any, results: list[Tensor]) -> Tensor:
+        return self.run(net, results)
+
+
 class RandomNet(nn.Module):
     """Runs a program; every module it needs is made when the program is read."""
 
@@ -30,10 +41,10 @@ class RandomNet(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList()
         self.widths = [3]
-        self.steps: list[Run] = []
+        self.steps = nn.ModuleList()
         for name, first, second in program:
             run, width = STEPS[name](self, first, second)
-            self.steps.append(run)
+            self.steps.append(StepModule(run))
             self.widths.append(width)
         last = self.widths[-3:]
         self.head, self.flat = nn.Linear(sum(last), 4), nn.Linear(last[-1] * SIZE * SIZE, 3)
@@ -180,7 +191,7 @@ def spatial(net: RandomNet, first: int, second: int) -> Step:
         lambda x: F.max_pool2d(x, 3, 1, 1),
         lambda x: F.pad(x, (1, 0, 0, 1), value=0.5)[:, :, 1:, :-1],
         lambda x: F.interpolate(x, scale_factor=2)[:, :, ::2, ::2],
-        lambda x: x - x.mean((2, 3), keepdim=True),
+        lambda x: x - 0.5 * x.mean((2, 3), keepdim=True),
         lambda x: x.flip(1, 2),
         lambda x: x.flatten(2).softmax(-1).view_as(x),
     )
@@ -221,7 +232,7 @@ def mixed(net: RandomNet, first: int, second: int) -> Step:
     at = net.pick(first)
     functions: tuple[Callable[[Tensor], Tensor], ...] = (
         lambda x: x.softmax(1),
-        lambda x: x - x.mean(1, keepdim=True),
+        lambda x: x - 0.5 * x.mean(1, keepdim=True),
         lambda x: x * x.sigmoid().sum(1, keepdim=True),
         lambda x: x + x.sum(1, keepdim=True),
         lambda x: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
