@@ -130,6 +130,11 @@ HOOK_TABLES = (
 )
 
 
+def is_ours(hook: object) -> bool:
+    """Whether an owner of this package registered a hook: it belongs to its model and is not copied with it."""
+    return str(getattr(hook, "__module__", "")).startswith("prunekit.")
+
+
 def count_hooks(model: nn.Module) -> int:
     """Number of hooks registered on a model: on its modules, and on its parameters' gradients."""
     modules = sum(len(getattr(module, table, ())) for module in model.modules() for table in HOOK_TABLES)

@@ -15,17 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.nested import gather, map_tensors, tensors_in
 from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
-from prunekit.channels.tracing import Operator, Run
+from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
 
 TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""
 
+FILLER = 1e6
+"""Larger values are taken for fillers, such as those that mask attention, and say nothing of the run's scale."""
+
 CANCELLED = 1e-4
 """Below this share of the largest value in the run, what is left of a sum may be rounding alone."""
 
-Key = tuple[str, int]
-"""A module path and the how-manieth operator that ran directly in it: stable where the order of modules is not."""
+Key = tuple[str, str, int]
+"""A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
 
 
 @dataclass(frozen=True)
@@ -46,26 +49,41 @@ class Divergence:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators by module and hands each, with its key, to `see`."""
 
-    def __init__(self, stack: ModuleStack, see: Callable[[Key, str, Any, bool], None]) -> None:
+    def __init__(self, stack: ModuleStack, see: Callable[[Key, str, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stack, self.see = stack, see
-        self.counts: dict[str, int] = {}
+        self.counts: dict[tuple[str, str], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        module = self.stack.current
-        number = self.counts[module] = self.counts.get(module, -1) + 1
-        self.see((module, number), str(func._schema.name).replace("::", "."), out, func.is_view)
+        name = str(func._schema.name).replace("::", ".")
+        out = without_chance(name, func(*args, **(kwargs or {})))
+        if is_counted(func, name):
+            module = self.stack.current
+            number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
+            self.see((module, name, number), name, out)
         return out
+
+
+RANDOM = {f"aten.{name}{suffix}" for suffix in ("", "_") for name in
+          ("bernoulli", "uniform", "normal", "rand", "randn", "rand_like", "randn_like", "exponential")}  # fmt: skip
+
+
+def without_chance(name: str, out: Any) -> Any:
+    """Random numbers made equal: two models of different widths cannot draw the same ones."""
+    if name in RANDOM and isinstance(out, torch.Tensor):
+        out.fill_(1.0)
+    return out
 
 
 def keyed(run: Run) -> dict[Key, Operator]:
     """The operators of a traced run by key."""
-    counts: dict[str, int] = {}
+    counts: dict[tuple[str, str], int] = {}
     result = {}
     for operator in run.operators:
-        number = counts[operator.module] = counts.get(operator.module, -1) + 1
-        result[operator.module, number] = operator
+        if not operator.counted:
+            continue
+        number = counts[operator.module, operator.name] = counts.get((operator.module, operator.name), -1) + 1
+        result[operator.module, operator.name, number] = operator
     return result
 
 
@@ -89,12 +107,18 @@ def kept_entries(tensor: torch.Tensor, operator: Operator, output: int, channel_
 
 
 def compare(
-    masked: nn.Module, compact: nn.Module, channel_map: ChannelMap, keep: Keep, example: tuple[Any, ...], run: Run
+    masked: nn.Module,
+    compact: nn.Module,
+    channel_map: ChannelMap,
+    keep: Keep,
+    example: tuple[Any, ...],
+    run: Run,
+    tolerance: float = TOLERANCE,
 ) -> tuple[float, Divergence | None]:
     """Runs both models on one input and compares every operator's kept entries.
 
     Returns:
-        The largest relative difference seen, and the first operator beyond `TOLERANCE`, or None.
+        The largest relative difference seen, and the first operator beyond `tolerance`, or None.
 
     Raises:
         ModelError: already the masked model does not run.
@@ -102,9 +126,9 @@ def compare(
     operators = keyed(run)
     reference: dict[Key, tuple[str, list[Any]]] = {}
 
-    def record(key: Key, name: str, out: Any, is_view: bool) -> None:
+    def record(key: Key, name: str, out: Any) -> None:
         operator = operators.get(key)
-        if is_view or operator is None or operator.name != name:
+        if operator is None or operator.name != name or "empty" in name:
             return
         values = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(tensors_in(out))]
         fresh = [v.clone() if any(v is t for t in tensors_in(out)) else v for v in values]
@@ -112,7 +136,7 @@ def compare(
 
     worst = peak = 0.0
 
-    def check(key: Key, name: str, out: Any, is_view: bool) -> None:
+    def check(key: Key, name: str, out: Any) -> None:
         nonlocal worst, peak
         expected = reference.pop(key, None)
         if expected is None or expected[0] != name:
@@ -120,22 +144,25 @@ def compare(
         for want, got in zip(expected[1], tensors_in(out), strict=False):
             difference, detail, peak = _difference(want, got, peak)
             worst = max(worst, difference)
-            if not difference <= TOLERANCE:
+            if not difference <= tolerance:
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
 
     try:
         wanted = _forward(masked, example, run.training, record)
     except _Parted as parted:
-        raise ModelError(f"the masked model does not run in float64: {parted.divergence}") from None
+        raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
     try:
         outputs = _forward(compact, example, run.training, check)
     except _Parted as parted:
         return parted.divergence.difference, parted.divergence
+    if len(wanted) != len(outputs):
+        detail = f"{len(outputs)} tensors in the output, expected {len(wanted)}"
+        return float("inf"), Divergence("", "", ("", "", -1), float("inf"), detail)
     for want, got in zip(wanted, outputs, strict=True):
         difference, detail, peak = _difference(want, got, peak)
         worst = max(worst, difference)
-        if not difference <= TOLERANCE:
-            return difference, Divergence("", "", ("", -1), difference, f"only the model's outputs part: {detail}")
+        if not difference <= tolerance:
+            return difference, Divergence("", "", ("", "", -1), difference, f"only the model's outputs part: {detail}")
     return worst, None
 
 
@@ -166,17 +193,19 @@ def _difference(want: torch.Tensor | None, got: torch.Tensor, peak: float) -> tu
         same = torch.equal(want, got)
         return (0.0, "", peak) if same else (float("inf"), "integer or boolean values differ", peak)
     largest = _largest(want)
-    peak = max(peak, largest) if largest < float("inf") else peak
+    peak = max(peak, largest) if largest < FILLER else peak
     scale = max(largest, CANCELLED * peak, torch.finfo(want.dtype).tiny)
     difference = _largest(want - got) / scale
-    if difference != difference:
-        same = torch.equal(want.isnan(), got.isnan()) and torch.equal(want.nan_to_num(), got.nan_to_num())
-        return (0.0, "", peak) if same else (float("inf"), "NaN or Inf where the other model has none", peak)
+    if difference != difference or largest == float("inf"):
+        finite = want.isfinite()
+        if finite.all() or not torch.equal(want[~finite].nan_to_num(), got[~finite].nan_to_num()):
+            return float("inf"), "NaN or Inf where the other model has none", peak
+        return _difference(want[finite], got[finite], peak)
     return difference, f"values differ by {difference:.3g} of the largest", peak
 
 
 def _forward(
-    model: nn.Module, example: tuple[Any, ...], training: bool, see: Callable[[Key, str, Any, bool], None]
+    model: nn.Module, example: tuple[Any, ...], training: bool, see: Callable[[Key, str, Any], None]
 ) -> list[torch.Tensor]:
     """Runs a model with every operator seen, and returns the tensors of its output."""
     stack = ModuleStack(model)
@@ -191,20 +220,21 @@ def _forward(
             module = stack.current
             frame = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} ({frame.name})"
-            raise _Parted(
-                Divergence(module, "", (module, watch.counts.get(module, -1)), float("inf"), detail)
-            ) from None
+            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail)) from None
     return gather(output)
 
 
-def as_double(example: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The example in float64; a constant one is exchanged for noise, which hides nothing."""
+def as_double(
+    example: tuple[Any, ...], dtype: torch.dtype | None = torch.float64, *, noise: bool = True
+) -> tuple[Any, ...]:
+    """The example in float64, or in its own precision with None; constant tensors, which hide much, become noise."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor.cpu()
-        if tensor.is_meta or not tensor.numel() or bool((tensor == tensor.reshape(-1)[0]).all()):
-            return torch.randn(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        return tensor.detach().to("cpu", torch.float64)
+        constant = tensor.numel() > 1 and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[0]).all())
+        if tensor.is_meta or (constant and noise):
+            return torch.randn(tensor.shape, dtype=dtype or tensor.dtype, generator=torch.Generator().manual_seed(0))
+        return tensor.detach().to("cpu", dtype)
 
     return tuple(map_tensors(value, convert) for value in example)

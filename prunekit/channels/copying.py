@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.errors import ModelError
+from prunekit.hooks import HOOK_TABLES, is_ours
 
 _ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype, torch.device)
 _CONTAINERS = (dict, set, OrderedDict)
@@ -78,6 +79,8 @@ def _clone(value: Any, memo: dict[int, Any]) -> Any:
         kind = type(item)
         if kind in _ATOM_TYPES or (kind is tuple and all(type(entry) in _ATOM_TYPES for entry in item)):
             state[name] = item
+        elif name in HOOK_TABLES and item:
+            state[name] = type(item)((key, hook) for key, hook in item.items() if not is_ours(hook))
         elif name in _OWN_TABLES:
             state[name] = type(item)((key, _clone(entry, memo)) for key, entry in item.items())
         else:

@@ -16,20 +16,23 @@ Convert = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def to_double(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU, in float64 if it is a floating-point one."""
-    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None)
+    """A copy of a tensor on the CPU, in float64 if it is a floating-point one."""
+    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None, copy=True)
 
 
-def to_masked_double(kept: KeptIndices) -> Convert:
-    """Like `to_double`, with zeros in place of removed entries."""
+def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on the CPU, in its own precision."""
+    return tensor.detach().to("cpu", copy=True)
 
-    def convert(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        double = to_double(name, tensor)
-        if name not in kept:
-            return double
-        return blank(double.clone() if double is tensor or double.dtype == tensor.dtype else double, kept[name])
 
-    return convert
+def with_zeros(convert: Convert, kept: KeptIndices) -> Convert:
+    """Like `convert`, with zeros in place of removed entries."""
+
+    def masked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        converted = convert(name, tensor)
+        return blank(converted, kept[name]) if name in kept else converted
+
+    return masked
 
 
 def doubled(model: nn.Module, convert: Convert) -> nn.Module:

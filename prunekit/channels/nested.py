@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    """Every tensor in nested tuples, lists, dicts, and the attributes of dataclasses and other plain objects."""
     return iter(gather(value))
 
 
@@ -21,7 +24,7 @@ def gather(value: Any) -> list[torch.Tensor]:
 def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif value is None or isinstance(value, (int, float, str)):
+    elif value is None or isinstance(value, (int, float, str, type, nn.Module)):
         pass
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -29,18 +32,24 @@ def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             _gather(item, found)
-    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+    elif hasattr(value, "__dict__") and not callable(value):
         for item in vars(value).values():
             _gather(item, found)
     return found
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nesting of tuples, lists and dicts with every tensor exchanged."""
+    """The same nesting of tuples, named tuples, lists, dicts and dataclasses with every tensor exchanged."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return {key: map_tensors(item, function) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, function) for item in value)
+        items = [map_tensors(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for name, item in vars(value).items():
+            object.__setattr__(twin, name, map_tensors(item, function))
+        return twin
     return value

@@ -14,9 +14,11 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow, LockRecord
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.nested import gather, map_tensors, tensors_in
-from prunekit.channels.rules import RULES, Call
+from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
+from prunekit.context import seeded
+from prunekit.errors import ModelError, PrunekitError
 
 ActivationKey = tuple[str, str, int]
 
@@ -35,7 +37,13 @@ class Operator:
     module: str
     outputs: tuple[tuple[Field, ...], ...]
     inputs: tuple[Field, ...]
+    counted: bool  # neither a view nor a plain copy, which a model may need or not depending on its widths
     call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
+
+
+def is_counted(func: Any, name: str) -> bool:
+    """Whether an operator has a number of its own in the trial: views and plain copies do not."""
+    return not func.is_view and name not in {"aten.clone", "aten._to_copy", "aten.contiguous"}
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -102,11 +110,12 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._apply(name, args, kwargs, out, before)
             self._guard_views(target, known)
         self._follow_storage(target, inputs, outs)
-        self.run.operators.append(Operator(name, flow.module, tuple([flow.fields(o) for o in outs]), before, call))
+        fields = tuple([flow.fields(o) for o in outs])
+        self.run.operators.append(Operator(name, flow.module, fields, before, is_counted(func, name), call))
         return out
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
-        if before:
+        if before or name in COUNTED:
             rule = RULES.get(name)
             if rule is None:
                 self.flow.lock(before, f"operator {name} has no rule")
@@ -152,11 +161,24 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]]) -> Trace:
     """Traces every example in eval mode, and where the model asks for its mode in train mode too: auxiliary heads.
 
     The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real.
+
+    Raises:
+        ModelError: the model does not run on an example, or cannot be copied.
     """
-    try:
-        return _trace(model, examples, meta=True)
-    except Exception:  # any failure on meta tensors: the model looks at values, or at its device
-        return _trace(model, examples, meta=False)
+    with seeded(0):
+        try:
+            return _trace(model, examples, meta=True)
+        except Exception:  # any failure on meta tensors: the model looks at values, or at its device
+            pass
+        try:
+            return _trace(model, examples, meta=False)
+        except PrunekitError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{type(model).__name__} does not run on the example inputs: {_first_line(error)}; expected the "
+                "positional arguments of its forward, as one tuple for each example"
+            ) from error
 
 
 def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> Trace:

@@ -7,17 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from prunekit.channels.comparing import Divergence, as_double, compare, keyed
-from prunekit.channels.doubled import DoubledWhileRunning, doubled, to_double, to_masked_double
+from prunekit.channels.comparing import TOLERANCE, Divergence, as_double, compare, keyed
+from prunekit.channels.doubled import DoubledWhileRunning, as_it_is, doubled, to_double, with_zeros
 from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks
-from prunekit.channels.slicing import kept_indices, narrow
-from prunekit.channels.tracing import Run
+from prunekit.channels.slicing import KeptIndices, kept_indices, narrow
+from prunekit.channels.tracing import Operator, Run
+from prunekit.context import seeded
 from prunekit.errors import ModelError, PlanError
+
+OWN_PRECISION = 1e-4
+"""Tolerance of a trial in the model's own precision, for models whose code does not let them run in float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +59,12 @@ def settle(
     Raises:
         PlanError: no agreement after `attempts` locks.
     """
-    double = [as_double(example) for example in examples]
     divergence: Divergence | None = None
     for _ in range(attempts):
         keep = choose(channel_map)
-        kept = kept_indices(channel_map, keep)
-        compact = narrow(model, kept)
-        worst, found = _try(model, compact, channel_map, keep, double)
+        compact = narrow(model, kept_indices(channel_map, keep))
+        with seeded(0):
+            worst, found = _try(model, compact, channel_map, keep, examples)
         if found is None:
             return Settled(channel_map, keep, compact, worst)
         divergence, run = found
@@ -71,41 +75,60 @@ def settle(
 def _try(
     model: nn.Module, compact: nn.Module, channel_map: ChannelMap, keep: Keep, examples: list[tuple[Any, ...]]
 ) -> tuple[float, tuple[Divergence, Run] | None]:
-    """One trial in float64: on every example in eval mode, and in train mode if that runs other operators."""
-    mask = to_masked_double(kept_indices(channel_map, keep))
+    """One trial: on every example in eval mode, and in train mode if that differs."""
+    kept = kept_indices(channel_map, keep)
     worst = 0.0
     for run in channel_map.traced.trace.runs:
         if run.repeats:
             continue
-        example = examples[run.example]
-        small = DoubledWhileRunning(compact, to_double, in_place=True)
-        try:
-            with DoubledWhileRunning(model, mask) as masked, small:
-                difference, divergence = compare(masked.model, small.model, channel_map, keep, example, run)
-            agreed = divergence is None
-        except ModelError:
-            agreed = False
-        if not agreed:  # perhaps only because a module uses another's weights
-            whole = doubled(model, mask), doubled(compact, to_double)
-            difference, divergence = compare(*whole, channel_map, keep, example, run)
+
+        def compared(masked: nn.Module, small: nn.Module, run: Run = run, dtype: Any = torch.float64) -> Any:
+            tolerance = TOLERANCE if dtype else OWN_PRECISION
+            return compare(masked, small, channel_map, keep, as_double(examples[run.example], dtype), run, tolerance)
+
+        difference, divergence = _run_in_turn(model, compact, kept, compared)
         worst = max(worst, difference)
         if divergence is not None:
             return worst, (divergence, run)
     return worst, None
 
 
+def _run_in_turn(
+    model: nn.Module, compact: nn.Module, kept: KeptIndices, compared: Callable[..., tuple[float, Divergence | None]]
+) -> tuple[float, Divergence | None]:
+    """Compares in float64 without copies; where that fails, with copies; where that fails, in the model's precision."""
+    mask = with_zeros(to_double, kept)
+    small = DoubledWhileRunning(compact, to_double, in_place=True)
+    try:
+        with DoubledWhileRunning(model, mask) as masked, small:
+            found = compared(masked.model, small.model)
+        if found[1] is None:
+            return found
+    except ModelError:
+        pass  # a module uses another's weights
+    try:
+        return compared(doubled(model, mask), doubled(compact, to_double))
+    except ModelError:  # the model's code fixes a precision
+        return compared(doubled(model, with_zeros(as_it_is, kept)), doubled(compact, as_it_is), dtype=None)
+
+
 def _locks_for(divergence: Divergence, run: Run) -> list[LockRecord]:
     """Locks all labels at the operator that differs, or at every operator of the module whose Python failed."""
     operators = keyed(run)
-    guilty = [operators[divergence.key]] if divergence.operator and divergence.key in operators else []
-    if not guilty:
-        guilty = [operator for operator in run.operators if operator.module == divergence.module]
-    labels: list[Labels] = [
-        field.labels.reshape(-1)
-        for operator in guilty
-        for field in (*operator.inputs, *(f for fields in operator.outputs for f in fields))
-    ]
+    culprit = operators.get(divergence.key) if divergence.operator else None
+    if culprit is not None:
+        before = run.operators[: run.operators.index(culprit) + 1]
+        candidates = [[operator] for operator in reversed(before)]  # the culprit, or the last before it with labels
+    else:
+        inside = [operator for operator in run.operators if operator.module == divergence.module]
+        candidates = [inside, run.operators[-1:]]
+    labels = next((found for found in map(_labels_at, candidates) if found), None)
     if not labels:
         raise PlanError(f"the compact model fails where no channel is known: {divergence}")
     reason = f"the trial found a difference: {divergence.detail}"
     return [LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))]
+
+
+def _labels_at(operators: list[Operator]) -> list[Labels]:
+    fields = [f for o in operators for f in (*o.inputs, *(f for fields in o.outputs for f in fields))]
+    return [field.labels.reshape(-1) for field in fields]

@@ -10,7 +10,7 @@ from prunekit.cli.bench import bench_command
 from prunekit.cli.calibrate import calibrate_command
 from prunekit.cli.evaluate import evaluate_command
 from prunekit.cli.finetune import finetune_command
-from prunekit.cli.group import INTERRUPTED, ErrorGroup
+from prunekit.cli.group import FAILED, INTERRUPTED, ErrorGroup
 from prunekit.cli.inspect import inspect_command
 from prunekit.cli.options import debug_option
 
@@ -36,6 +36,10 @@ def main() -> None:
     except KeyboardInterrupt:
         # Outside of any command, such as while modules are imported.
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        # Help and version are written before any command is invoked.
+        click.echo(f"prunekit: error: stdout cannot be written: {error.strerror or error}", err=True)
+        sys.exit(FAILED)
 
 
 __all__ = ["cli", "main"]

@@ -16,7 +16,7 @@ from prunekit.cli.options import (
     seed_option,
     split_overrides,
 )
-from prunekit.cli.output import Console, save, table
+from prunekit.cli.output import Console, check_folder, save, table
 
 
 def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ def _counts(context: click.Context, parameter: click.Parameter, value: str) -> t
 @model_options
 @device_option
 @seed_option
-@output_option("bench.json")
+@output_option("bench.json.")
 @common_options
 def bench_command(
     arguments: tuple[str, ...],
@@ -58,6 +58,7 @@ def bench_command(
     the first. A latency is that of the whole batch. Without --device the CPU is timed, and CUDA where there is one.
     """
     console = Console(as_json)
+    check_folder(output)
     targets, overrides = split_overrides(arguments)
     refuse_idle_overrides(overrides, targets)
     from prunekit.measure import LatencySettings

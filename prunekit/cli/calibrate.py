@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prunekit.cli.options import common_options, device_option, load_job, output_option, seed_option
-from prunekit.cli.output import Console, table
+from prunekit.cli.output import Console, check_folder, table
 
 if TYPE_CHECKING:
     from prunekit.calibration import ChannelStats
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @device_option
 @seed_option
-@output_option("runs  [default: runs]")
+@output_option("runs.  [default: runs]")
 @common_options
 def calibrate_command(recipe: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Run the dense model of a recipe on its calibration images and write the statistics of every channel, as
@@ -29,6 +29,7 @@ def calibrate_command(recipe: str, overrides: tuple[str, ...], as_json: bool, **
     """
     console = Console(as_json)
     job = load_job(recipe, overrides, **options)
+    check_folder(job.output)
     from prunekit.workflow import calibrate as run
 
     with console.running():

@@ -18,7 +18,7 @@ from prunekit.cli.options import (
     seed_option,
     split_overrides,
 )
-from prunekit.cli.output import Console, save
+from prunekit.cli.output import Console, check_folder, save
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @model_options
 @device_option
 @seed_option
-@output_option("evaluate.json")
+@output_option("evaluate.json.")
 @common_options
 def evaluate_command(
     arguments: tuple[str, ...],
@@ -49,10 +49,12 @@ def evaluate_command(
     model folder inside a run folder is tested on the data of that run unless --recipe says otherwise.
     """
     console = Console(as_json)
+    check_folder(output)
     targets, overrides = split_overrides(arguments)
     data_recipe = _data_recipe(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     job = None if data_recipe is None else load_job(data_recipe, overrides, device=device, seed=options["seed"])
+    check_folder(job.output if job and any(map(is_recipe, targets)) else None)
     from prunekit.context import resolve_device
     from prunekit.workflow.evaluate import evaluate as measure
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prunekit.cli.options import common_options, device_option, load_job, output_option, seed_option
-from prunekit.cli.output import Console, plain, table
+from prunekit.cli.output import Console, check_folder, plain, table
 
 if TYPE_CHECKING:
     from prunekit.workflow.settings import JobSettings
@@ -23,7 +23,7 @@ SIZES = ("in", "out", "macs", "params")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing.")
 @device_option
 @seed_option
-@output_option("runs  [default: runs]")
+@output_option("runs.  [default: runs]")
 @common_options
 def finetune_command(
     recipe: str,
@@ -80,6 +80,7 @@ def _plan(plan: dict[str, Any]) -> str:
 
 def _run(job: JobSettings, console: Console) -> list[str]:
     """Runs the job and returns its shortfalls, which are in its log as well."""
+    check_folder(job.output)
     from prunekit import report
     from prunekit.recipe import dump
     from prunekit.workflow import finetune as run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from typing import Any
 
@@ -33,9 +34,25 @@ class ErrorGroup(click.Group):
             _report(context, str(error))
             context.exit(error.exit_code)
         except Exception as error:
-            hint = "" if _debugging(context) else "\nThis was not expected; --debug shows where it comes from."
-            _report(context, f"{type(error).__name__}: {error}{hint}")
+            _report(context, _refused(error) or _unexpected(context, error))
             context.exit(FAILED)
+
+
+def _refused(error: Exception) -> str | None:
+    """What to say when the system refused to read or write; None for any other error."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}cannot be read or written: {error.strerror}"
+    # safetensors has an exception of its own for what it cannot write; it is looked up only where it was imported.
+    safetensors = sys.modules.get("safetensors")
+    if safetensors is not None and isinstance(error, safetensors.SafetensorError):
+        return f"a file of tensors cannot be read or written: {str(error).rpartition('I/O error: ')[2]}"
+    return None
+
+
+def _unexpected(context: click.Context, error: Exception) -> str:
+    hint = "" if _debugging(context) else "\nThis was not expected; --debug shows where it comes from."
+    return f"{type(error).__name__}: {error}{hint}"
 
 
 def _report(context: click.Context, message: str) -> None:

@@ -9,14 +9,14 @@ import click
 
 from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
 from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
-from prunekit.cli.output import Console, save, table
+from prunekit.cli.output import Console, check_folder, save, table
 
 
 @click.command("inspect", short_help="Show channel groups, locks, and MACs per layer of a model.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @model_options
 @seed_option
-@output_option("inspect.json")
+@output_option("inspect.json.")
 @common_options
 def inspect_command(arguments: tuple[str, ...], output: Path | None, as_json: bool, **options: Any) -> None:
     """Channel groups, locked channels with the reason, and the MACs of each layer.
@@ -25,6 +25,7 @@ def inspect_command(arguments: tuple[str, ...], output: Path | None, as_json: bo
     gives your own. KEY=VALUE changes the recipe.
     """
     console = Console(as_json)
+    check_folder(output)
     targets, overrides = split_overrides(arguments)
     refuse_idle_overrides(overrides, targets)
     from prunekit.workflow.inspect import inspect as look

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prunekit.cli.options import is_recipe, load_job
@@ -27,10 +28,12 @@ def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOpt
     """The one model that a command line names; with a model folder, `--model` says how its dense model is built.
 
     Raises:
-        UsageError: it names several, or has overrides and no recipe.
+        UsageError: it names several.
     """
     if len(names) > 1:
         raise UsageError(f"expected one model, got {len(names)}: {', '.join(names)}")
+    if names and options.factory and not Path(names[0]).is_dir():
+        raise UsageError(f"expected one model, got two: {names[0]} and --model {options.factory}")
     return _resolve(names[0] if names else None, overrides, options)
 
 

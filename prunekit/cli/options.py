@@ -40,7 +40,7 @@ seed_option = click.option("--seed", type=click.IntRange(min=0), help="Seed of e
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
     """`--output DIR`, with what goes there."""
     kind = click.Path(file_okay=False, path_type=Path)
-    return click.option("--output", type=kind, metavar="DIR", help=f"Folder for {what}.")
+    return click.option("--output", type=kind, metavar="DIR", help=f"Folder for {what}")
 
 
 def model_options(function: Decorated) -> Decorated:

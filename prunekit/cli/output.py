@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -14,6 +15,10 @@ from typing import Any, TextIO
 import click
 
 from prunekit.artifacts import write_json
+from prunekit.errors import UsageError
+
+# For terminals and pipes whose encoding has no such characters.
+PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→": "->"})
 
 
 class Console:
@@ -25,7 +30,8 @@ class Console:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.progress = sys.stderr.isatty()
+        # A program started without a stderr (`2>&-`) has None there.
+        self.progress = sys.stderr is not None and sys.stderr.isatty()
         self._stdout: TextIO = sys.stdout
 
     def log(self, message: str) -> None:
@@ -41,7 +47,31 @@ class Console:
     def result(self, payload: Mapping[str, Any], text: str) -> None:
         """The result: the object with `--json`, else the text."""
         shown = json.dumps(plain(payload), allow_nan=False) if self.as_json else text.rstrip("\n")
-        click.echo(shown, file=self._stdout)
+        click.echo(writable(shown, getattr(self._stdout, "encoding", None) or "utf-8"), file=self._stdout)
+
+
+def writable(text: str, encoding: str) -> str:
+    """Text as a stream of this encoding can show it: a long job must not fail over a minus sign."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(PLAINER).encode(encoding, "replace").decode(encoding)
+    return text
+
+
+def check_folder(folder: Path | None) -> None:
+    """Checks, before hours of work, that files can be written to a folder that may not be there yet.
+
+    Raises:
+        UsageError: it is a file, lies below one, or is not ours to write to.
+    """
+    if folder is None:
+        return
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not parent.is_dir():
+        raise UsageError(f"output {folder}: expected a folder, but {parent} is a file; choose another with --output")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"output {folder}: {parent} cannot be written to; choose another folder with --output")
 
 
 def plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,14 @@ def read_npz(path: Path) -> Archive:
 def _load(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
         with path.open("rb") as file:  # opened here: np.load leaves a file open that it cannot read
+            if not zipfile.is_zipfile(file):  # NumPy would take it for a pickle and advise to load it unsafely
+                raise ValueError("it is no zip file, or a part of one")
+            file.seek(0)
             archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it holds a single array without a name")
             return {name: archive[name] for name in archive.files}
     except Exception as error:  # zipfile, zlib, OSError, ValueError, EOFError: each is a file that cannot be used
-        raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"{path}: expected a NumPy archive (.npz) without objects, but: {reason}") from error
 
 
 def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labels: str) -> Arrays:

@@ -59,8 +59,9 @@ def split_off(
     for label, name in enumerate(classes):
         members = np.flatnonzero(labels == label)
         if len(members) < 2:
+            left = f"{len(members)} image{'s'[: len(members) != 1]} left"
             raise DataError(
-                f"{where}: class {name!r} has {len(members)} images left, and a stratified split needs at least 2 of "
+                f"{where}: class {name!r} has {left}, and a stratified split needs at least 2 of "
                 "each class (3 where validation and test are both drawn); add images or remove the class"
             )
         count = min(max(round(len(members) * share), 1), len(members) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,8 @@ def load_factory(reference: str) -> nn.Module:
             raise ModelError(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
         try:
             model = factory()
-        except Exception as error:
-            raise ModelError(f"{reference}: the factory raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise ModelError(f"{reference}: the factory raised {_raised(error, path)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{reference}: expected the factory to return an nn.Module, got {type(model).__name__}")
     return model
@@ -57,10 +58,16 @@ def _run(path: Path) -> ModuleType:
     sys.modules[name] = module  # stays: classes are looked up there by dataclasses and by copy
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ModelError(f"{path}: running this file raised {type(error).__name__}: {error}") from error
+        raise ModelError(f"{path}: running this file raised {_raised(error, path)}") from error
     return module
+
+
+def _raised(error: BaseException, path: Path) -> str:
+    """The user's own error with the last line of their file that it passed through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
 @contextmanager

@@ -74,6 +74,9 @@ def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
     if source in ("imagefolder", "npz") and data.get("root") is None:
         what = "a folder of images" if source == "imagefolder" else "an .npz file"
         yield ("data", "root"), f"expected the path of {what}, because data.source is {source!r}, got nothing"
+    if source == "digits" and data.get("root") is not None:
+        text = "expected nothing, because data.source is 'digits', which come with the package"
+        yield ("data", "root"), f"{text}, got {show(data['root'])}; set data.source to 'imagefolder' or 'npz'"
     shares = [data.get(key, getattr(DataSettings, key)) for key in ("test_share", "validation_share")]
     if all(isinstance(share, int | float) and 0 < share < 1 for share in shares) and sum(shares) >= 1:
         text = f"expected test_share and validation_share to sum to less than 1, got {shares[0]} + {shares[1]}"

@@ -58,12 +58,28 @@ def dump(job: JobSettings) -> str:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise RecipeError(f"{path}: expected a recipe (a YAML file), but there is no such file{_near(path)}") from error
     except OSError as error:
-        raise RecipeError(f"{path}: expected a recipe (a YAML file), but {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise RecipeError(f"{path}: expected a recipe (a YAML file), but it cannot be read: {reason}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: expected a recipe in UTF-8, but byte {error.start} is not; save it as UTF-8") from (
             error
         )
+
+
+def _value_at(path: KeyPath, values: Any) -> Any:
+    return reduce(lambda inner, key: inner[key], path, values)
+
+
+def _near(path: Path) -> str:
+    try:
+        recipes = [str(other) for other in path.parent.iterdir() if other.suffix in (".yaml", ".yml")]
+    except OSError:
+        return ""
+    hint = nearest(str(path), recipes) if recipes else ""
+    return f"; {hint}" if hint.startswith("did you mean") else ""
 
 
 def _validated(document: Document, name: str) -> JobSettings:
@@ -87,6 +103,8 @@ def _findings(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, bool]]:
     except ValidationError as error:
         for entry in error.errors(include_url=False, include_input=False, include_context=False):
             path = entry["loc"]
+            if entry["type"] == "too_short" and _value_at(path, values):
+                continue  # pydantic counts the items that are right; the wrong ones are reported themselves
             yield path, _wrong_value(path, entry["type"] == "missing", values), False
 
 
@@ -105,7 +123,7 @@ def _wrong_value(path: KeyPath, missing: bool, values: Any) -> str:
     expected = f"expected {describe(hint_at(path))}"
     if missing:
         return f"{expected}, got nothing; this key is required"
-    value = reduce(lambda inner, key: inner[key], path, values)
+    value = _value_at(path, values)
     hint = nearest(str(value), choices(path)) if choices(path) else ""
     return f"{expected}, got {show(value)}" + (f"; {hint}" if hint.startswith("did you mean") else "")
 

@@ -136,6 +136,8 @@ def curves(history: pd.DataFrame) -> Markup:
             loss.yaxis.set_minor_formatter(NullFormatter())
         for axes in (loss, top1):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            # A lone epoch would get an axis of thousandths around it.
+            axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         top1.legend(loc="lower right")
         return _svg(figure, "Training curves: loss and validation top-1 by epoch")
 

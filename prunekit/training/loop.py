@@ -74,7 +74,7 @@ def fit(
     """
     require_trainable(model)
     model.to(device)
-    _check_fits(model, splits, device)
+    check_fits(model, splits, device)
     full = len(splits.train) >= batch
     train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full)
     validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
@@ -91,17 +91,24 @@ def fit(
     return History(rows, best.epoch)
 
 
-def _check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
-    """Two images through the model as in training; its buffers and the random state are left alone."""
+def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
+    """Runs two images through the model as in training; its buffers and the random state are left alone.
+
+    Raises:
+        ModelError: the model does not take these images, or does not give one logit for each class.
+        DataError: an image cannot be read.
+    """
     images, _ = splits.train.fetch(torch.arange(2) % len(splits.train))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
         try:
             shape = tuple(logits(functional_call(model, buffers, (images.to(device),))).shape)
-        except RuntimeError as error:
+        except ModelError:
+            raise
+        except Exception as error:  # a model's own code may raise anything
             raise ModelError(
-                f"{type(model).__name__} does not take images of shape {tuple(images.shape[1:])}: {error}; "
-                "set data.image_size to what it was made for"
+                f"{type(model).__name__} does not take images of shape {tuple(images.shape[1:])}: "
+                f"{type(error).__name__}: {error}; set data.image_size to what it was made for"
             ) from error
     classes = len(splits.classes)
     if shape != (2, classes):

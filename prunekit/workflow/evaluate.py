@@ -53,6 +53,10 @@ def _check(target: Target, classes: int) -> None:
         raise ModelError(
             f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
         )
-    found = logits(probe(target)).shape[-1]
+    output = probe(target)
+    try:
+        found = logits(output).shape[-1]
+    except ModelError as error:
+        raise ModelError(f"{target.name}: {error}") from error
     if found != classes:
         raise ModelError(f"{target.name}: expected {classes} scores, one for each class of the data, got {found}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -49,18 +51,35 @@ def run_folder(output: Path, name: str, log: Log, resolved: str) -> Iterator[Run
             log(message)
 
         run = RunFolder(path, started.isoformat(timespec="seconds"), both)
-        run.mark("running")
-        write_text(path / "recipe.yaml", resolved)
-        write_json(path / "environment.json", environment())
         try:
+            run.mark("running")
+            write_text(path / "recipe.yaml", resolved)
+            write_json(path / "environment.json", environment())
+            both(f"run: {path}")
             yield run
         except KeyboardInterrupt:
-            run.mark("interrupted", finished=_now())
+            with _undisturbed():
+                run.mark("interrupted", finished=_now())
             raise
         except BaseException as error:
-            run.mark("failed", finished=_now(), error=f"{type(error).__name__}: {error}")
+            with suppress(OSError):  # a full disk must not hide what failed
+                file.write(f"{_now()} {type(error).__name__}: {error}\n")
+                run.mark("failed", finished=_now(), error=f"{type(error).__name__}: {error}")
             raise
         run.mark("finished", finished=_now())
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Lets no second Ctrl-C in: the mark would be lost. Signals belong to the main thread; another has none to fear."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _now() -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits, load_splits
-from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
 from prunekit.models import ModelSettings, build_model, load_factory, load_weights, zoo_names
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.runs import Log
@@ -102,7 +102,7 @@ def probe(target: Target) -> Any:
     try:
         with training_mode(target.model, False), torch.no_grad():
             return target.model(*target.example_inputs())
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+    except Exception as error:  # a model's own code may raise anything
         shape = "x".join(map(str, (1, *target.sample_shape)))
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise ModelError(f"{target.name}: the model does not run on an input of {shape}: {reason}") from error
@@ -119,16 +119,43 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
     if not (folder / MANIFEST).is_file():
         raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}")
     manifest = read_manifest(folder)
-    dense = load_factory(factory) if factory is not None and not manifest.get("build") else None
-    return Target(load(folder, dense), str(folder), shape or _sample_shape(tuple(manifest["example"]["shapes"][0])))
+    dense = None
+    if not manifest.get("build"):
+        if factory is None:
+            raise ModelError(
+                f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; give that as "
+                "--model file.py:factory"
+            )
+        dense = load_factory(factory)
+    return Target(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest))
+
+
+def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
+    match manifest["example"].get("shapes"):
+        case [[int(), *sizes], *_] if sizes and all(type(size) is int and size > 0 for size in sizes):
+            return tuple(sizes)
+        case shapes:
+            raise ArtifactError(
+                f"{folder / MANIFEST}: example.shapes: expected a list of shapes such as [1, 3, 224, 224], "
+                f"got {shapes!r}; the manifest is damaged"
+            )
 
 
 def _from_zoo(name: str, weights: str | None, shape: tuple[int, ...] | None) -> Target:
     if name not in zoo_names():
-        hint = "give your own model as --model file.py:factory" if ".py" in name else nearest(name, zoo_names())
-        raise ModelError(f"{name!r}: expected a recipe, a model folder, or the name of a torchvision model; {hint}")
+        raise ModelError(
+            f"{name!r}: expected a recipe, a model folder, or the name of a torchvision model; {_hint(name)}"
+        )
     model = build_model(ModelSettings(name, weights=weights), num_classes=None)
     return Target(model, name, shape or _usual_shape(name), trained=weights is not None)
+
+
+def _hint(name: str) -> str:
+    if ".py" in name:
+        return "give your own model as --model file.py:factory"
+    names = nearest(name, zoo_names())
+    # A path that is not there has no near spelling among the models: twelve of their names would say nothing.
+    return names if names.startswith("did you mean") else "there is no such file, folder or model"
 
 
 def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | None) -> Target:

@@ -14,12 +14,7 @@ from prunekit.hooks import count_hooks
 from prunekit.measure import count_macs
 
 OPEN = {
-    "mask_of_the_lowest_number_before_a_width": "differences are measured against the largest number of the whole run",
-    "shuffle_that_the_narrow_model_need_not_copy": "operators are matched by number: a copy more or less shifts them",
-    "sum_over_the_width": "the trial gives up where the operator that differs carries no label",
-    "functional_dropout": "the trial compares random numbers",
     "instance_norm": "without tensors of its own it keeps the old num_features, and warns at every forward",
-    "circular_padding": "the trial compares memory that was never written",
 }
 
 

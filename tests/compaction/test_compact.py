@@ -134,7 +134,6 @@ def test_compaction_leaves_no_hooks_and_takes_the_users_along() -> None:
     assert seen == [8, plan.kept("0.weight", 0).size]
 
 
-@pytest.mark.xfail(reason="masks that are active while the model is compacted are copied with it", strict=True)
 def test_compacting_under_active_masks() -> None:
     from prunekit.masking import masked
 

@@ -131,5 +131,5 @@ def test_an_empty_file(tmp_path: Path) -> None:
 def test_too_few_images_of_a_class(tmp_path: Path) -> None:
     write(tmp_path / "cat", 9)
     write(tmp_path / "dog", 2)
-    with pytest.raises(DataError, match="class 'dog' has 1 images left"):
+    with pytest.raises(DataError, match="class 'dog' has 1 image left"):
         load_splits(settings(tmp_path))

@@ -26,6 +26,10 @@ _EINSUM = {
 }
 
 
+COUNTED = frozenset({*_EINSUM, "aten.addmm", "aten.baddbmm", "aten.convolution", "aten._convolution"})
+"""Operators whose multiply-accumulates count, also where nothing that goes in carries a label."""
+
+
 @rule(*_EINSUM)
 def matrix_product(flow: Flow, call: Call) -> None:
     """Merges along the contracted axis."""
