@@ -79,6 +79,8 @@ def _clone(value: Any, memo: dict[int, Any]) -> Any:
         kind = type(item)
         if kind in _ATOM_TYPES or (kind is tuple and all(type(entry) in _ATOM_TYPES for entry in item)):
             state[name] = item
+        elif name.startswith("_") and kind in _CONTAINERS and not item:
+            state[name] = kind()  # the tables every module has, which no two share
         elif name in HOOK_TABLES and item:
             state[name] = type(item)((key, hook) for key, hook in item.items() if not is_ours(hook))
         elif name in _OWN_TABLES:

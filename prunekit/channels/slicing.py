@@ -40,14 +40,14 @@ def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
 
 def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
     """Sets removed entries of a floating-point tensor to 0 in place, and returns it."""
-    mask = torch.ones((1,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    mask = np.ones((1,) * tensor.dim())
     for axis, index in enumerate(kept):
         if index is not None:
-            on_axis = torch.zeros(tensor.shape[axis], dtype=tensor.dtype, device=tensor.device)
-            on_axis[torch.from_numpy(index)] = 1
+            on_axis = np.zeros(tensor.shape[axis])
+            on_axis[index] = 1
             mask = mask * on_axis.reshape([-1 if a == axis else 1 for a in range(tensor.dim())])
     with torch.no_grad():
-        return tensor.mul_(mask)
+        return tensor.mul_(torch.from_numpy(mask).to(tensor))
 
 
 def narrow(model: nn.Module, kept: KeptIndices, tensors: Mapping[str, torch.Tensor] | None = None) -> nn.Module:

@@ -41,8 +41,7 @@ class ErrorGroup(click.Group):
 def _refused(error: Exception) -> str | None:
     """What to say when the system refused to read or write; None for any other error."""
     if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}cannot be read or written: {error.strerror}"
+        return f"{error.filename or 'output'}: cannot be read or written: {error.strerror}"
     # safetensors has an exception of its own for what it cannot write; it is looked up only where it was imported.
     safetensors = sys.modules.get("safetensors")
     if safetensors is not None and isinstance(error, safetensors.SafetensorError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import LabelMean
@@ -46,13 +47,31 @@ def _slices(evidence: Evidence, power: int, *, vectors: bool) -> LabelMean:
             for axis, labels in enumerate(evidence.channel_map.labels[name])
             if labels is not None and labels.any()
         }
-        powers = wide.abs() if power == 1 else wide.square()
-        for axis, labels in labelled.items():
-            # Axes before this one first: they are added up row by row, and leave little for the rest.
-            before = powers.sum(list(range(axis))) if axis else powers
-            after = before.sum(list(range(1, before.ndim))) if before.ndim > 1 else before
-            values = after.double().cpu().numpy() * (weight.shape[axis] / max(weight.numel(), 1))
+        for axis, sums in _power_sums(wide, power, list(labelled)).items():
+            values = sums.numpy() * (weight.shape[axis] / max(weight.numel(), 1))
             if not np.isfinite(values).all():
                 raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
-            found.add(labels, values, exponent=1 / power)
+            found.add(labelled[axis], values, exponent=1 / power)
     return found
+
+
+BLOCK = 1 << 18
+"""Entries looked at together: their powers stay in the cache, and need no memory of the weight's size."""
+
+
+def _power_sums(weight: Tensor, power: int, axes: list[int]) -> dict[int, Tensor]:
+    """Sums of |w| or w^2 over all axes but one, float64 (size,), for each of `axes`, in one pass over the weight."""
+    sums = {axis: torch.zeros(weight.shape[axis], dtype=torch.float64) for axis in axes}
+    rows = max(1, BLOCK * weight.shape[0] // max(weight.numel(), 1))
+    for start in range(0, weight.shape[0], rows):
+        block = weight[start : start + rows]
+        powers = block.abs() if power == 1 else block.square()
+        for axis in axes:
+            if axis == 0:
+                total = powers.sum(list(range(1, weight.ndim))) if weight.ndim > 1 else powers
+                sums[0][start : start + rows] = total.cpu().double()
+            else:
+                # Axes before this one first: they are added up row by row, and leave little for the rest.
+                before = powers.sum(list(range(axis))).cpu().double()
+                sums[axis] += before.sum(list(range(1, before.ndim))) if before.ndim > 1 else before
+    return sums

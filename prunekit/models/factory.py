@@ -66,7 +66,8 @@ def _run(path: Path) -> ModuleType:
 
 def _raised(error: BaseException, path: Path) -> str:
     """The user's own error with the last line of their file that it passed through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 

@@ -135,7 +135,7 @@ def curves(history: pd.DataFrame) -> Markup:
             loss.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             loss.yaxis.set_minor_formatter(NullFormatter())
         for axes in (loss, top1):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             # A lone epoch would get an axis of thousandths around it.
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         top1.legend(loc="lower right")

@@ -62,9 +62,10 @@ def run_folder(output: Path, name: str, log: Log, resolved: str) -> Iterator[Run
                 run.mark("interrupted", finished=_now())
             raise
         except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # a full disk must not hide what failed
-                file.write(f"{_now()} {type(error).__name__}: {error}\n")
-                run.mark("failed", finished=_now(), error=f"{type(error).__name__}: {error}")
+                run.mark("failed", finished=_now(), error=reason)
+                file.write(f"{_now()} {reason}\n")
             raise
         run.mark("finished", finished=_now())
 

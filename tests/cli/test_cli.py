@@ -6,15 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
+from safetensors import SafetensorError
 
 from prunekit.cli import cli
-from prunekit.cli.output import plain, table
-from prunekit.errors import ModelError, PrunekitError, RunError
+from prunekit.cli.output import Console, check_folder, plain, table, writable
+from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 
 COMMANDS = ("finetune", "calibrate", "evaluate", "bench", "inspect")
 
@@ -73,6 +75,16 @@ def test_the_package_is_a_program() -> None:
         (RunError("the disk is full"), 1, "prunekit: error: the disk is full\n"),
         (PrunekitError("other"), 1, "prunekit: error: other\n"),
         (ZeroDivisionError("oh"), 1, "prunekit: error: ZeroDivisionError: oh\nThis was not expected; --debug"),
+        (
+            OSError(28, "No space left", "a.csv"),
+            1,
+            "prunekit: error: a.csv: cannot be read or written: No space left\n",
+        ),
+        (
+            SafetensorError("x: I/O error: full"),
+            1,
+            "prunekit: error: a file of tensors cannot be read or written: full\n",
+        ),
         (KeyboardInterrupt(), 130, "prunekit: interrupted\n"),
     ],
 )
@@ -114,6 +126,11 @@ def test_debug_shows_the_traceback_on_either_side_of_the_command(
         (["finetune", "nowhere.yaml"], "nowhere.yaml: expected a recipe (a YAML file), but there is no such file"),
         (["inspect"], "expected a model: a recipe, a model folder, a torchvision name, or --model"),
         (["inspect", "resnet18", "resnet34"], "expected one model, got 2: resnet18, resnet34"),
+        (
+            ["inspect", "resnet18", "--model", "own.py:build"],
+            "expected one model, got two: resnet18 and --model own.py",
+        ),
+        (["inspect", "runs/typo/model"], "there is no such file, folder or model"),
         (["inspect", "resnet18", "seed=3"], "'seed=3' changes a recipe, and no recipe was given"),
         (["bench", "resnet18", "seed=3"], "'seed=3' changes a recipe, and no recipe was given"),
         (["evaluate", "resnet18", "seed=3"], "'seed=3' changes a recipe, and no recipe was given"),
@@ -149,3 +166,51 @@ def test_table_puts_text_to_the_left_and_numbers_to_the_right() -> None:
 
 def test_every_command_is_registered() -> None:
     assert tuple(cli.list_commands(click.Context(cli))) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("utf-8", "−3 %, 2×, é"), ("latin-1", "-3 %, 2x, é"), ("ascii", "-3 %, 2x, ?")]
+)
+def test_a_terminal_without_a_minus_sign_gets_another(encoding: str, shown: str) -> None:
+    assert writable("−3 %, 2×, é", encoding) == shown
+
+
+def test_a_program_without_stderr_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    console = Console(as_json=False)
+    with console.running():
+        console.log("nobody reads this")
+    console.result({}, "done")
+    assert not console.progress
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_folder(None)
+    check_folder(tmp_path / "new" / "deep")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"expected a folder, but .*file is a file"):
+        check_folder(tmp_path / "file" / "below")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
+    with pytest.raises(UsageError, match="cannot be written to; choose another folder with --output"):
+        check_folder(tmp_path / "new")
+
+
+@pytest.mark.parametrize("command", ["finetune", "calibrate"])
+def test_nothing_is_trained_for_an_output_that_is_no_folder(command: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("name: small\nmodel: {name: squeezenet1_1}\nbaseline: {epochs: 1}\n")
+    result = run(command, str(recipe), "--output", str(recipe / "runs"))
+    assert result.exit_code == 2
+    assert "recipe.yaml is a file; choose another with --output" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_help_that_cannot_be_written_is_one_message() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "prunekit", "-h"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("prunekit: error: stdout cannot be written: ")
+    assert "Traceback" not in done.stderr

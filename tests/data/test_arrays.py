@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from prunekit.data import DataSettings, load_splits
+from prunekit.data.arrays import read_npz
 from prunekit.errors import DataError
 
 
@@ -114,3 +115,12 @@ def test_one_bare_array_is_no_archive(tmp_path: Path) -> None:
         np.save(file, images(3, 8, 8))
     with pytest.raises(DataError, match="expected a NumPy archive"):
         load_splits(settings(tmp_path / "data.npz"))
+
+
+def test_what_is_no_archive_is_never_advised_to_be_loaded_unsafely(tmp_path: Path) -> None:
+    (tmp_path / "junk.npz").write_bytes(b"hello")
+    with pytest.raises(DataError, match="it is no zip file") as caught:
+        read_npz(tmp_path / "junk.npz")
+    assert "pickle" not in str(caught.value)
+    with pytest.raises(DataError, match=r"but: Is a directory$"):
+        read_npz(tmp_path)

@@ -95,3 +95,12 @@ def test_a_file_that_defines_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("", encoding="utf-8")
     with pytest.raises(ModelError, match="'build' here; it defines none"):
         load_factory(f"{tmp_path / 'empty.py'}:build")
+
+
+def test_the_line_of_the_users_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import sys\ndef build():\n    sys.exit(3)\n")
+    with pytest.raises(ModelError, match=r"own.py:build: the factory raised SystemExit: 3 \(line 3\)"):
+        load_factory(f"{tmp_path / 'own.py'}:build")
+    (tmp_path / "leaves.py").write_text("raise SystemExit('bye')\n")
+    with pytest.raises(ModelError, match=r"running this file raised SystemExit: bye \(line 1\)"):
+        load_factory(f"{tmp_path / 'leaves.py'}:build")

@@ -150,3 +150,19 @@ def test_dump_then_load_gives_an_equal_job(job: JobSettings, tmp_path_factory: p
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(dump(job), encoding="utf-8")
     assert load(path) == job
+
+
+def test_a_recipe_that_is_not_there_has_a_near_spelling(tmp_path: Path) -> None:
+    minimal(tmp_path)
+    with pytest.raises(RecipeError, match=r"there is no such file; did you mean '.*recipe\.yaml'\?"):
+        load(tmp_path / "recipes.yaml")
+
+
+def test_a_list_with_a_wrong_item_is_not_called_too_short(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"1 problem in the recipe\n.*latency\.threads\.0: expected a whole number"):
+        load(minimal(tmp_path, "latency: {threads: [0]}\n"))
+
+
+def test_the_digits_have_no_root(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"data\.root: expected nothing, because data\.source is 'digits'"):
+        load(minimal(tmp_path), ["data.root=photos"])

@@ -13,6 +13,7 @@ from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError
 from prunekit.report import write
+from prunekit.report.figures import curves
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 SECTIONS = ("result", "latency", "curves", "widths", "scores", "locks", "environment", "recipe")
@@ -199,3 +200,9 @@ def test_a_damaged_file_is_named(name: str, content: str, expected: str, tmp_pat
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="expected the folder of a run"):
         write(tmp_path / "nothing")
+
+
+def test_a_single_epoch_has_an_axis_of_whole_epochs() -> None:
+    row = {"run": "pruned", "epoch": 1, "train_loss": 0.2, "validation_loss": 0.3, "validation_top1": 97.0}
+    ticks = re.findall(r"<g id=\"xtick_\d+\">.*?<text[^>]*>([^<]*)</text>", curves(pd.DataFrame([row])), re.DOTALL)
+    assert ticks == ["1", "1"]

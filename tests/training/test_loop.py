@@ -263,6 +263,16 @@ def test_frozen_parts_stay_as_they_are() -> None:
     assert torch.equal(model[0].weight, before)
 
 
+class Picky(nn.Linear):
+    """Refuses a size by an assertion, as torchvision's vision transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__(128, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("expected 224")
+
+
 def test_a_model_of_other_classes_or_sizes_is_refused_before_anything_changes() -> None:
     model = net()
     model[5] = nn.Linear(128, 7)
@@ -271,6 +281,9 @@ def test_a_model_of_other_classes_or_sizes_is_refused_before_anything_changes() 
         train(model)
     model[5] = nn.Linear(99, 4)
     with pytest.raises(ModelError, match=r"Sequential does not take images of shape \(3, 8, 8\): .*data\.image_size"):
+        train(model)
+    model[5] = Picky()
+    with pytest.raises(ModelError, match=r"shape \(3, 8, 8\): AssertionError: expected 224; set data\.image_size"):
         train(model)
     assert torch.equal(model.state_dict()["1.running_mean"], before["1.running_mean"])
     assert torch.equal(model.state_dict()["1.num_batches_tracked"], before["1.num_batches_tracked"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from prunekit.compaction import save
 from prunekit.data import DataSettings
-from prunekit.errors import ModelError, PrunekitError, UsageError
+from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
 from prunekit.models import ModelSettings, build_model, load_factory
 from prunekit.workflow import prune
 from prunekit.workflow.settings import JobSettings
@@ -62,14 +63,19 @@ def test_the_users_own_model_with_weights(factory: str, tmp_path: Path) -> None:
     assert torch.equal(target.model(torch.ones(1, 4)), torch.full((1, 2), 4.0))
 
 
-def test_a_model_folder_that_knows_its_builder(tmp_path: Path) -> None:
+def saved(folder: Path) -> nn.Module:
     dense = build_model(ModelSettings("squeezenet1_1"), num_classes=10)
     pruned = prune(dense, (torch.randn(1, 3, 32, 32),), channels=0.5)
     build = ModelSettings("squeezenet1_1", arguments={"num_classes": 10})
-    save(tmp_path / "model", pruned.model, pruned.plan, input_shapes=[[1, 3, 32, 32]], build=build)
+    save(folder, pruned.model, pruned.plan, input_shapes=[[1, 3, 32, 32]], build=build)
+    return pruned.model
+
+
+def test_a_model_folder_that_knows_its_builder(tmp_path: Path) -> None:
+    compact = saved(tmp_path / "model")
     target = resolve(tmp_path / "model")
     assert (target.name, target.sample_shape, target.trained) == (str(tmp_path / "model"), (3, 32, 32), True)
-    assert same_weights(target.model, pruned.model)
+    assert same_weights(target.model, compact)
     assert resolve(str(tmp_path / "model"), input_shape=(1, 3, 64, 64)).sample_shape == (3, 64, 64)
 
 
@@ -83,7 +89,7 @@ def test_a_model_folder_of_the_users_own_model_needs_the_factory(tmp_path: Path)
     target = resolve(tmp_path / "model", factory=factory)
     assert target.model[0].weight.shape == (3, 4)
     assert same_weights(target.model, pruned.model)
-    with pytest.raises(ModelError, match="built by its owner's code"):
+    with pytest.raises(ModelError, match="built by its owner's code; give that as --model"):
         resolve(tmp_path / "model")
 
 
@@ -119,3 +125,22 @@ def test_probe_says_what_does_not_run_and_restores_the_mode() -> None:
     model[0].eval()
     assert probe(Target(model, "mine", (4,))).shape == (1, 2)
     assert [module.training for module in model.modules()] == [True, False, True]
+
+
+def test_whatever_a_models_code_raises_is_a_model_error() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("scale")
+
+    with pytest.raises(ModelError, match=r"broken: the model does not run on an input of 1x3x8x8: KeyError: 'scale'"):
+        probe(Target(Broken(), "broken", (3, 8, 8)))
+
+
+def test_a_damaged_input_shape_in_a_manifest_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    manifest = json.loads((tmp_path / "prunekit.json").read_text())
+    for shapes in (None, [], [[]], [[1]], [["a", "b"]], [[1, -3, 8, 8]], [[1, True, 8, 8]], "1x3x8x8"):
+        (tmp_path / "prunekit.json").write_text(json.dumps({**manifest, "example": {"shapes": shapes}}))
+        with pytest.raises(ArtifactError, match=r"prunekit\.json: example\.shapes: expected a list of shapes"):
+            resolve(tmp_path)
+    assert resolve(tmp_path, input_shape=(1, 3, 32, 32)).sample_shape == (3, 32, 32)
