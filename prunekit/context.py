@@ -85,9 +85,13 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}") from None
+    if device.type == "cpu" and device.index is not None:
+        raise UsageError(f"device: expected auto, cpu, cuda, cuda:n or mps, got {name!r}; there is one cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
-        raise UsageError(f"device {name!r} was asked for, but there are {found} CUDA devices here; use --device cpu")
+        raise UsageError(
+            f"device {name!r} was asked for, but this machine's CUDA devices number {found}; use --device cpu"
+        )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UsageError("device 'mps' was asked for, but this machine has none; use --device cpu")
     if device.type not in {"cpu", "cuda", "mps"}:

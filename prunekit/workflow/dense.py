@@ -18,7 +18,7 @@ from prunekit.context import resolve_device, seeded, threads
 from prunekit.data import Splits, load_splits
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.models import ModelSettings, build_model, require_trainable
-from prunekit.training import EpochRow, fit
+from prunekit.training import EpochRow, check_fits, fit
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -77,6 +77,7 @@ def prepare(job: JobSettings) -> Prepared:
             "model.weights is not given and there is no baseline to train: "
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
         )
+    check_fits(model, splits, torch.device("cpu"))
     return Prepared(job, splits, model, device)
 
 
@@ -90,7 +91,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
     if cached is not None:
         log(f"baseline: reused {path} (same model, data, settings and seed)")
         return cached
-    log(f"baseline: training {job.model.name} on {len(prepared.splits.train)} images, {job.baseline.epochs} epochs")
+    log(f"baseline: training {job.model.name} on {len(prepared.splits.train)} images, epochs: {job.baseline.epochs}")
     with threads(job.threads):
         history = fit(
             prepared.model,

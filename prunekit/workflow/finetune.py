@@ -148,7 +148,7 @@ class _Journey:
         with masked(model, plan):
             recalibrate_batchnorm(model, calibration_batches(self.prepared), self.prepared.device)
         share = sparsity(model, plan)
-        self.log(f"fine-tune: {self.job.finetune.epochs} epochs at {share.channels:.1%} channel sparsity")
+        self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
 
         def wrap(optimizer: Optimizer) -> AbstractContextManager[Any]:
             return masked(model, plan, optimizer)

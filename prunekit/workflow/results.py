@@ -71,8 +71,8 @@ def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Mo
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:
         log(
-            f"latency: {row['median']:.2f}x faster [{row['low']:.2f}, {row['high']:.2f}] "
-            f"({row['device']}, {row['runtime']}, batch {row['batch']}, {row['threads']} thread(s))"
+            f"latency: {row['median']:.2f}x the dense model's speed [{row['low']:.2f}, {row['high']:.2f}] "
+            f"({row['device']}, {row['runtime']}, batch {row['batch']}, threads: {row['threads']})"
         )
     for note in latency.notes:
         log(f"latency: {note}")

@@ -14,7 +14,7 @@ import torch
 import prunekit
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings, batches, load_splits
-from prunekit.errors import NonFiniteError, PlanError, UsageError
+from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.measure import LatencySettings, accuracy, count_macs
 from prunekit.models import ModelSettings
@@ -147,6 +147,19 @@ def test_an_impossible_budget_is_refused_before_anything_is_written(tmp_path: Pa
 def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="add `baseline"):
         finetune(job(tmp_path, baseline=None), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ModelSettings("alexnet"), "set data.image_size to what it was made for"),
+        (ModelSettings("resnet18", arguments={"num_classes": 5}), "set model.arguments.num_classes"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(model: ModelSettings, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        finetune(job(tmp_path, model=model), log=lambda _: None)
     assert list(tmp_path.iterdir()) == []
 
 
