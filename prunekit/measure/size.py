@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 
 
@@ -20,20 +19,9 @@ def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
         model: its train/eval mode is restored.
         example_inputs: what forward takes, batch first; the count is divided by the batch size.
     """
-    with training_mode(model, False), torch.no_grad(), _without_fast_path(), FlopCounterMode(display=False) as counter:
+    with training_mode(model, False), torch.no_grad(), plain_attention(), FlopCounterMode(display=False) as counter:
         model(*example_inputs)
     return int(counter.get_total_flops()) // (2 * len(example_inputs[0]))
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Attention's fused inference kernel is one operator that the counter has no formula for."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def count_parameters(model: nn.Module) -> int:

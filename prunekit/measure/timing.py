@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from prunekit.context import paused_garbage_collection
 
 WINDOW = 5  # calls in each of the two windows that the warm-up compares
 TOLERANCE = 0.05
@@ -71,21 +71,9 @@ def alternate(runs: Sequence[Callable[[], float]], rounds: int) -> np.ndarray[An
         Milliseconds, (runs, rounds).
     """
     times = np.empty((len(runs), rounds))
-    with _no_garbage_collection():
+    with paused_garbage_collection():
         for turn in range(rounds):
             order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
             for index in order:
                 times[index, turn] = runs[index]()
     return times
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of one forward is Python's time, not the model's (as in `timeit`)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

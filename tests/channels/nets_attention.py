@@ -1,0 +1,98 @@
+"""Attention written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from equivalence import Net
+from net_registry import Case, case, tokens
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with views; `sizes` are the numbers that the view fixes."""
+
+    def __init__(self, heads: int, depth: int) -> None:
+        super().__init__()
+        self.view = (heads, depth)
+        width = 12
+        self.inner = nn.Linear(6, width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)  # (N, L, 12)
+        q, k, v = (part(x).view(*x.shape[:2], *self.view).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attention = (q @ k.transpose(-2, -1) * 0.5).softmax(-1)  # (N, heads, L, L)
+        return self.out(x + self.o((attention @ v).transpose(1, 2).flatten(2)))
+
+
+@case("inner.weight", "q.weight")
+def attention_with_any_number_of_heads() -> Case:
+    return Attention(-1, 2), tokens()
+
+
+@case()
+def attention_with_any_depth() -> Case:
+    return Attention(3, -1), tokens()
+
+
+@case()
+def attention_with_fixed_sizes() -> Case:
+    return Attention(3, 4), tokens()
+
+
+@case("q.weight")
+def fused_attention() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        q, k, v = (part(x).view(*x.shape[:2], -1, 2).transpose(1, 2) for part in (net.q, net.k, net.v))
+        return net.o(F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2).flatten(2))
+
+    return Net(forward, q=nn.Linear(6, 12), k=nn.Linear(6, 12), v=nn.Linear(6, 12), o=nn.Linear(12, 4)), tokens()
+
+
+@case()
+def attention_module() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.i(x)
+        return net.o(net.m(y, y, y)[0])
+
+    module = nn.MultiheadAttention(12, 3, batch_first=True)
+    return Net(forward, i=nn.Linear(6, 12), m=module, o=nn.Linear(12, 4)), tokens()
+
+
+@case()
+def causal_mask_of_infinities() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        scores = y @ y.transpose(1, 2)
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return net.b(scores.masked_fill(mask, float("-inf")).softmax(-1) @ y)
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 5)), tokens()
+
+
+@case()
+def mask_of_the_lowest_number_before_a_width() -> Case:
+    """The largest number of a run says nothing of the size of the others."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        scores = x @ x.transpose(1, 2)
+        y = scores.masked_fill(net.mask, torch.finfo(scores.dtype).min).softmax(-1) @ net.a(x)
+        return net.b(y / y.shape[-1] ** 0.5)
+
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 5), mask=mask), tokens()
+
+
+@case()
+def factory_before_a_width() -> Case:
+    """A tensor made by `torch.ones` must not put the trial out of step with the trace."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x) * torch.ones(1, dtype=x.dtype)
+        return net.b(y / y.shape[-1] ** 0.5)
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 5)), tokens()

@@ -1,0 +1,114 @@
+"""Norms and activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from equivalence import Net, image
+from net_registry import Case, case, conv, tokens
+from torch import Tensor, nn
+
+
+@case("0.weight")
+def norm_without_affine() -> Case:
+    return nn.Sequential(conv(3, 8, bias=False), nn.BatchNorm2d(8, affine=False), nn.ReLU(), conv(8, 5, 1)), image()
+
+
+@case("0.weight")
+def norm_without_statistics() -> Case:
+    norm = nn.BatchNorm2d(8, track_running_stats=False)
+    return nn.Sequential(conv(3, 8), norm, nn.ReLU(), conv(8, 5, 1)), image()
+
+
+@case("0.weight")
+def instance_norm_with_statistics() -> Case:
+    norm = nn.InstanceNorm2d(8, track_running_stats=True)
+    return nn.Sequential(conv(3, 8), norm, nn.ReLU(), conv(8, 5, 1)), image()
+
+
+@case("0.weight")
+def instance_norm_with_affine() -> Case:
+    return nn.Sequential(conv(3, 8), nn.InstanceNorm2d(8, affine=True), nn.ReLU(), conv(8, 5, 1)), image()
+
+
+@case("0.weight")
+def instance_norm() -> Case:
+    return nn.Sequential(conv(3, 8), nn.InstanceNorm2d(8), nn.ReLU(), conv(8, 5, 1)), image()
+
+
+@case("2.weight")
+def layer_norm_locks_its_channels() -> Case:
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), tokens()
+
+
+@case("3.weight")
+def group_norm_locks_its_channels() -> Case:
+    layers = (conv(3, 8), nn.GroupNorm(4, 8), nn.ReLU(), conv(8, 6, 1), nn.ReLU(), conv(6, 5, 1))
+    return nn.Sequential(*layers), image()
+
+
+@case("0.weight", "2.weight")
+def prelu() -> Case:
+    return nn.Sequential(conv(3, 8), nn.PReLU(8), conv(8, 6, 1), nn.PReLU(), conv(6, 5, 1)), image()
+
+
+@case("0.weight")
+def sigmoid_before_conv() -> Case:
+    return nn.Sequential(conv(3, 8), nn.Sigmoid(), conv(8, 5, 3, padding=1)), image()
+
+
+@case("0.weight")
+def sigmoid_before_norm() -> Case:
+    layers = (conv(3, 8), nn.Sigmoid(), nn.BatchNorm2d(8, affine=False), conv(8, 5, 1))
+    return nn.Sequential(*layers), image()
+
+
+@case("a.weight")
+def activations_by_hand() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).clamp(min=0)
+        return net.b(y**2 + y * torch.sigmoid(1.702 * y))
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 5, 1)), image()
+
+
+@case("a.weight")
+def gate_by_comparison() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return net.b(y * (y > y.amax((2, 3), keepdim=True) * 0.5))
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 5, 1)), image()
+
+
+@case("a.weight")
+def indicator_that_is_one_at_zero() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return net.b((y.relu() <= 0).to(y.dtype))
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 5, 1)), image()
+
+
+@case("a.weight")
+def copied_into_new_zeros() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        z = y.new_zeros(y.shape)
+        z.copy_(y)
+        return net.b(z)
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 5, 1)), image()
+
+
+@case("a.weight")
+def in_place_on_views() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        y.view(y.shape[0], -1).add_(1.0)
+        y[:, :, 1:] *= 3
+        y[:] = y - 2
+        return net.b(y)
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 5, 1)), image()

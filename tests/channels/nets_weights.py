@@ -1,0 +1,83 @@
+"""Nets that use their weights in unusual ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from equivalence import Net, image
+from net_registry import Case, case, conv, weight
+from torch import Tensor, nn
+
+
+@case("0.weight")
+def tied_weights() -> Case:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+    net[4].weight = net[2].weight
+    return net, (torch.randn(4, 6),)
+
+
+@case("0.weight")
+def one_module_twice() -> Case:
+    twice = conv(8, 8, 3, padding=1)
+    return nn.Sequential(conv(3, 8), nn.ReLU(), twice, nn.ReLU(), twice, nn.ReLU(), conv(8, 4, 1)), image()
+
+
+@case("a", "b")
+def parameters_used_directly() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = F.batch_norm(F.conv2d(x, net.a, net.bias), net.mean, net.running_var, net.scale, net.shift)
+        return torch.einsum("nchw,oc->nohw", F.conv2d(y.relu(), net.b), net.c)
+
+    buffers = {"mean": torch.zeros(8), "running_var": torch.ones(8)}
+    vectors = {"bias": weight(8), "scale": weight(8), "shift": weight(8)}
+    return Net(forward, a=weight(8, 3, 3, 3), b=weight(6, 8, 1, 1), c=weight(5, 6), **buffers, **vectors), image()
+
+
+@case("encode.weight")
+def decoder_uses_the_encoders_weight() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return F.linear(net.encode(x).relu(), net.encode.weight.t())
+
+    return Net(forward, encode=nn.Linear(6, 8)), (torch.randn(4, 6),)
+
+
+@case("a.weight", "b.weight")
+def standardised_weights() -> Case:
+    def standard(w: Tensor) -> Tensor:
+        return (w - w.mean((2, 3), keepdim=True)) / (w.std((2, 3), keepdim=True) + 1e-2)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = F.conv2d(x, standard(net.a.weight), net.a.bias).relu()
+        return net.c(F.conv2d(y, standard(net.b.weight), net.b.bias))
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 6), c=conv(6, 4, 1)), image()
+
+
+@case("a.weight", "kernel")
+def grouped_with_computed_weight() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.c(F.conv2d(net.a(x).relu(), net.kernel.sigmoid(), groups=2))
+
+    return Net(forward, a=conv(3, 16), kernel=weight(12, 8, 1, 1), c=conv(12, 4, 1)), image()
+
+
+@case("a.weight")
+def layer_scale_of_zero() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).relu()
+        return net.c(y + net.gamma * net.b(y))
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 8, 1), c=conv(8, 3, 1), gamma=weight(8, 1, 1)), image()
+
+
+@case("a.weight")
+def float_buffer_per_channel() -> Case:
+    return Net(lambda net, x: net.b(net.a(x) * net.t), a=conv(3, 8), b=conv(8, 5, 1), t=torch.ones(8, 1, 1)), image()
+
+
+@case("2.weight")
+def spectral_norm() -> Case:
+    first = nn.utils.parametrizations.spectral_norm(conv(3, 8))
+    return nn.Sequential(first, nn.ReLU(), conv(8, 4, 1), nn.ReLU(), conv(4, 2, 1)), image()
