@@ -106,7 +106,7 @@ def environment() -> dict[str, Any]:
     """Versions and hardware, as they are noted beside every figure."""
     return {
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
