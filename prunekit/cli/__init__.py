@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import click
@@ -31,6 +32,7 @@ for command in (finetune_command, calibrate_command, evaluate_command, bench_com
 
 def main() -> None:
     """Runs the command line and exits: 0 done, 1 a run or a gate that failed, 2 wrong usage, 130 interrupted."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's kill leaves a marked folder like Ctrl-C
     try:
         cli(prog_name="prunekit")
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -214,3 +215,20 @@ def test_help_that_cannot_be_written_is_one_message() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("prunekit: error: stdout cannot be written: ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no POSIX signals")
+def test_a_killed_run_is_marked_interrupted(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("name: long\nmodel: {name: resnet18}\nbaseline: {epochs: 50}\ndevice: cpu\nthreads: 1\n")
+    command = [sys.executable, "-m", "prunekit", "finetune", str(recipe), "--output", str(tmp_path / "runs")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "baseline: training" not in (line := process.stderr.readline()):
+            assert line, "the run ended before it began to train"
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert rest.endswith("prunekit: interrupted\n")
+    status = next((tmp_path / "runs" / "long").glob("*/status.json"))
+    assert json.loads(status.read_text())["state"] == "interrupted"
