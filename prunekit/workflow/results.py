@@ -108,7 +108,7 @@ def metrics(
             "inputs": proof.inputs,
             "dtype": proof.dtype,
         },
-        "shortfalls": _shortfalls(measured, job),
+        "shortfalls": shortfalls(measured, share, job),
         "seconds": sum(stages.values()),
         "stages": dict(stages),
         "environment": environment(),
@@ -118,9 +118,15 @@ def metrics(
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _shortfalls(measured: Measured, job: JobSettings) -> list[str]:
+def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[str]:
     """What the run promised and did not deliver, measured on the loaded model."""
     found = []
+    channels = job.prune.budget.channels
+    if channels is not None and 1 - share.channels > channels:
+        found.append(
+            f"budget channels {channels}: {1 - share.channels:.4f} of the free channels are left; some groups are at "
+            "the fewest that min_channels, round_to, ratios or their size allow"
+        )
     left = measured.models["pruned"]["macs"] / measured.models["dense"]["macs"]
     if job.prune.budget.macs is not None and left > job.prune.budget.macs:
         found.append(f"budget macs {job.prune.budget.macs}: {left:.4f} of the dense model's MACs are left")

@@ -16,11 +16,13 @@ from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
-from prunekit.measure import LatencySettings, accuracy, count_macs
+from prunekit.masking import Sparsity
+from prunekit.measure import LatencyReport, LatencySettings, accuracy, count_macs
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
+from prunekit.workflow.results import Measured, shortfalls
 
 CPU = torch.device("cpu")
 
@@ -148,6 +150,21 @@ def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="add `baseline"):
         finetune(job(tmp_path, baseline=None), log=lambda _: None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
+    row = {"device": "cpu", "batch": 1, "median": 0.9, "low": 0.85, "high": 0.95}
+    models = {"dense": {"macs": 100}, "pruned": {"macs": 46}}
+    measured = Measured(models, {}, LatencyReport((), (row,), (), ()))
+    by_macs = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
+    assert [text.split(":")[0] for text in by_macs] == [
+        "budget macs 0.45",
+        "the pruned model is slower on cpu at batch 1",
+    ]
+    halves = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(channels=0.5)))
+    quick = replace(measured, latency=LatencyReport((), ({**row, "high": 1.2},), (), ()))
+    assert shortfalls(quick, Sparsity(weights=0.5, channels=0.5), halves) == []
+    assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
 
 
 @pytest.mark.parametrize(
