@@ -50,18 +50,47 @@ def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor
         return tensor.mul_(torch.from_numpy(mask).to(tensor))
 
 
-def narrow(model: nn.Module, kept: KeptIndices, tensors: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
+def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[str, int]:
+    """Channels that norms without tensors of their own will see, by module path: only the trace knows."""
+    widths = {}
+    for path, module in model.named_modules():
+        labels = channel_map.activations.get((path, "input", 0))
+        if labels is not None and _is_bare(module):
+            widths[path] = int(np.count_nonzero(keep[labels]))
+    return widths
+
+
+def _is_bare(module: nn.Module) -> bool:
+    tables = (module._parameters, module._buffers)
+    return isinstance(module, _NormBase) and all(tensor is None for table in tables for tensor in table.values())
+
+
+def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
+    """Sets `num_features` of norms without tensors, in place.
+
+    Raises:
+        KeyError: there is no such norm at a path.
+    """
+    modules = dict(model.named_modules())
+    for path, width in widths.items():
+        if path not in modules or not _is_bare(modules[path]):
+            raise KeyError(path)
+        modules[path].num_features = width
+
+
+def narrow(model: nn.Module, kept: KeptIndices, widths: Mapping[str, int] | None = None) -> nn.Module:
     """A new model of the same class with only the kept entries; the given model is not changed.
 
     Args:
         model: the dense model.
         kept: as made by `kept_indices`.
-        tensors: values to cut in place of the model's own, by name (another dtype, say).
+        widths: as made by `bare_widths`.
     """
-    source = {name: tensor.detach() for name, tensor in named_tensors(model)} | dict(tensors or {})
+    source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
     compact = with_tensors(model, everything)
     resize(compact)
+    set_bare_widths(compact, widths or {})
     return compact
 
 

@@ -16,7 +16,7 @@ from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks
-from prunekit.channels.slicing import KeptIndices, kept_indices, narrow
+from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.channels.tracing import Operator, Run
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PlanError
@@ -62,7 +62,7 @@ def settle(
     divergence: Divergence | None = None
     for _ in range(attempts):
         keep = choose(channel_map)
-        compact = narrow(model, kept_indices(channel_map, keep))
+        compact = narrow(model, kept_indices(channel_map, keep), bare_widths(model, channel_map, keep))
         with seeded(0):
             worst, found = _try(model, compact, channel_map, keep, examples)
         if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from prunekit.channels.slicing import narrow
+from prunekit.channels.slicing import bare_widths, narrow
 from prunekit.planning import Plan
 
 
@@ -19,4 +19,4 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     Returns:
         A model of the same class, in the same train or eval mode and on the same device, trainable.
     """
-    return narrow(model, plan.kept_indices)
+    return narrow(model, plan.kept_indices, bare_widths(model, plan.channel_map, plan.keep))

@@ -19,7 +19,7 @@ from torch import nn
 from prunekit.artifacts import atomic_folder, read_json, sha256, write_json
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
-from prunekit.channels.slicing import resize
+from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
 from prunekit.context import seeded
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models import ModelSettings, build_model
@@ -61,6 +61,7 @@ def save(
             "class": type(model).__name__,
             "build": None if build is None else {**asdict(build), "weights": None},
             "kept": kept,
+            "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(plan.channel_map.shapes[name]) for name in kept},
             "example": {"shapes": input_shapes},
             "provenance": dict(plan.provenance),
@@ -111,7 +112,18 @@ def load(folder: str | Path, model: nn.Module | Callable[[], nn.Module] | None =
     _check(folder, manifest, dense, tensors)
     loaded = with_tensors(dense, tensors)
     resize(loaded)
+    try:
+        set_bare_widths(loaded, _widths(manifest))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: widths_of_bare_norms does not fit the model: {error}") from error
     return loaded.eval()
+
+
+def _widths(manifest: dict[str, Any]) -> dict[str, int]:
+    widths = manifest.get("widths_of_bare_norms", {})
+    if not isinstance(widths, dict) or any(not isinstance(width, int) or width < 1 for width in widths.values()):
+        raise ValueError("expected module paths with whole numbers of at least 1")
+    return widths
 
 
 def _dense(

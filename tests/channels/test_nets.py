@@ -13,11 +13,6 @@ from prunekit.compaction import compact
 from prunekit.hooks import count_hooks
 from prunekit.measure import count_macs
 
-OPEN = {
-    "instance_norm": "without tensors of its own it keeps the old num_features, and warns at every forward",
-}
-
-
 NOT_COUNTED = {
     "spectral_norm": "torch's counter knows no matrix times vector",
     "attention_module": "the map does not count operators without a label",
@@ -26,9 +21,7 @@ NOT_COUNTED = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_masked_equals_compact(name: str, request: pytest.FixtureRequest) -> None:
-    if name in OPEN:
-        request.applymarker(pytest.mark.xfail(reason=OPEN[name], strict=True))
+def test_masked_equals_compact(name: str) -> None:
     factory, prunable = CASES[name]
     model, example = factory()
     randomised(model).eval()

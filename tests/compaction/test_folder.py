@@ -357,3 +357,20 @@ def test_sizes_that_modules_remember_are_set_on_loading(tmp_path: Path) -> None:
     assert (loaded[1].groups, loaded[1].in_channels, loaded[1].out_channels) == (5, 5, 10)
     assert (loaded[2].num_parameters, loaded[3].in_channels, loaded[3].out_channels) == (10, 10, 4)
     assert [str(module) for module in loaded] == [str(module) for module in small]
+
+
+def test_norms_without_tensors_know_their_width_again(tmp_path: Path) -> None:
+    model = randomised(nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))).eval()
+    example = (torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)),)
+    plan = settled_plan(model, example)
+    small = compact(model, plan)
+    save(tmp_path / "model", small, plan, input_shapes=[[2, 3, 6, 6]])
+    loaded: Any = load(tmp_path / "model", model)
+    assert loaded[1].num_features == plan.kept("0.weight", 0).size < 8
+    assert torch.equal(loaded(*example), small(*example))  # a width that does not fit would warn, which fails a test
+    manifest = json.loads((tmp_path / "model" / "prunekit.json").read_text())
+    for wrong in ({"0": 3}, {"nowhere": 3}, {"1": 0}, ["1"]):
+        manifest["widths_of_bare_norms"] = wrong
+        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
+        with pytest.raises(ArtifactError, match="widths_of_bare_norms does not fit the model"):
+            load(tmp_path / "model", model)
