@@ -98,7 +98,7 @@ def test_count_hooks_sees_every_kind() -> None:
 @pytest.mark.parametrize("rewritten", [False, True])
 def test_output_gradient_is_seen_and_changed(rewritten: bool) -> None:
     first, second = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
-    x, pull = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    x, pull = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.randn(5, 2, dtype=torch.float64)
     with OutputGradient(first, rewritten=rewritten) as owner:
         (second(first(x)) * pull).sum().backward()
     torch.testing.assert_close(owner.seen[0], pull @ second.weight.detach())
@@ -130,7 +130,7 @@ def test_a_module_that_works_in_place_is_guarded_unasked() -> None:
 
 @pytest.mark.parametrize("rewritten", [False, True])
 def test_a_graph_recorded_inside_is_left_alone_outside(rewritten: bool) -> None:
-    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    module, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
     with OutputGradient(module, rewritten=rewritten) as owner:
         loss = module(x).sum()
     loss.backward()
