@@ -62,9 +62,10 @@ def settle(
     divergence: Divergence | None = None
     for _ in range(attempts):
         keep = choose(channel_map)
-        compact = narrow(model, kept_indices(channel_map, keep), bare_widths(model, channel_map, keep))
+        kept = kept_indices(channel_map, keep)
+        compact = narrow(model, kept, bare_widths(model, channel_map, keep))
         with seeded(0):
-            worst, found = _try(model, compact, channel_map, keep, examples)
+            worst, found = _try(model, compact, kept, channel_map, keep, examples)
         if found is None:
             return Settled(channel_map, keep, compact, worst)
         divergence, run = found
@@ -73,10 +74,14 @@ def settle(
 
 
 def _try(
-    model: nn.Module, compact: nn.Module, channel_map: ChannelMap, keep: Keep, examples: list[tuple[Any, ...]]
+    model: nn.Module,
+    compact: nn.Module,
+    kept: KeptIndices,
+    channel_map: ChannelMap,
+    keep: Keep,
+    examples: list[tuple[Any, ...]],
 ) -> tuple[float, tuple[Divergence, Run] | None]:
     """One trial: on every example in eval mode, and in train mode if that differs."""
-    kept = kept_indices(channel_map, keep)
     worst = 0.0
     for run in channel_map.traced.trace.runs:
         if run.repeats:

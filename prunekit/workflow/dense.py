@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -86,8 +87,8 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), reused=False)
-    path = cache_folder(job) / f"baseline-{_baseline_key(prepared)}.safetensors"
-    cached = _read_baseline(prepared, path)
+    path = _baseline_path(prepared)
+    cached = cached_baseline(prepared)
     if cached is not None:
         log(f"baseline: reused {path} (same model, data, settings and seed)")
         return cached
@@ -105,19 +106,17 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
             label="baseline",
         )
     prepared.model.cpu()
-    with atomic_file(path) as temporary:
-        save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(prepared.model)}, temporary)
+    save_weights(path, prepared.model)
     write_json(path.with_suffix(".json"), [asdict(row) for row in history.rows])
     return Baseline(prepared.model, history.rows, reused=False)
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:
     """The trained dense model, when an earlier run left it in the cache."""
-    return _read_baseline(prepared, cache_folder(prepared.job) / f"baseline-{_baseline_key(prepared)}.safetensors")
-
-
-def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
-    if prepared.job.baseline is None or not path.is_file():
+    if prepared.job.baseline is None:
+        return None
+    path = _baseline_path(prepared)
+    if not path.is_file():
         return None
     try:
         tensors = load_file(path)
@@ -125,13 +124,15 @@ def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
         with torch.no_grad():
             for name, tensor in named_tensors(prepared.model):
                 tensor.copy_(tensors[name])
-    except (OSError, KeyError, TypeError, RuntimeError, PrunekitError):
+    except (OSError, KeyError, TypeError, RuntimeError, PrunekitError, SafetensorError):
         return None  # a damaged cache is a cache miss: the baseline is trained again
-    except Exception as error:
-        if type(error).__name__ == "SafetensorError":
-            return None
-        raise
     return Baseline(prepared.model, rows, reused=True)
+
+
+def save_weights(path: Path, model: nn.Module) -> None:
+    """Writes a model's parameters and buffers as safetensors, whole or not at all."""
+    with atomic_file(path) as temporary:
+        save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model)}, temporary)
 
 
 def cache_folder(job: JobSettings) -> Path:
@@ -153,10 +154,10 @@ def weights_digest(model: nn.Module) -> str:
     return result.hexdigest()
 
 
-def _baseline_key(prepared: Prepared) -> str:
+def _baseline_path(prepared: Prepared) -> Path:
     job = prepared.job
     assert job.baseline is not None
-    return digest(
+    key = digest(
         {
             "model": asdict(prepared.build),
             "data": prepared.splits.fingerprint,
@@ -168,3 +169,4 @@ def _baseline_key(prepared: Prepared) -> str:
             "torch": str(torch.__version__),
         }
     )
+    return cache_folder(job) / f"baseline-{key}.safetensors"

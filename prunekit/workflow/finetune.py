@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
 from prunekit.artifacts import write_json
-from prunekit.channels import trace
-from prunekit.channels.copying import named_tensors
+from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact, save
 from prunekit.context import threads
 from prunekit.data import batches
@@ -27,7 +24,7 @@ from prunekit.planning import Plan
 from prunekit.training import EpochRow, History, fit, recalibrate_batchnorm
 from prunekit.workflow import results
 from prunekit.workflow.calibrate import calibrate_model, calibration_batches
-from prunekit.workflow.dense import Prepared, prepare, train_baseline
+from prunekit.workflow.dense import Prepared, prepare, save_weights, train_baseline
 from prunekit.workflow.pruning import Planned, feasible, plan_model
 from prunekit.workflow.runs import Log, RunFolder, run_folder
 from prunekit.workflow.settings import JobSettings
@@ -82,9 +79,10 @@ def finetune(
         RunError: the run failed; its folder says so.
     """
     prepared = prepare(job)
-    feasible(trace(prepared.model, prepared.example_inputs), job.prune)
+    chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
+    feasible(chart, job.prune)
     with run_folder(job.output, job.name, log, resolved) as run, threads(job.threads):
-        metrics = _Journey(prepared, run, progress).travel()
+        metrics = _Journey(prepared, chart, run, progress).travel()
         if finish is not None:
             finish(run.path)
     return RunResult(run.path, metrics)
@@ -93,8 +91,8 @@ def finetune(
 class _Journey:
     """The stages of one run, in order."""
 
-    def __init__(self, prepared: Prepared, run: RunFolder, progress: bool) -> None:
-        self.prepared, self.run, self.progress = prepared, run, progress
+    def __init__(self, prepared: Prepared, chart: ChannelMap, run: RunFolder, progress: bool) -> None:
+        self.prepared, self.chart, self.run, self.progress = prepared, chart, run, progress
         self.job, self.log = prepared.job, run.log
         self.clock = _Clock()
         self.history: list[dict[str, Any]] = []
@@ -110,7 +108,12 @@ class _Journey:
             calibration.stats.save(self.run.path / "statistics")
         with self.clock.stage("plan"):
             planned = plan_model(
-                dense, self.prepared.example_inputs, self.job.prune, stats=calibration.stats, seed=self.job.seed
+                dense,
+                self.prepared.example_inputs,
+                self.job.prune,
+                stats=calibration.stats,
+                seed=self.job.seed,
+                channel_map=self.chart,
             )
             self._keep_plan(planned)
         plan = planned.plan
@@ -120,7 +123,7 @@ class _Journey:
         write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
         with self.clock.stage("control"):
             control = self._train("control", copy.deepcopy(dense))
-        save_file(_tensors(dense), self.run.path / "checkpoints" / "dense.safetensors")
+        save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
         with self.clock.stage("measure"):
             share = sparsity(pruned, plan)
             measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
@@ -201,7 +204,3 @@ class _Journey:
             extra={"classes": list(self.prepared.splits.classes)},
         )
         return small, proof
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in named_tensors(model)}
