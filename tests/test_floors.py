@@ -11,7 +11,7 @@ import prunekit
 
 ROOT = Path(prunekit.__file__).parent
 FLOORS = {
-    "errors": 0, "hooks": 0, "context": 0, "artifacts": 0,
+    "errors": 0, "nested": 0, "hooks": 0, "context": 0, "artifacts": 0, "globs": 0, "user_code": 0,
     "channels": 1,
     "data": 2, "models": 2, "calibration": 2,
     "criteria": 3,
@@ -23,7 +23,14 @@ FLOORS = {
     "recipe": 9, "report": 9,
     "cli": 10, "__main__": 11,
 }  # fmt: skip
-WITHIN = {("hooks", "errors"), ("context", "errors"), ("artifacts", "errors")}
+WITHIN = {
+    ("hooks", "errors"),
+    ("hooks", "nested"),
+    ("context", "errors"),
+    ("artifacts", "errors"),
+    ("globs", "errors"),
+    ("user_code", "errors"),
+}
 """Imports between rooms of one floor that are allowed."""
 FORBIDDEN = {
     "planning": {"yaml", "ruamel", "click"},

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.nested import gather, map_tensors, tensors_in
 from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
+from prunekit.nested import gather, map_tensors, tensors_in
 
 TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""

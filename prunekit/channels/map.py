@@ -52,7 +52,6 @@ class ChannelMap:
         groups: free labels by the set of axes they lie on, in the order of the model's parameters.
         locks: why the locked ones are locked.
         activations: (module path, "input" or "output", call) -> labels along that activation's channel axis.
-        rewritten: module paths whose output is modified in place later in the forward pass.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -61,7 +60,6 @@ class ChannelMap:
     groups: tuple[ChannelGroup, ...]
     locks: tuple[Lock, ...]
     activations: Mapping[ActivationKey, Labels]
-    rewritten: frozenset[str]
     mac_terms: tuple[MacTerm, ...]
     source: Resolved | None
 

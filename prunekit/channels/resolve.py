@@ -56,7 +56,6 @@ def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ..
         groups=group_labels(labels, int(used.size)),
         locks=tuple(_report(records)),
         activations={key: final[axis] for key, axis in trace.activations.items()},
-        rewritten=trace.rewritten,
         mac_terms=tuple(
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
             for term in trace.flow.macs

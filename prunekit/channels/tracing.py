@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow, LockRecord
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.nested import gather, map_tensors, tensors_in
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PrunekitError
+from prunekit.nested import gather, map_tensors, tensors_in
 
 ActivationKey = tuple[str, str, int]
 
@@ -78,7 +78,6 @@ class Trace:
     labels: dict[str, tuple[Labels | None, ...]]
     runs: list[Run]
     activations: dict[ActivationKey, Labels]
-    rewritten: frozenset[str]
 
 
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,10 +87,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
-        self.owners: dict[int, set[str]] = {}
         self.aliased: set[int] = set()
         self.alive: list[Any] = []
-        self.rewritten: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,18 +140,11 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flow.lock(fresh, "written in place into a view of another tensor")
 
     def _follow_storage(self, target: Any, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...]) -> None:
-        """Notes views, and in-place writes to a module's output."""
-        if target is not None:
-            self.rewritten |= self.owners.get(target.untyped_storage()._cdata, set())
-        elif outs:
+        """Notes views."""
+        if target is None and outs:
             sources = {tensor.untyped_storage()._cdata for tensor in inputs}
             self.aliased |= {s for s in (out.untyped_storage()._cdata for out in outs) if s in sources}
         self.alive.extend(outs)
-
-    def owned(self, path: str, output: Any) -> None:
-        """Notes that these tensors are a module's output."""
-        for tensor in gather(output):
-            self.owners.setdefault(tensor.untyped_storage()._cdata, set()).add(path)
 
 
 def trace_model(model: nn.Module, examples: list[tuple[Any, ...]]) -> Trace:
@@ -194,7 +184,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     labels = {}
     for name, tensor in named_tensors(clone):
         labels[name], fresh = _label(flow, tensor, fresh)
-    trace = Trace(flow, labels, [], {}, frozenset())
+    trace = Trace(flow, labels, [], {})
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
@@ -240,11 +230,11 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
             if on_tensor.span == (axis,):
                 trace.activations[path, kind, ordinal] = on_tensor.labels.reshape(-1)
 
-    def leave(path: str, module: nn.Module, output: Any) -> None:
-        note(path, "output", module, output)
-        mode.owned(path, output)
-
-    stack = ModuleStack(clone, lambda path, module, args: note(path, "input", module, args), leave)
+    stack = ModuleStack(
+        clone,
+        lambda path, module, args: note(path, "input", module, args),
+        lambda path, module, output: note(path, "output", module, output),
+    )
     mode = LabelMode(flow, run, stack, trace.runs[-1] if run.training else None)
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
@@ -256,4 +246,3 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     earlier = trace.runs[-1] if run.training else None
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)
     trace.runs.append(run)
-    trace.rewritten |= mode.rewritten

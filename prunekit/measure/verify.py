@@ -13,10 +13,10 @@ from torch import nn
 from prunekit.channels.comparing import TOLERANCE, as_double, compare
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.doubled import doubled, to_double
-from prunekit.channels.nested import tensors_in
 from prunekit.channels.slicing import cut
 from prunekit.context import training_mode
 from prunekit.errors import UsageError, VerificationError
+from prunekit.nested import tensors_in
 from prunekit.planning import Plan
 
 

@@ -107,7 +107,6 @@ class Plan:
             "shapes": {name: list(shape) for name, shape in chart.shapes.items()},
             "locks": [[lock.reason, lock.module, lock.operator, lock.channels] for lock in chart.locks],
             "activations": [list(key) for key, _ in activations],
-            "rewritten": sorted(chart.rewritten),
             "macs": [[term.module, term.operator, term.constant, len(term.factors)] for term in chart.mac_terms],
             "sha256": sha256(folder / "plan.safetensors"),
         }
@@ -160,7 +159,6 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         activations={
             (p, kind, int(n)): tensors[f"activation/{i}"] for i, (p, kind, n) in enumerate(text["activations"])
         },
-        rewritten=frozenset(text["rewritten"]),
         mac_terms=tuple(
             MacTerm(module, operator, constant, tuple(tensors[f"macs/{i}/{j}"] for j in range(count)))
             for i, (module, operator, constant, count) in enumerate(text["macs"])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.errors import PlanError, nearest
+from prunekit.errors import PlanError
+from prunekit.globs import matching
 from prunekit.planning.settings import PruneSettings
 
 Scores = NDArray[np.float64]
@@ -91,10 +91,9 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
     paths.discard("")
     outputs = _outputs(channel_map)
     for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            raise PlanError(f"{key}: {pattern!r} matches no module path; {nearest(pattern, paths)}")
+        found = set(matching(pattern, paths, key, PlanError))
         for path, labels in outputs:
-            if fnmatchcase(path, pattern):
+            if path in found:
                 result[labels] = True
     result[0] = False
     return result

@@ -252,11 +252,10 @@ def test_activations_carry_labels_by_call() -> None:
         assert np.array_equal(chart.activations[key], free), key  # type: ignore[arg-type]
     assert ("0", "output", 1) not in chart.activations
     assert not chart.activations["4", "output", 0].any()
-    assert chart.rewritten == {"1"}
 
 
 def test_a_map_from_a_file_says_that_it_has_no_trace() -> None:
-    chart = ChannelMap({}, {}, 1, (), (), {}, frozenset(), (), None)
+    chart = ChannelMap({}, {}, 1, (), (), {}, (), None)
     with pytest.raises(ValueError, match="trace the model again"):
         _ = chart.traced
 

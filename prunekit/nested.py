@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -43,10 +43,15 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, function) for key, item in value.items()}
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return items
+        outputs = copy.copy(value)  # an OrderedDict, or what is read by attribute as well
+        outputs.update(items)
+        return outputs
     if isinstance(value, (tuple, list)):
-        items = [map_tensors(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        parts = [map_tensors(item, function) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if is_dataclass(value) and not isinstance(value, type):
         twin = copy.copy(value)
         for name, item in vars(value).items():

@@ -1,0 +1,28 @@
+"""Hooks of every kind behind one owner: registered on enter, removed on exit, also on an error."""
+
+from prunekit.hooks.checks import (
+    HOOK_TABLES,
+    HookWarning,
+    count_hooks,
+    is_ours,
+    never_called,
+    recomputing,
+    refuse_compiled,
+)
+from prunekit.hooks.gradients import GradientChange
+from prunekit.hooks.owned import OwnedHook
+from prunekit.hooks.owner import HookOwner, Removable
+
+__all__ = [
+    "HOOK_TABLES",
+    "GradientChange",
+    "HookOwner",
+    "HookWarning",
+    "OwnedHook",
+    "Removable",
+    "count_hooks",
+    "is_ours",
+    "never_called",
+    "recomputing",
+    "refuse_compiled",
+]

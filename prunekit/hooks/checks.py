@@ -1,0 +1,96 @@
+"""Where hooks are, and where they would never run."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from prunekit.errors import ModelError
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class HookWarning(UserWarning):
+    """A hook will not do what one expects of it: it never runs, or runs twice."""
+
+
+def recomputing() -> bool:
+    """Whether a backward pass is running now: a forward pass inside it is activation checkpointing's second one."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def never_called(module: nn.Module) -> bool:
+    """Whether a module's forward never runs: `nn.MultiheadAttention` uses `out_proj`'s weight functionally."""
+    return isinstance(module, NonDynamicallyQuantizableLinear)
+
+
+def warn_if_never_called(module: nn.Module, owner: str) -> None:
+    """Warns of a hook on a module whose forward never runs."""
+    if never_called(module):
+        warnings.warn(
+            f"{owner}: hooks on nn.MultiheadAttention's out_proj never run, because attention uses its weight "
+            "functionally; hook the attention module itself",
+            HookWarning,
+            stacklevel=4,
+        )
+
+
+def refuse_compiled(model: nn.Module, owner: str) -> None:
+    """Refuses a model that `torch.compile` has already compiled: it silently ignores hooks that come later.
+
+    Raises:
+        ModelError: the model, or a module in it, is compiled.
+    """
+    for path, module in model.named_modules():
+        if is_compiled(module):
+            raise ModelError(
+                f"{owner}: {path or 'the model'} is compiled, and hooks added after torch.compile are silently "
+                "ignored; enter with the model as it was before, and compile it inside if at all"
+            )
+
+
+def warn_if_compiled(module: nn.Module, owner: str) -> None:
+    """Warns of a hook on a module that is compiled already."""
+    if is_compiled(module):
+        warnings.warn(
+            f"{owner}: {type(module).__name__} is compiled, and hooks added after torch.compile may silently be "
+            "ignored; register them before, or set torch._dynamo.config.skip_nnmodule_hook_guards = False",
+            HookWarning,
+            stacklevel=4,
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled in place, or is the wrapper that `torch.compile` returns."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+
+
+def is_ours(hook: object) -> bool:
+    """Whether an owner of this package registered a hook: it belongs to its model and is not copied with it."""
+    return str(getattr(hook, "__module__", "")).startswith("prunekit.")
+
+
+def count_hooks(model: nn.Module) -> int:
+    """Number of hooks registered on a model: on its modules, and on its parameters' gradients.
+
+    What a copy left of another model's hooks does nothing and does not count.
+    """
+    tables = (getattr(module, table, {}) for module in model.modules() for table in HOOK_TABLES)
+    modules = sum(not getattr(hook, "inert", False) for table in tables for hook in table.values())
+    return modules + sum(_count_tensor_hooks(parameter) for parameter in model.parameters())
+
+
+def _count_tensor_hooks(tensor: Tensor) -> int:
+    return sum(len(getattr(tensor, table, None) or ()) for table in ("_backward_hooks", "_post_accumulate_grad_hooks"))

@@ -1,0 +1,70 @@
+"""The in-place guard: gradients of a module's inputs and results, whatever is written to in place.
+
+A full-backward hook of PyTorch's wraps inputs and results in views that autograd then refuses to let anybody
+overwrite ("BackwardHookFunction is a view and is being modified inplace"), as a later in-place ReLU or
+`out += identity` does. Hooks on the tensors themselves see the same gradients and refuse nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.hooks.reading import Change, Read, catch, read_by
+from prunekit.nested import map_tensors, tensors_in
+
+GradientChange = Callable[[Tensor, int], Tensor | None]
+"""Takes a gradient and which tensor it belongs to (0 is the first); returns the one to use in its place, or None."""
+
+
+def catch_outputs(change: GradientChange, result: Any) -> None:
+    """Passes the gradients of a module's results through `change`."""
+    for index, tensor in differentiable(result):
+        if tensor.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
+            catch(tensor, at(change, index))
+
+
+def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
+    """Tensors that get a gradient, each once, with their position among all tensors of a nested value."""
+    seen: set[int] = set()
+    for index, tensor in enumerate(tensors_in(value)):
+        if tensor.requires_grad and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield index, tensor
+
+
+def at(change: GradientChange, index: int) -> Change:
+    """A tensor hook for the tensor at a position."""
+    return lambda gradient: change(gradient, index)
+
+
+class InputGradients:
+    """A forward-pre and a forward hook that catch the gradients of a module's inputs.
+
+    The module reads a view of each input: the gradient of that view is what this module sends back, where the input
+    itself would give the sum over all its readers.
+    """
+
+    def __init__(self, change: GradientChange) -> None:
+        self._change = change
+        self._running: list[list[Read]] = []  # a module may call itself
+
+    def before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
+        """Exchanges the inputs."""
+        reads: dict[int, Read] = {}
+        if torch.is_grad_enabled():
+            for index, tensor in differentiable((arguments, named)):
+                read = reads[id(tensor)] = read_by(module, tensor)
+                catch(read.view, at(self._change, index))
+        self._running.append(list(reads.values()))  # known to other owners while the module runs
+        if not reads:
+            return None
+        return map_tensors((arguments, named), lambda t: reads[id(t)].view if id(t) in reads else t)
+
+    def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+        """Lets the views go."""
+        if self._running:
+            self._running.pop()

@@ -1,0 +1,138 @@
+"""Hooks come and go with their owner: registered on enter, removed on exit, also on an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from torch import Tensor, nn
+
+from prunekit.hooks.checks import warn_if_compiled, warn_if_never_called
+from prunekit.hooks.gradients import GradientChange, InputGradients, at, catch_outputs
+from prunekit.hooks.owned import OwnedHook
+
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
+"""Gets a module, its arguments and its named arguments; returns the two that are to be used, or None."""
+After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+"""Gets a module, its arguments, its named arguments and its result; returns the result to be used, or None."""
+
+
+class Removable(Protocol):
+    """Anything that `remove()` takes away again, and a second `remove()` does no harm."""
+
+    def remove(self) -> None: ...
+
+
+class HookOwner:
+    """Base of everything that registers hooks. Subclasses override `register` and call the `own` methods in it.
+
+    Owners nest and compose: each removes its own handles only, last in first out, and exactly once; the hooks of
+    several owners run in the order in which they were registered. Hooks do nothing once their owner has left, also in
+    graphs recorded before; copies of the model made meanwhile carry none that act.
+
+    A `HookWarning` says where a hook would never run or runs twice: on a compiled module, on
+    `nn.MultiheadAttention.out_proj`, and under activation checkpointing.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Removable] = []
+
+    def register(self) -> None:
+        """Registers this owner's hooks; called once by `__enter__`."""
+        raise NotImplementedError
+
+    def own(self, handle: Removable) -> None:
+        """Takes charge of a handle: it is removed when this owner exits."""
+        self._handles.append(handle)
+
+    def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False) -> None:
+        """Runs a hook before a module's forward; it may change the arguments.
+
+        Args:
+            module: a module that is called, as `module(...)`.
+            hook: see `Before`.
+            again: whether the hook is meant to run again when activation checkpointing recomputes; without this the
+                second run is warned of.
+        """
+        self._check(module)
+        self.own(module.register_forward_pre_hook(OwnedHook(self, hook, again=again), with_kwargs=True))
+
+    def own_forward(self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False) -> None:
+        """Runs a hook after a module's forward; it may change the result.
+
+        Args:
+            module, again: as for `own_forward_pre`.
+            hook: see `After`.
+            always: whether it runs also when the forward raised; the result is then None.
+        """
+        self._check(module)
+        owned = OwnedHook(self, hook, again=again)
+        self.own(module.register_forward_hook(owned, with_kwargs=True, always_call=always))
+
+    def own_output_gradients(self, module: nn.Module, change: GradientChange) -> None:
+        """Passes the gradients of a module's results through `change`, before its own backward sees them.
+
+        What a full-backward pre-hook does, for every module: see `prunekit.hooks.gradients`. A tensor that a module
+        hands through unchanged has one gradient, the sum over all its readers.
+
+        Args:
+            module: its result may be a tensor, or tensors nested in tuples, lists and dictionaries.
+            change: see `GradientChange`.
+        """
+        guarded = self._guarded(change)
+        self.own_forward(module, lambda module, args, named, result: catch_outputs(guarded, result), again=True)
+
+    def own_input_gradients(self, module: nn.Module, change: GradientChange) -> None:
+        """Passes the gradients that a module sends back to its inputs through `change`.
+
+        What a full-backward hook does to `grad_input`, for every module: see `prunekit.hooks.gradients`. Gradients of
+        the module's parameters are not affected.
+
+        Args:
+            module: its arguments may be tensors, or tensors nested in tuples, lists and dictionaries.
+            change: see `GradientChange`.
+        """
+        inputs = InputGradients(self._guarded(change))
+        self.own_forward_pre(module, inputs.before, again=True)
+        self.own_forward(module, inputs.after, again=True, always=True)
+
+    def own_tensor_gradient(self, tensor: Tensor, change: GradientChange) -> None:
+        """Passes the gradient of one tensor through `change`; for a parameter, each batch's before it is added up."""
+        self.own(tensor.register_hook(at(self._guarded(change), 0)))  # type: ignore[no-untyped-call]
+
+    def own_parameter_gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Runs a hook on a parameter each time its `.grad` has been added to; it may write to that."""
+        self.own(parameter.register_post_accumulate_grad_hook(OwnedHook(self, hook)))  # type: ignore[no-untyped-call]
+
+    def _guarded(self, change: GradientChange) -> GradientChange:
+        return lambda gradient, index: change(gradient, index) if self.active else None
+
+    def _check(self, module: nn.Module) -> None:
+        warn_if_never_called(module, type(self).__name__)
+        warn_if_compiled(module, type(self).__name__)
+
+    @property
+    def active(self) -> bool:
+        """Whether hooks of this owner are registered now."""
+        return bool(self._handles)
+
+    def remove(self) -> None:
+        """Removes every hook of this owner; harmless when called again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> Self:
+        if self.active:
+            raise RuntimeError(f"{type(self).__name__} is already active: one owner registers its hooks once")
+        try:
+            self.register()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
