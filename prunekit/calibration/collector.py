@@ -10,18 +10,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
+from prunekit.calibration.fused import Measure
+from prunekit.calibration.layer_stats import ARRAYS, FloatArray, LayerStats, StatsKey, combine_rows
 from prunekit.calibration.reduce import summarise
 from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
 from prunekit.context import training_mode
 from prunekit.errors import UsageError, nearest
-from prunekit.hooks import HookOwner, refuse_compiled
+from prunekit.hooks import HookOwner, never_called, refuse_compiled
+from prunekit.nested import tensors_in
 
 Side = Literal["input", "output"]
 
 PARTS = 16
 """Batches merged at a time; merging each alone costs as much as measuring a small activation."""
+FIRST_NON_FINITE = ARRAYS.index("first_non_finite")
 
 
 class _Measured(NamedTuple):
@@ -30,7 +33,7 @@ class _Measured(NamedTuple):
     tensor: weakref.ref[Tensor]
     version: int
     axis: int
-    stats: LayerStats
+    rows: FloatArray
 
 
 class StatsCollector(HookOwner):
@@ -45,10 +48,13 @@ class StatsCollector(HookOwner):
 
     Args:
         model: the model, not compiled.
-        modules: paths as in `named_modules()`; None: every module without children.
+        modules: paths as in `named_modules()`; None: every module without children that is ever called.
         inputs: whether to measure the first tensor among a module's arguments.
         outputs: whether to measure the first tensor in a module's result.
         axes: channel axis by module path, where `channel_axis` is wrong (an activation after a Linear, say).
+        fused: whether activations are measured by kernels of `torch.compile`'s backend, which take seconds to compile
+            once in a process. True: from the first; False: never; None: after so many values that it pays off. Without
+            a C++ compiler (CPU) or Triton (CUDA) the eager form stays: see `form`.
 
     Raises:
         UsageError: a path that is not there; in a hook: an activation whose number of channels changes
@@ -64,14 +70,16 @@ class StatsCollector(HookOwner):
         inputs: bool = True,
         outputs: bool = True,
         axes: Mapping[str, int] | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__()
         self._model = model
         self._targets = _targets(model, modules)
         self._sides = {"input": inputs, "output": outputs}
         self._axes = _known(axes or {}, self._targets)
-        self._parts: dict[StatsKey, list[LayerStats]] = {}
-        self._running: dict[StatsKey, LayerStats] = {}
+        self._measure = Measure(fused)
+        self._parts: dict[StatsKey, list[FloatArray]] = {}
+        self._running: dict[StatsKey, FloatArray] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._measured: dict[int, _Measured] = {}
         self._depth = 0
@@ -80,53 +88,65 @@ class StatsCollector(HookOwner):
     def register(self) -> None:
         """Hooks the modules, between a hook that opens and one that closes each forward pass of the model."""
         refuse_compiled(self._model, type(self).__name__)
-
-        # Closures and not bound methods: deepcopy of a model would copy a bound method's owner with it.
-        def begin(module: nn.Module, arguments: Any) -> None:
-            self._begin()
-
-        def keep(module: nn.Module, arguments: Any, result: Any) -> None:
-            if self._depth == 1:
-                self._keep()
-
-        def end(module: nn.Module, arguments: Any, result: Any) -> None:
-            self._depth -= 1
-
         self._depth = 0
-        self.own(self._model.register_forward_pre_hook(begin))
+        self.own_forward_pre(self._model, self._begin, again=True)
         for path, module in self._targets.items():
             self._watch(path, module)
-        self.own(self._model.register_forward_hook(keep))
-        self.own(self._model.register_forward_hook(end, always_call=True))
+        self.own_forward(self._model, self._keep, again=True)
+        self.own_forward(self._model, self._end, again=True, always=True)
+
+    def run(self, batches: Iterable[Any], device: torch.device) -> ChannelStats:
+        """Runs the model over batches, as `collect` does, and returns the statistics so far."""
+        with training_mode(self._model, False), torch.no_grad(), self:
+            for batch in batches:
+                images = batch[0] if isinstance(batch, (tuple, list)) else batch
+                self._model(images.to(device, non_blocking=True))
+        return self.stats()
+
+    @property
+    def form(self) -> str:
+        """How values were reduced: "fused"; or "eager", with the reason where it was not asked for."""
+        return self._measure.form
+
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling took, once in this process."""
+        return self._measure.compile_seconds
 
     def stats(self) -> ChannelStats:
         """The statistics so far; keys are in the order in which activations were first met.
+
+        Their provenance says which `form` of reduction made them.
 
         Raises:
             UsageError: the model has not run inside the `with`.
         """
         if self._passes == 0:
             raise UsageError("no forward pass was seen: call the model itself inside `with StatsCollector(model)`")
-        return ChannelStats({key: combine(parts) for key, parts in self._parts.items()})
+        merged = {key: LayerStats.from_rows(combine_rows(parts)) for key, parts in self._parts.items()}
+        return ChannelStats(merged, {"reduction": self.form})
 
     def _watch(self, path: str, module: nn.Module) -> None:
         def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._see(path, "input", (*arguments, *named.values()))
+            self._see(path, "input", (arguments, named))
 
-        def after(module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
+        def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
             self._see(path, "output", result)
 
         if self._sides["input"]:
-            self.own(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.own_forward_pre(module, before, again=True)
         if self._sides["output"]:
-            self.own(module.register_forward_hook(after))
+            self.own_forward(module, after, again=True)
 
-    def _begin(self) -> None:
+    def _begin(self, *forward: Any) -> None:
         if self._depth == 0:
             self._running.clear()
             self._calls.clear()
             self._measured.clear()
         self._depth += 1  # a model may call itself
+
+    def _end(self, *forward: Any) -> None:
+        self._depth -= 1
 
     def _see(self, path: str, side: Side, value: Any) -> None:
         if self._depth == 0:
@@ -137,34 +157,36 @@ class StatsCollector(HookOwner):
         if tensor is None or tensor.ndim < 2:
             return
         axis = self._axes.get(path, channel_axis(self._targets[path], tensor.ndim))
-        stats = self._summarise(tensor, _checked_axis(tensor, axis, key))
-        self._running[key] = stats
+        self._running[key] = self._summarise(tensor, _checked_axis(tensor, axis, key))
 
-    def _keep(self) -> None:
+    def _keep(self, *forward: Any) -> None:
         """Adds what the finished forward pass showed; one that failed half way counts for nothing."""
-        for key, stats in self._running.items():
+        if self._depth > 1:
+            return
+        self._passes += 1
+        for key, rows in self._running.items():
             parts = self._parts.setdefault(key, [])
-            if parts and parts[0].channels != stats.channels:
+            if parts and parts[0].shape != rows.shape:
                 raise UsageError(
-                    f"{key}: expected {parts[0].channels} channels as before, got {stats.channels}; where the size of "
+                    f"{key}: expected {parts[0].shape[1]} channels as before, got {rows.shape[1]}; where the size of "
                     f"the images changes, name the axis that holds the channels: axes={{{key.module!r}: -1}}"
                 )
-            parts.append(stats)
+            parts.append(rows)
             if len(parts) == PARTS:
-                parts[:] = [combine(parts)]
-        self._passes += 1
+                parts[:] = [combine_rows(parts)]
         self._measured.clear()
 
-    def _summarise(self, tensor: Tensor, axis: int) -> LayerStats:
+    def _summarise(self, tensor: Tensor, axis: int) -> FloatArray:
         """Measures a tensor, or looks it up: most inputs are another module's output, not written to since."""
-        if tensor.is_inference():
-            return summarise(tensor, axis)  # without a version counter nobody knows whether it was written to
-        seen = self._measured.get(id(tensor))
-        if seen is not None and seen.tensor() is tensor and (seen.version, seen.axis) == (tensor._version, axis):
-            return seen.stats
-        stats = summarise(tensor, axis)
-        self._measured[id(tensor)] = _Measured(weakref.ref(tensor), tensor._version, axis, stats)
-        return stats
+        if not tensor.is_inference():  # without a version counter nobody knows whether it was written to
+            seen = self._measured.get(id(tensor))
+            if seen is not None and seen.tensor() is tensor and (seen.version, seen.axis) == (tensor._version, axis):
+                return seen.rows
+        rows = summarise(tensor, axis, self._measure)
+        rows[FIRST_NON_FINITE] *= self._passes + 1
+        if not tensor.is_inference():
+            self._measured[id(tensor)] = _Measured(weakref.ref(tensor), tensor._version, axis, rows)
+        return rows
 
 
 def collect(
@@ -175,40 +197,31 @@ def collect(
     modules: Sequence[str] | None = None,
     inputs: bool = True,
     outputs: bool = True,
+    fused: bool | None = None,
 ) -> ChannelStats:
     """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
 
     Args:
         model: already on `device`; every module is afterwards in the mode it had.
         batches: tensors, or tuples and lists whose first entry is the model's input.
-        modules, inputs, outputs: as for `StatsCollector`.
+        modules, inputs, outputs, fused: as for `StatsCollector`.
 
     Raises:
         UsageError: `batches` is empty, and as for `StatsCollector`.
     """
-    collector = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs)
-    with training_mode(model, False), torch.no_grad(), collector:
-        for batch in batches:
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            model(images.to(device, non_blocking=True))
-    return collector.stats()
+    return StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused).run(batches, device)
 
 
 def first_tensor(value: Any) -> Tensor | None:
     """The first floating-point tensor in a value, its tuples, lists and dictionaries included; None without one."""
-    if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if not isinstance(value, (tuple, list)):
-        return None
-    return next((found for entry in value if (found := first_tensor(entry)) is not None), None)
+    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
 
 
 def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Module]:
     found = dict(model.named_modules())
     if modules is None:
-        return {path: module for path, module in found.items() if not any(module.children())}
+        leaves = {path: module for path, module in found.items() if not any(module.children())}
+        return {path: module for path, module in leaves.items() if not never_called(module)}
     for path in modules:
         if path not in found:
             raise UsageError(f"modules: the model has no module {path!r}; {nearest(path, found)}")

@@ -44,6 +44,8 @@ class LayerStats:
     """Values that are exactly 0."""
     non_finite: IntArray
     """Values that are NaN or Inf."""
+    first_non_finite: IntArray
+    """In which forward pass, from 1, the channel first showed one of them; 0 where in none."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,8 +54,19 @@ class LayerStats:
     @classmethod
     def empty(cls, channels: int) -> LayerStats:
         """What is known before the first value: the neutral element of `combine`."""
-        counts, sums = np.zeros(channels, np.int64), np.zeros(channels)
-        return cls(counts, sums, sums, sums, np.full(channels, np.inf), np.full(channels, -np.inf), counts, counts)
+        rows = np.zeros((len(ARRAYS), channels))
+        rows[ARRAYS.index("min")], rows[ARRAYS.index("max")] = np.inf, -np.inf
+        return cls.from_rows(rows)
+
+    @classmethod
+    def from_rows(cls, rows: FloatArray) -> LayerStats:
+        """Statistics from (arrays, channels), in the order of the fields."""
+        return cls(*(row.astype(np.int64) if name in COUNTS else row for name, row in zip(ARRAYS, rows, strict=True)))
+
+    @property
+    def rows(self) -> FloatArray:
+        """(arrays, channels) The fields in their order."""
+        return np.stack([getattr(self, name) for name in ARRAYS], dtype=np.float64)
 
     @property
     def channels(self) -> int:
@@ -92,6 +105,8 @@ class LayerStats:
 
 
 ARRAYS = tuple(field.name for field in fields(LayerStats))
+COUNTS = {"count", "zeros", "non_finite", "first_non_finite"}
+"""Those that are integers."""
 
 
 def combine(parts: Sequence[LayerStats]) -> LayerStats:
@@ -100,21 +115,34 @@ def combine(parts: Sequence[LayerStats]) -> LayerStats:
     Args:
         parts: at least one; all with the same number of channels.
     """
-    stacked = {name: np.stack([getattr(part, name) for part in parts]) for name in ARRAYS}  # each (parts, channels)
-    count = stacked["count"].sum(0)
-    weight = stacked["count"] / np.maximum(count, 1)
-    base = np.take_along_axis(stacked["mean"], stacked["count"].argmax(0)[None], 0)[0]
-    mean = base + (weight * (stacked["mean"] - base)).sum(0)  # differences keep the digits that a large mean costs
-    between = (stacked["count"] * (stacked["mean"] - mean) ** 2).sum(0)
-    low, high = stacked["min"].min(0), stacked["max"].max(0)
+    return LayerStats.from_rows(combine_rows([part.rows for part in parts]))
+
+
+def combine_rows(parts: Sequence[FloatArray]) -> FloatArray:
+    """The same for rows, each (arrays, channels)."""
+    counts, means, deviations, absolute, lows, highs, zeros, bad, first_bad = np.stack(parts, axis=1)
+    count = counts.sum(0)
+    base = np.take_along_axis(means, counts.argmax(0)[None], 0)[0]
+    shift = means - base  # differences keep the digits that a large mean costs
+    mean = base + (counts / np.maximum(count, 1) * shift).sum(0)
+    between = (counts * (means - mean) ** 2).sum(0)
+    low, high = lows.min(0), highs.max(0)
     constant = low == high
-    return LayerStats(
-        count=count,
-        mean=np.where(constant, low, mean),  # equal means, weighted, need not sum to exactly themselves
-        squared_deviations=np.where(constant, 0.0, stacked["squared_deviations"].sum(0) + between),
-        absolute_sum=stacked["absolute_sum"].sum(0),
-        min=low,
-        max=high,
-        zeros=stacked["zeros"].sum(0),
-        non_finite=stacked["non_finite"].sum(0),
+    return np.stack(
+        (
+            count,
+            np.where(constant, low, mean),  # equal means, weighted, need not sum to exactly themselves
+            np.where(constant, 0.0, deviations.sum(0) + between),
+            absolute.sum(0),
+            low,
+            high,
+            zeros.sum(0),
+            bad.sum(0),
+            _earliest(first_bad),
+        )
     )
+
+
+def _earliest(passes: FloatArray) -> FloatArray:
+    first: FloatArray = np.where(passes > 0, passes, np.inf).min(0)
+    return np.where(first == np.inf, 0, first)

@@ -12,6 +12,12 @@ PositiveInt = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How many training images the activation statistics and the BatchNorm recalibration see."""
+    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made.
+
+    Attributes:
+        images: how many training images.
+        fused: whether activations are measured by compiled kernels: true, false, or null: once that pays off.
+    """
 
     images: PositiveInt = 512
+    fused: bool | None = None

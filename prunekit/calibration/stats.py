@@ -22,6 +22,14 @@ class NonFinite:
     key: StatsKey
     count: int
     """Values, over all channels."""
+    batch: int
+    """The first forward pass, from 1, that showed one."""
+    channel: int
+    """The first channel, from 0, that showed one in that pass."""
+
+    def __str__(self) -> str:
+        first = f"first in batch {self.batch}, channel {self.channel}"
+        return f"{self.count} values are NaN or Inf in the {self.key} ({first})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,22 +54,22 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
 
     @property
     def non_finite(self) -> list[NonFinite]:
-        """Activations in which NaN or Inf was met, in order of execution, with how many values."""
-        counts = ((key, int(layer.non_finite.sum())) for key, layer in self.items())
-        return [NonFinite(key, count) for key, count in counts if count]
+        """Activations in which NaN or Inf was met, in order of execution: how many values, and where first."""
+        return [_first_non_finite(key, layer) for key, layer in self.items() if layer.non_finite.any()]
 
     def require_finite(self) -> None:
         """Checks that no NaN or Inf was met.
 
         Raises:
-            NonFiniteError: names the first activation in order of execution; what follows is its consequence.
+            NonFiniteError: names the first activation in order of execution, and the batch and channel in which it
+                first was so; what follows is its consequence.
         """
         found = self.non_finite
         if found:
             first = found[0]
             raise NonFiniteError(
-                f"{first.count} values are NaN or Inf in the {first.key}, and in {len(found) - 1} activations after "
-                f"it; expected finite activations: check the images and the weights up to {first.key.module!r}"
+                f"{first}, and there are some in {len(found) - 1} activations after it; expected finite activations: "
+                f"check the images of that batch and the weights up to {first.key.module!r}"
             )
 
     def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:
@@ -115,6 +123,12 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
         """
         layers, provenance = store.read(store.locate(path))
         return cls(layers, provenance)
+
+
+def _first_non_finite(key: StatsKey, layer: LayerStats) -> NonFinite:
+    passes = layer.first_non_finite
+    batch = passes[passes > 0].min()
+    return NonFinite(key, int(layer.non_finite.sum()), int(batch), int(np.argmax(passes == batch)))
 
 
 FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction", "non_finite")

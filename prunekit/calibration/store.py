@@ -19,7 +19,7 @@ from prunekit.errors import ArtifactError
 
 FILE_NAME = "channel_stats.safetensors"
 FORMAT = "prunekit.channel_stats"
-VERSION = 1
+VERSION = 2
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

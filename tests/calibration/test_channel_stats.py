@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from prunekit.calibration import ChannelStats, LayerStats, StatsCollector, StatsKey, collect
+from prunekit.calibration import ChannelStats, LayerStats, NonFinite, StatsCollector, StatsKey, collect
 from prunekit.calibration.layer_stats import ARRAYS
 from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 
@@ -68,16 +68,31 @@ def test_dead_channels() -> None:
     }
 
 
-def test_non_finite_values_name_the_layer() -> None:
+def test_non_finite_values_name_layer_batch_and_channel() -> None:
     model = net()
     with torch.no_grad():
         model[0].weight[2, 0, 0, 0] = torch.nan
     stats = collect(model, [images(2)], CPU)
-    first = stats.non_finite[0]
-    assert (first.key, first.count) == (("0", "output", 0), 2 * 36)
-    with pytest.raises(NonFiniteError, match="72 values are NaN or Inf in the output of 0, and in 4 activations after"):
+    assert stats.non_finite[0] == NonFinite(StatsKey("0", "output", 0), 2 * 36, batch=1, channel=2)
+    first = r"72 values are NaN or Inf in the output of 0 \(first in batch 1, channel 2\), and there are some in 4 "
+    with pytest.raises(NonFiniteError, match=first):
         stats.require_finite()
     collect(net(), [images(2)], CPU).require_finite()
+
+
+def test_the_first_batch_with_a_non_finite_value_is_kept(tmp_path: Path) -> None:
+    batches = [images(2) for _ in range(20)]
+    batches[17][1, 2, 3, 4] = torch.inf
+    batches[18][0, 1, 0, 0] = torch.nan
+    stats = collect(net(), batches, CPU, modules=["0"], outputs=False)
+    key = StatsKey("0", "input", 0)
+    assert stats[key].first_non_finite.tolist() == [0, 19, 18]
+    assert stats.non_finite == [NonFinite(key, 2, batch=18, channel=2)]
+    stats.save(tmp_path)
+    assert ChannelStats.load(tmp_path).non_finite == stats.non_finite
+    earlier = collect(net(), batches[18:], CPU, modules=["0"], outputs=False)
+    for merged in (stats.merge(earlier), earlier.merge(stats)):
+        assert merged[key].first_non_finite.tolist() == [0, 1, 18]
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:

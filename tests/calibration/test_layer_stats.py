@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from prunekit.calibration import LayerStats, combine
+from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS
-from prunekit.calibration.reduce import summarise
+from prunekit.calibration.reduce import summarise as rows_of
+
+Summarise = Callable[[torch.Tensor, int], LayerStats]
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "fused"])
+def summarise(request: pytest.FixtureRequest) -> Summarise:
+    measure = Measure(request.param)
+    return lambda activation, axis: LayerStats.from_rows(rows_of(activation, axis, measure))
 
 
 def reference(values: np.ndarray) -> dict[str, np.ndarray]:
@@ -49,29 +60,29 @@ def assert_equals_reference(stats: LayerStats, values: np.ndarray, rtol: float =
         ((1, 7), 1),
     ],
 )
-def test_equals_numpy_in_float64(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+def test_equals_numpy_in_float64(summarise: Summarise, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     activation = torch.randn(shape).mul(3).add(1).relu().to(dtype)
     assert_equals_reference(summarise(activation, axis % len(shape)), channels_first(activation, axis))
 
 
-def test_many_blocks_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_blocks_equal_one(summarise: Summarise, monkeypatch: pytest.MonkeyPatch) -> None:
     activation = torch.randn(7, 5, 6, 4)
     for block in (1, 24, 50, 10**6):
-        monkeypatch.setattr("prunekit.calibration.reduce.CPU_BLOCK", block)
+        monkeypatch.setattr("prunekit.calibration.sums.CPU_BLOCK", block)
         for layout in (torch.contiguous_format, torch.channels_last):
             stats = summarise(activation.to(memory_format=layout), 1)
             assert_equals_reference(stats, channels_first(activation, 1))
 
 
-def test_a_strided_view_is_measured_as_it_looks() -> None:
+def test_a_strided_view_is_measured_as_it_looks(summarise: Summarise) -> None:
     base = torch.randn(4, 8, 6, 6)
     for view in (base[:, ::2], base[..., 1:5], base.transpose(2, 3), base[:, :3]):
         assert_equals_reference(summarise(view, 1), channels_first(view, 1))
 
 
 @pytest.mark.parametrize(("mean", "rtol"), [(1e4, 1e-11), (1e8, 1e-9), (-1e12, 1e-5)])
-def test_variance_survives_a_large_mean(mean: float, rtol: float) -> None:
+def test_variance_survives_a_large_mean(summarise: Summarise, mean: float, rtol: float) -> None:
     generator = torch.Generator().manual_seed(0)
     activation = torch.randn(8, 3, 20, dtype=torch.float64, generator=generator) + mean
     for layout in (activation, activation.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -82,7 +93,7 @@ def test_variance_survives_a_large_mean(mean: float, rtol: float) -> None:
     np.testing.assert_allclose(merged.variance, channels_first(activation, 1).var(0), rtol=rtol + spacing)
 
 
-def test_squares_do_not_overflow_in_half_precision() -> None:
+def test_squares_do_not_overflow_in_half_precision(summarise: Summarise) -> None:
     activation = torch.full((2, 3, 4), 60000.0, dtype=torch.float16)
     activation[0] = -60000.0
     stats = summarise(activation, 1)
@@ -90,7 +101,7 @@ def test_squares_do_not_overflow_in_half_precision() -> None:
 
 
 @pytest.mark.parametrize("axis", [1, 2])
-def test_nan_and_inf_are_counted_and_left_out(axis: int) -> None:
+def test_nan_and_inf_are_counted_and_left_out(summarise: Summarise, axis: int) -> None:
     activation = torch.randn(4, 3, 5) + 100  # the mean is far from 0: the second pass leaves them out as well
     activation[0, 0, 0] = torch.nan
     activation[1, 0, 1] = torch.inf
@@ -110,7 +121,7 @@ def test_nan_and_inf_are_counted_and_left_out(axis: int) -> None:
             assert (stats.mean[channel], stats.min[channel], stats.max[channel]) == (0.0, np.inf, -np.inf)
 
 
-def test_no_samples_change_nothing() -> None:
+def test_no_samples_change_nothing(summarise: Summarise) -> None:
     nothing, something = summarise(torch.zeros(0, 3, 4), 1), summarise(torch.randn(2, 3, 4), 1)
     assert nothing.count.tolist() == [0, 0, 0]
     merged = combine([nothing, something, nothing])
@@ -118,7 +129,7 @@ def test_no_samples_change_nothing() -> None:
         np.testing.assert_array_equal(getattr(merged, name), getattr(something, name))
 
 
-def test_constant_channels_have_no_variance_at_all() -> None:
+def test_constant_channels_have_no_variance_at_all(summarise: Summarise) -> None:
     activation = torch.full((5, 2, 3), 0.1)
     activation[:, 1] = torch.randn(5, 3)
     merged = combine([summarise(part, 1) for part in activation.split(1)])
@@ -127,7 +138,7 @@ def test_constant_channels_have_no_variance_at_all() -> None:
     assert not summarise(torch.ones(1, 4), 1).constant.any()  # one value says nothing
 
 
-def test_arrays_are_read_only() -> None:
+def test_arrays_are_read_only(summarise: Summarise) -> None:
     with pytest.raises(ValueError, match="read-only"):
         summarise(torch.randn(2, 3), 1).mean[0] = 1.0
 
@@ -142,8 +153,10 @@ def test_arrays_are_read_only() -> None:
     cuts=st.lists(st.integers(0, 40), max_size=5),
 )
 def test_merge_equals_one_pass_in_any_grouping(values: np.ndarray, cuts: list[int]) -> None:
-    whole = summarise(torch.from_numpy(values), 1)
-    parts = [summarise(torch.from_numpy(part.copy()), 1) for part in np.split(values, sorted(cuts))]
+    def summarised(part: np.ndarray) -> LayerStats:
+        return LayerStats.from_rows(rows_of(torch.from_numpy(part.copy()), 1))
+
+    whole, parts = summarised(values), [summarised(part) for part in np.split(values, sorted(cuts))]
     left = parts[0]
     for part in parts[1:]:
         left = combine([left, part])

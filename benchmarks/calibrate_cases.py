@@ -1,0 +1,125 @@
+"""Calibration beside the plain forward pass: the collector, fused and eager, and six separate reductions in a hook.
+
+A batch of 16 images of 224 px, float32, eval mode without gradients. The forms alternate with the plain forward in one
+run; a ratio is the median over the rounds of time with hooks / time without, and `low` and `high` are its 10th and 90th
+percentiles. Compiling is not part of it and stated in `compile_s`. The collector measures every
+leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from prunekit.calibration import StatsCollector, collector, first_tensor
+
+MODELS = ("resnet34", "densenet121", "mobilenet_v2", "efficientnet_b0")
+BATCH, SIZE = 16, 224
+
+
+class SixReductions(ExitStack):
+    """What one writes without thinking: mean, variance, mean of |x|, min, max and zeros, each for itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.found: dict[str, list[Tensor]] = {}
+        for path, module in model.named_modules():
+            if not any(module.children()):
+                self.callback(module.register_forward_hook(self._measure(path)).remove)
+
+    def _measure(self, path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, result: Any) -> None:
+            x = first_tensor(result)
+            if x is None or x.ndim < 2:
+                return
+            dims = [axis for axis in range(x.ndim) if axis != 1]
+            reductions = (x.mean(dims), x.var(dims), x.abs().mean(dims), x.amin(dims), x.amax(dims), (x == 0).sum(dims))
+            self.found[path] = list(reductions)
+
+        return hook
+
+
+Form = Callable[[], AbstractContextManager[Any]]
+
+
+def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """For each model the fused and the eager form of the collector, and the six reductions.
+
+    Args:
+        rounds: repetitions of a forward pass.
+        only: what the names of the wanted rows begin with.
+    """
+    for name in MODELS:
+        wanted = [form for form in _names(name) if form.startswith(only)]
+        if wanted:
+            with torch.no_grad():
+                yield from _model_rows(name, wanted, rounds)
+
+
+def _names(model: str) -> tuple[str, str, str]:
+    return f"calibrate/{model}/fused", f"calibrate/{model}/eager", f"torch/naive-six/{model}"
+
+
+def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    model, images = getattr(torchvision.models, name)(weights=None).eval(), torch.randn(BATCH, 3, SIZE, SIZE)
+    collectors = [StatsCollector(model, fused=fused) for fused in (True, False)]
+    every: list[Form] = [lambda: collectors[0], lambda: collectors[1], lambda: SixReductions(model)]
+    forms = {form: hooks for form, hooks in zip(_names(name), every, strict=True) if form in wanted}
+    baseline, seconds = _alternated(model, images, forms, rounds)
+    setting = {"threads": torch.get_num_threads(), "batch": BATCH, "size": SIZE, "dtype": "float32"}
+    for form, times in seconds.items():
+        row = {"name": form, **_ratio(times, baseline), **setting}
+        if form.startswith("calibrate"):
+            row["activations"] = _measured(model, images)
+        if form.endswith("fused"):
+            row.update(compile_s=collectors[0].compile_seconds, form=collectors[0].form)
+        yield row
+
+
+def _alternated(
+    model: nn.Module, images: Tensor, forms: dict[str, Form], rounds: int
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Seconds of the plain forward, and of each form in the same round; the first round warms up."""
+    baseline: list[float] = []
+    seconds: dict[str, list[float]] = {form: [] for form in forms}
+    for _ in range(rounds + 1):
+        baseline.append(_seconds(model, images))
+        for form, hooks in forms.items():
+            with hooks():
+                seconds[form].append(_seconds(model, images))
+    return baseline[1:], {form: times[1:] for form, times in seconds.items()}
+
+
+def _seconds(model: nn.Module, images: Tensor) -> float:
+    start = time.perf_counter()
+    model(images)
+    return time.perf_counter() - start
+
+
+def _ratio(times: list[float], baseline: list[float]) -> dict[str, float]:
+    low, ratio, high = np.percentile(np.divide(times, baseline), (10, 50, 90))
+    return {
+        "ratio": float(ratio),
+        "low": float(low),
+        "high": float(high),
+        "median_ms": 1000 * statistics.median(times),
+        "baseline_ms": 1000 * statistics.median(baseline),
+    }
+
+
+def _measured(model: nn.Module, images: Tensor) -> int:
+    """How many different tensors the collector measures in one forward pass."""
+    counted = mock.patch.object(collector, "summarise", wraps=collector.summarise)
+    with counted as summarise, StatsCollector(model, fused=False):
+        model(images[:1])
+    return int(summarise.call_count)

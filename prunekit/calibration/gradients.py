@@ -1,0 +1,102 @@
+"""What the loss would change by, to first order, if slices of the weights were gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.layer_stats import FloatArray
+from prunekit.context import training_mode
+from prunekit.errors import NonFiniteError, UsageError
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""From what the model returned and the labels to one number, the mean over the batch."""
+Axis = tuple[str, int]
+"""A parameter's name and one of its axes."""
+
+
+@dataclass(frozen=True, eq=False)
+class TaylorTerms:
+    """Weight times gradient, summed over everything but one axis: float64 (batches, size) for each axis."""
+
+    terms: Mapping[Axis, FloatArray]
+
+
+def collect_gradients(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, loss: Loss
+) -> TaylorTerms:
+    """First-order Taylor terms of every axis of every parameter, batch by batch, in eval mode.
+
+    Batches are kept apart because the square of their sum is not the sum of their squares: `criteria.taylor` needs
+    both. Frozen parameters count like the others; those that the loss does not depend on have terms of 0.
+
+    Args:
+        model: already on `device`; modes, `requires_grad` and `grad` are afterwards what they were.
+        batches: images and labels.
+        loss: such as `torch.nn.functional.cross_entropy`, where the model returns its logits.
+
+    Raises:
+        UsageError: there are no batches, one is not images with labels, or the loss is not one number with a gradient.
+        NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter and the batch.
+    """
+    rows: dict[Axis, list[FloatArray]] = {}
+    with training_mode(model, False), torch.enable_grad(), _all_trainable(model) as parameters:
+        for number, batch in enumerate(batches):
+            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+                raise UsageError(f"batch {number}: expected images and labels for the loss, got {type(batch).__name__}")
+            value = _checked(loss(model(batch[0].to(device)), batch[1].to(device)))
+            gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+            for (name, weight), gradient in zip(parameters.items(), gradients, strict=True):
+                for axis, sums in enumerate(_sums(weight, gradient)):
+                    _require_finite(sums, name, number)
+                    rows.setdefault((name, axis), []).append(sums)
+    if not rows:
+        raise UsageError("no batch was given: gradients need images with labels")
+    return TaylorTerms({axis: np.stack(sums) for axis, sums in rows.items()})
+
+
+@contextmanager
+def _all_trainable(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+    """Every floating-point parameter by its name, with a gradient wanted; afterwards as it was."""
+    parameters = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+    before = [(weight, weight.requires_grad) for weight in parameters.values()]
+    try:
+        for weight in parameters.values():
+            weight.requires_grad_(True)
+        yield parameters
+    finally:
+        for weight, wanted in before:
+            weight.requires_grad_(wanted)
+
+
+def _checked(loss: Tensor) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise UsageError(f"loss: expected one number that depends on the model's parameters, got {shown}")
+
+
+def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
+    """Weight times gradient summed over all axes but one, (size,), for each axis."""
+    if gradient is None:
+        yield from (np.zeros(size) for size in weight.shape)
+        return
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    rest = weight.detach() * gradient
+    for _ in weight.shape:
+        yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide).cpu().double().numpy()
+        rest = rest.sum(0, dtype=wide)  # what is left for the axes behind is small
+
+
+def _require_finite(sums: FloatArray, name: str, batch: int) -> None:
+    if not np.isfinite(sums).all():
+        raise NonFiniteError(
+            f"the gradient of parameter {name!r} times its weight is NaN or Inf in batch {batch}; check the images, "
+            "the weights and the loss"
+        )
