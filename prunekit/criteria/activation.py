@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
-from prunekit.calibration import ChannelStats
-from prunekit.channels import ChannelMap
+from prunekit.calibration import LayerStats, StatsKey
+from prunekit.criteria.norms import NORMS
 from prunekit.criteria.registry import Evidence, Scores, criterion
-from prunekit.criteria.slices import LabelMean
+from prunekit.criteria.slices import FloatArray, LabelMean
 from prunekit.errors import UsageError
 
-NORMS = (
-    nn.modules.batchnorm._NormBase,  # every BatchNorm and InstanceNorm
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
-
-Accepts = Callable[[str, str], bool]
+Accepts = Callable[[StatsKey, LayerStats], npt.NDArray[np.bool_] | bool]
+"""Whether an activation may speak for its channels: all of them, or one answer each, (channels,)."""
 
 
 @criterion("activation", needs="stats")
@@ -35,51 +29,82 @@ def activation(evidence: Evidence) -> Scores:
         UsageError: the statistics cover none of the activations of some label.
         NonFiniteError: NaN or Inf was met while they were collected.
     """
-    stats, channel_map = evidence.stats, evidence.channel_map
-    assert stats is not None  # `score` checked what this criterion needs
-    stats.require_finite()
-    scores = np.full(channel_map.n_labels, np.nan)
-    for accepts in _preferences(evidence):
-        if np.isnan(scores[1:]).any():
-            found = _mean_abs(channel_map, stats, accepts)
-            scores = np.where(np.isnan(scores), found.result(otherwise=np.nan), scores)
-    _require_all(scores, channel_map)
+    norms = {path for path, module in evidence.modules.items() if isinstance(module, NORMS)}
+    preferred = norms | _activation_functions(evidence)
+    scores = _first_found(
+        evidence,
+        lambda layer: layer.mean_abs,
+        lambda key, layer: key.side == "output" and key.module in preferred,
+        lambda key, layer: key.side == "output",
+        lambda key, layer: True,
+    )
+    advice = "collect them over every module (StatsCollector(model)) or score by 'l2'"
+    _require_all(scores, evidence, "criterion 'activation': no statistics", advice)
     return scores
 
 
-def _preferences(evidence: Evidence) -> tuple[Accepts, ...]:
-    preferred = {path for path, module in evidence.modules.items() if _shapes_activations(module)}
-    return (
-        lambda path, side: side == "output" and path in preferred,
-        lambda path, side: side == "output",
-        lambda path, side: True,
+@criterion("apoz", needs="stats")
+def apoz(evidence: Evidence) -> Scores:
+    """1 - APoZ: the share of a label's activations that are not zero, in 0..1 (Hu et al. 2016, "Network trimming").
+
+    Zeros mean something behind a rectifier only: in outputs of activation functions, where there are any; and for
+    labels that no such module carries (a functional ReLU has none), in the inputs of modules, on channels that were
+    never negative.
+
+    Raises:
+        UsageError: some label lies behind no rectifier; names its group.
+        NonFiniteError: NaN or Inf was met while the statistics were collected.
+    """
+    functions = _activation_functions(evidence)
+    scores = _first_found(
+        evidence,
+        lambda layer: 1 - layer.zero_fraction,
+        lambda key, layer: key.side == "output" and key.module in functions and bool(layer.zeros.any()),
+        lambda key, layer: (layer.min >= 0) & (key.side == "input" and bool(layer.zeros.any())),
     )
+    advice = "score by 'activation' or 'taylor', which need no zeros"
+    _require_all(scores, evidence, "criterion 'apoz': no zeros behind an activation function were seen", advice)
+    return scores
 
 
-def _shapes_activations(module: nn.Module) -> bool:
-    return isinstance(module, NORMS) or type(module).__module__ == nn.modules.activation.__name__
+def _activation_functions(evidence: Evidence) -> set[str]:
+    home = nn.modules.activation.__name__
+    return {path for path, module in evidence.modules.items() if type(module).__module__ == home}
 
 
-def _mean_abs(channel_map: ChannelMap, stats: ChannelStats, accepts: Accepts) -> LabelMean:
-    found = LabelMean(channel_map.n_labels)
-    for key, labels in channel_map.activations.items():
-        layer = stats.get(key) if accepts(key[0], key[1]) else None  # type: ignore[call-overload]
+def _first_found(evidence: Evidence, value: Callable[[LayerStats], FloatArray], *preferences: Accepts) -> Scores:
+    """Mean of `value` over the activations that the first preference accepts, and where there are none, the next."""
+    assert evidence.stats is not None  # `score` checked what the criterion needs
+    evidence.stats.require_finite()
+    scores = np.full(evidence.channel_map.n_labels, np.nan)
+    for accepts in preferences:
+        if np.isnan(scores[1:]).any():
+            found = _mean(evidence, value, accepts)
+            scores = np.where(np.isnan(scores), found.result(otherwise=np.nan), scores)
+    return scores
+
+
+def _mean(evidence: Evidence, value: Callable[[LayerStats], FloatArray], accepts: Accepts) -> LabelMean:
+    found = LabelMean(evidence.channel_map.n_labels)
+    assert evidence.stats is not None
+    for place, labels in evidence.channel_map.activations.items():
+        layer = evidence.stats.get(place)  # type: ignore[call-overload]  # a plain tuple equals the named one
         if layer is None:
             continue
         if layer.channels != len(labels):
             raise UsageError(
-                f"{key[1]} of {key[0]!r}: the channel map has {len(labels)} channels, the statistics {layer.channels}; "
-                "both must come from the same model"
+                f"{place[1]} of {place[0]!r}: the channel map has {len(labels)} channels, the statistics "
+                f"{layer.channels}; both must come from the same model"
             )
-        found.add(labels, layer.mean_abs)
+        chosen = np.broadcast_to(accepts(StatsKey(*place), layer), labels.shape)  # type: ignore[arg-type]
+        found.add(labels[chosen], value(layer)[chosen])
     return found
 
 
-def _require_all(scores: Scores, channel_map: ChannelMap) -> None:
-    for group in channel_map.groups:
+def _require_all(scores: Scores, evidence: Evidence, problem: str, advice: str) -> None:
+    for group in evidence.channel_map.groups:
         missing = int(np.isnan(scores[group.labels]).sum())
         if missing:
             raise UsageError(
-                f"criterion 'activation': no statistics for {missing} of {len(group.labels)} channels of group "
-                f"{group.name!r}; collect them over every module (StatsCollector(model)) or score by 'l2'"
+                f"{problem} for {missing} of {len(group.labels)} channels of group {group.name!r}; {advice}"
             )

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from prunekit.criteria.registry import Evidence, Scores, criterion
-from prunekit.criteria.slices import LabelMean
-from prunekit.errors import NonFiniteError
+from prunekit.criteria.slices import IntArray, LabelMean, mean_over_slices, require_finite
 
 
 @criterion("l1", needs="weights")
@@ -23,36 +22,39 @@ def l2(evidence: Evidence) -> Scores:
     return _mean_power(evidence, 2)
 
 
-def _mean_power(evidence: Evidence, power: int) -> Scores:
-    """Mean over a label's axes of its slice's norm, divided so that the norm does not grow with the slice.
+@criterion("lamp", needs="weights", comparable=True)
+def lamp(evidence: Evidence) -> Scores:
+    """Layer-adaptive magnitude (Lee et al. 2021), carried from weights to channels.
 
-    A slice is everything that carries the label along one axis of a weight: a filter, the columns that read it, and
-    behind a flatten all the columns of one channel together. Weights of two or more axes speak; biases and affine
-    scales do only for labels that lie on nothing else. A label on no parameter scores +inf: nothing to remove.
+    The square of a label's `l2` over the sum of the squares in its group that are at least as large: 1 for the largest
+    of every group, so that no group is emptied in a ranking over all of them. Within a group it ranks as `l2` does.
     """
-    weights = _slices(evidence, power, vectors=False)
-    if weights.seen[1:].all():
-        return weights.result()
-    return weights.result(otherwise=_slices(evidence, power, vectors=True).result())
+    squares = l2(evidence) ** 2
+    result = squares.copy()
+    for group in evidence.channel_map.groups:
+        result[group.labels] = _share_of_larger(squares[group.labels])
+    return result
 
 
-def _slices(evidence: Evidence, power: int, *, vectors: bool) -> LabelMean:
-    found = LabelMean(evidence.channel_map.n_labels)
-    for name, weight in evidence.parameters.items():
-        if (weight.ndim < 2) != vectors:
-            continue
+def _share_of_larger(squares: Scores) -> Scores:
+    if not np.isfinite(squares).all():  # on no parameter: nothing to remove, +inf as it is
+        return squares
+    ascending = np.sort(squares)
+    at_least = ascending[::-1].cumsum()[::-1][np.searchsorted(ascending, squares)]
+    return squares / np.where(at_least > 0, at_least, 1)
+
+
+def _mean_power(evidence: Evidence, power: int) -> Scores:
+    """Mean over a label's axes of its slice's norm, divided so that the norm does not grow with the slice."""
+
+    def measure(found: LabelMean, name: str, weight: Tensor, labelled: dict[int, IntArray]) -> None:
         wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-        labelled = {
-            axis: labels
-            for axis, labels in enumerate(evidence.channel_map.labels[name])
-            if labels is not None and labels.any()
-        }
         for axis, sums in _power_sums(wide, power, list(labelled)).items():
             values = sums.numpy() * (weight.shape[axis] / max(weight.numel(), 1))
-            if not np.isfinite(values).all():
-                raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
+            require_finite(name, values)
             found.add(labelled[axis], values, exponent=1 / power)
-    return found
+
+    return mean_over_slices(evidence, measure)
 
 
 BLOCK = 1 << 18

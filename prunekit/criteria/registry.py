@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from prunekit.calibration import ChannelStats
+from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from prunekit.channels import ChannelMap
 
 Scores = npt.NDArray[np.float64]
-Need = Literal["weights", "stats", "nothing"]
+Need = Literal["weights", "stats", "gradients", "nothing"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,7 @@ class Evidence:
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, Tensor]
     stats: ChannelStats | None
+    gradients: TaylorTerms | None
     seed: int
 
 
@@ -38,12 +39,16 @@ class Criterion:
     name: str
     needs: Need
     function: Callable[[Evidence], Scores]
+    comparable: bool
+    """Whether scores of different channel groups can be ranked together as they are; others are normalised first."""
 
 
 _CRITERIA: dict[str, Criterion] = {}
 
 
-def criterion(name: str, *, needs: Need) -> Callable[[Callable[[Evidence], Scores]], Callable[[Evidence], Scores]]:
+def criterion(
+    name: str, *, needs: Need, comparable: bool = False
+) -> Callable[[Callable[[Evidence], Scores]], Callable[[Evidence], Scores]]:
     """Registers an importance score under a name.
 
     Raises:
@@ -53,7 +58,7 @@ def criterion(name: str, *, needs: Need) -> Callable[[Callable[[Evidence], Score
     def register(function: Callable[[Evidence], Scores]) -> Callable[[Evidence], Scores]:
         if name in _CRITERIA:
             raise ValueError(f"criterion {name!r} is registered already, as {_CRITERIA[name].function.__qualname__}")
-        _CRITERIA[name] = Criterion(name, needs, function)
+        _CRITERIA[name] = Criterion(name, needs, function, comparable)
         return function
 
     return register

@@ -6,40 +6,45 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.calibration import ChannelStats
+from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.channels import ChannelMap
-from prunekit.criteria.registry import Evidence, Scores, get_criterion
+from prunekit.criteria.registry import Criterion, Evidence, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
 
 
 def score(
-    criterion: str, model: nn.Module, channel_map: ChannelMap, *, stats: ChannelStats | None = None, seed: int = 0
+    criterion: str,
+    model: nn.Module,
+    channel_map: ChannelMap,
+    *,
+    stats: ChannelStats | None = None,
+    gradients: TaylorTerms | None = None,
+    seed: int = 0,
 ) -> Scores:
     """Importance of every label: the lowest go first.
 
     Args:
-        criterion: a registered name: "l1", "l2", "activation" (needs `stats`) or "random".
+        criterion: a registered name: "l1", "l2", "lamp", "fpgm" or "bn_scale", from weights alone; "activation" or
+            "apoz", which need `stats`; "taylor", which needs `gradients`; or "random".
         model: the model that `channel_map` was traced from; only read.
         channel_map: its labels.
-        stats: channel statistics of that model.
+        stats: channel statistics of that model, from `calibration.collect`.
+        gradients: of a loss on calibration images, from `calibration.collect_gradients`.
         seed: for "random".
 
     Returns:
         (n_labels,) float64; label 0, the locked channels, scores +inf.
 
     Raises:
-        UsageError: an unknown criterion, missing statistics, or a model that does not fit the map.
+        UsageError: an unknown criterion, missing statistics or gradients, or a model that does not fit the map.
         NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
     """
     chosen = get_criterion(criterion)
-    if chosen.needs == "stats" and stats is None:
-        raise UsageError(
-            f"criterion {criterion!r} needs channel statistics: pass stats=collect(model, batches, device)"
-        )
+    _require_evidence(chosen, stats, gradients)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _check_fit(channel_map, parameters)
     with torch.no_grad():
-        scores = chosen.function(Evidence(channel_map, dict(model.named_modules()), parameters, stats, seed))
+        scores = chosen.function(Evidence(channel_map, dict(model.named_modules()), parameters, stats, gradients, seed))
     scores = scores.astype(np.float64)
     scores[0] = np.inf
     _require_numbers(scores, channel_map, criterion)
@@ -65,6 +70,18 @@ def normalise(scores: Scores, channel_map: ChannelMap) -> Scores:
         if finite.size and finite.mean() > 0:
             result[group.labels] = members / finite.mean()
     return result
+
+
+def _require_evidence(criterion: Criterion, stats: ChannelStats | None, gradients: TaylorTerms | None) -> None:
+    if criterion.needs == "stats" and stats is None:
+        raise UsageError(
+            f"criterion {criterion.name!r} needs channel statistics: pass stats=collect(model, batches, device)"
+        )
+    if criterion.needs == "gradients" and gradients is None:
+        raise UsageError(
+            f"criterion {criterion.name!r} needs gradients of the loss on calibration images: "
+            "pass gradients=collect_gradients(model, batches, device, loss)"
+        )
 
 
 def _check_fit(channel_map: ChannelMap, parameters: dict[str, torch.Tensor]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from prunekit.criteria.registry import Scores
+from prunekit.criteria.registry import Evidence, Scores
+from prunekit.errors import NonFiniteError
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 class LabelMean:
@@ -16,7 +21,7 @@ class LabelMean:
     def __init__(self, n_labels: int) -> None:
         self._total, self._axes = np.zeros(n_labels), np.zeros(n_labels, np.int64)
 
-    def add(self, labels: IntArray, values: npt.NDArray[np.float64], *, exponent: float = 1.0) -> None:
+    def add(self, labels: IntArray, values: FloatArray, *, exponent: float = 1.0) -> None:
         """Adds one axis: the mean of `values` over the indices that share a label, to the power of `exponent`.
 
         Args:
@@ -36,3 +41,40 @@ class LabelMean:
     def result(self, *, otherwise: Scores | float = np.inf) -> Scores:
         """The mean for each label, (n_labels,); `otherwise` for those that no axis carried."""
         return np.where(self.seen, self._total / np.maximum(self._axes, 1), otherwise)
+
+
+Measure = Callable[[LabelMean, str, Tensor, dict[int, IntArray]], None]
+"""Adds to the mean what a named weight says about the labels on its axes: axis -> (size,)."""
+
+
+def mean_over_slices(evidence: Evidence, measure: Measure) -> Scores:
+    """Mean over a label's axes of what `measure` says about its slice.
+
+    A slice is everything that carries the label along one axis of a weight: a filter, the columns that read it, and
+    behind a flatten all the columns of one channel together. Weights of two or more axes speak; biases and affine
+    scales do only for labels that lie on nothing else. A label on no parameter scores +inf: nothing to remove.
+    """
+    weights = _measured(evidence, measure, vectors=False)
+    if weights.seen[1:].all():
+        return weights.result()
+    return weights.result(otherwise=_measured(evidence, measure, vectors=True).result())
+
+
+def _measured(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMean:
+    found = LabelMean(evidence.channel_map.n_labels)
+    for name, weight in evidence.parameters.items():
+        if (weight.ndim < 2) == vectors:
+            axes = enumerate(evidence.channel_map.labels[name])
+            labelled = {axis: labels for axis, labels in axes if labels is not None and labels.any()}
+            measure(found, name, weight, labelled)
+    return found
+
+
+def require_finite(name: str, values: FloatArray) -> None:
+    """Checks what was computed from a parameter.
+
+    Raises:
+        NonFiniteError: NaN or Inf is among the values; names the parameter.
+    """
+    if not np.isfinite(values).all():
+        raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")

@@ -1,0 +1,73 @@
+"""What must not change a criterion's verdict: the order of the channels, and scales that the network does not feel."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from criteria_nets import Scores, SmallNet, data, scored, small_net
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prunekit.criteria import criterion_names, get_criterion
+
+LEARNED = [name for name in criterion_names() if get_criterion(name).needs != "nothing"]
+quick = settings(deadline=None, max_examples=10)
+
+
+def permuted(model: SmallNet, order: list[int]) -> SmallNet:
+    """The same function, with the channels between conv1 and conv2 in another order."""
+    result = copy.deepcopy(model)
+    for tensor in (*result.conv1.parameters(), *result.norm1.parameters(), *result.norm1.buffers()):
+        if tensor.ndim:
+            tensor.data = tensor.data[order]
+    result.conv2.weight.data = result.conv2.weight.data[:, order]
+    return result
+
+
+@quick
+@given(st.permutations(range(6)), st.integers(0, 100))
+def test_permuted_channels_get_permuted_scores(order: list[int], seed: int) -> None:
+    model = small_net(seed)
+    before, after = scored(model, data()), scored(permuted(model, order), data())
+    for name in LEARNED:
+        np.testing.assert_allclose(
+            after.along(name, "conv1.weight"), before.along(name, "conv1.weight")[order], rtol=1e-7, err_msg=name
+        )
+        np.testing.assert_allclose(
+            after.along(name, "conv2.weight"), before.along(name, "conv2.weight"), rtol=1e-7, err_msg=name
+        )
+
+
+def all_scores(model: SmallNet) -> dict[str, Scores]:
+    net = scored(model, data())
+    return {name: net(name) for name in LEARNED}
+
+
+@quick
+@given(st.floats(0.01, 100), st.integers(0, 100))
+def test_scaled_weights(scale: float, seed: int) -> None:
+    model = small_net(seed)
+    before = all_scores(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= scale
+    after = all_scores(model)
+    for name in ("l1", "l2", "fpgm", "bn_scale"):
+        np.testing.assert_allclose(after[name], before[name] * scale, rtol=1e-9, err_msg=name)
+    np.testing.assert_allclose(after["lamp"], before["lamp"], rtol=1e-9)
+
+
+@quick
+@given(st.floats(0.01, 100), st.integers(0, 100))
+def test_scales_that_cancel_leave_taylor_and_apoz_as_they_are(scale: float, seed: int) -> None:
+    model = small_net(seed)
+    before = all_scores(model)
+    with torch.no_grad():  # a ReLU passes a positive scale on, and the next weight takes it back
+        model.norm1.weight *= scale
+        model.norm1.bias *= scale
+        model.conv2.weight /= scale
+    after = all_scores(model)
+    for name in ("taylor", "apoz"):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-6, err_msg=name)
