@@ -25,7 +25,8 @@ def masked(
     Args:
         model, plan, optimizer, restore: as for `WeightMasks`.
     """
-    with WeightMasks(model, plan, optimizer, restore=restore), GradientMasks(model, plan):
+    weights = WeightMasks(model, plan, optimizer, restore=restore)
+    with weights, GradientMasks(model, plan, entries=weights.entries):
         yield model
 
 

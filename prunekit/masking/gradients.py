@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from prunekit.channels import channel_axis
 from prunekit.errors import PlanError
-from prunekit.hooks import HookOwner, refuse_compiled
-from prunekit.masking.targets import MaskedTensor, masked_tensors
+from prunekit.hooks import GradientChange, HookOwner, OwnedHook, never_called, refuse_compiled
+from prunekit.masking.targets import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors
 from prunekit.planning import Plan
 
 
@@ -19,46 +20,54 @@ class GradientMasks(HookOwner):
     """Keeps gradients of pruned entries at exactly 0.0, as a context manager.
 
     Two kinds of hooks: on each module that owns pruned parameters, the gradient of its output is masked along the
-    pruned output channels before its own backward runs (by a full-backward pre-hook, or by a hook on the output where
-    that is written to in place later); and each pruned parameter's gradient is masked when it has been accumulated,
-    which is exact on every axis. The first keeps NaN and Inf of a pruned channel from spreading, the second is what
-    an optimizer sees. Gradients that were there on enter are masked by the next backward.
+    pruned output channels before its own backward runs, whatever is written to in place later; and each pruned
+    parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps NaN and
+    Inf of a pruned channel from spreading, the second is what an optimizer sees. Gradients that were there on enter
+    are masked by the next backward.
 
     Args:
         model: its parameters are not changed.
         plan: which entries are pruned.
+        entries: `entries` of weight masks with the same plan: the two then share their masks' memory.
 
     Raises:
         PlanError: the plan does not fit the model.
         ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, *, entries: Entries | None = None) -> None:
         super().__init__()
         self._model = model
         self._plan = plan
-        self._masked = masked_tensors(model, plan, buffers=False)
+        self._masked = masked_tensors(model, plan, {} if entries is None else entries, buffers=False)
 
     def register(self) -> None:
         """Hooks the modules' output gradients and the parameters' gradients."""
         refuse_compiled(self._model, type(self).__name__)
         for path, (module, masked) in self._masked.items():
             dropped = _dropped_outputs(path, self._plan)
-            if dropped is not None:
-                chart = self._plan.channel_map
-                # What reads the model's own input has no gradient there, and older torch warns of such hooks.
-                unsafe = path in chart.rewritten or (path, "input", 0) not in chart.activations
-                self.own_output_gradient(module, _mask_channels(path, module, dropped), rewritten=unsafe)
+            if dropped is not None and not never_called(module):
+                self.own_output_gradients(module, _mask_channels(path, module, dropped))
             for tensor in masked:
-                self._watch(tensor, tensor.of(module))
+                self._watch(module, tensor)
 
-    def _watch(self, masked: MaskedTensor, parameter: Tensor) -> None:
+    def _watch(self, module: nn.Module, masked: MaskedTensor) -> None:
+        hooked: weakref.ref[Tensor] | None = None
+
         def zero(parameter: Tensor) -> None:
             if parameter.grad is not None:
                 masked.entries.zero_(parameter.grad)
 
-        if parameter.requires_grad:
-            self.own(parameter.register_post_accumulate_grad_hook(zero))  # type: ignore[no-untyped-call]
+        def watch(*_: Any) -> None:
+            nonlocal hooked
+            parameter = masked.of(module)
+            if parameter.requires_grad and (hooked is None or hooked() is not parameter):
+                hooked = weakref.ref(parameter)
+                self.own_parameter_gradient(parameter, zero)
+
+        watch()
+        # load_state_dict(assign=True) puts other parameters in the place of those that are hooked
+        self.own(module.register_load_state_dict_post_hook(OwnedHook(self, watch)))  # type: ignore[no-untyped-call]
 
 
 def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
@@ -70,19 +79,23 @@ def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
     return torch.from_numpy(dropped) if dropped.any() else None
 
 
-def _mask_channels(path: str, module: nn.Module, dropped: Tensor) -> Callable[[Tensor], Tensor]:
-    on_device: dict[torch.device, Tensor] = {}
+def _mask_channels(path: str, module: nn.Module, dropped: Tensor) -> GradientChange:
+    masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def change(gradient: Tensor) -> Tensor:
+    def change(gradient: Tensor, index: int) -> Tensor | None:
+        if index:  # the plan knows the channels of a module's first result
+            return None
         axis = channel_axis(module, gradient.ndim)
         if gradient.shape[axis] != len(dropped):
             raise PlanError(
                 f"{path}: expected {len(dropped)} output channels on axis {axis}, got shape {tuple(gradient.shape)}; "
                 "was the plan made for another model?"
             )
-        if gradient.device not in on_device:
-            on_device[gradient.device] = dropped.to(gradient.device)
-        shape = [-1 if index == axis else 1 for index in range(gradient.ndim)]
-        return gradient.masked_fill(on_device[gradient.device].view(shape), 0)
+        bits = BITS[gradient.element_size()]
+        key = (gradient.device, bits)
+        if key not in masks:
+            masks[key] = all_or_no_bits(~dropped, *key)
+        mask = masks[key].view([-1 if position == axis else 1 for position in range(gradient.ndim)])
+        return gradient.view(bits).bitwise_and(mask).view(gradient.dtype)
 
     return change

@@ -56,7 +56,6 @@ def handmade_map() -> ChannelMap:
         groups=group_labels(labels, 9),
         locks=(),
         activations=activations,
-        rewritten=frozenset({"bn1", "bn2", "twice"}),
         mac_terms=(),
         source=None,
     )

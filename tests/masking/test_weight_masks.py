@@ -4,6 +4,7 @@ import copy
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, pruned_entries, random_plan, randomised
@@ -16,6 +17,8 @@ from prunekit.channels import trace
 from prunekit.errors import ModelError, PlanError
 from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
+from prunekit.masking.targets import PrunedEntries
+from prunekit.planning import Plan
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
@@ -101,6 +104,37 @@ def test_writes_that_move_no_version_counter_are_undone_before_the_forward() -> 
                 parameter.data.masked_fill_(~mask, torch.nan)
         assert torch.equal(model(x), before)
     assert_pruned_are_zero(model, plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_one_pruned_entry_written_by_any_counted_operation_is_undone(dtype: torch.dtype) -> None:
+    model, plan = randomised(SmallNet()).to(dtype).eval(), handmade_plan(3)
+    with WeightMasks(model, plan), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mask = plan.mask(name)
+            if mask is not None:
+                for index in (~mask.expand(parameter.shape)).nonzero().tolist():
+                    parameter[tuple(index)] = 1.0
+                    model(torch.randn(1, 3, 8, 8, dtype=dtype))
+                    assert parameter[tuple(index)] == 0, (name, index)
+
+
+def test_a_forward_writes_nothing_where_nothing_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = randomised(SmallNet()), handmade_plan(3)
+    written: list[tuple[int, ...]] = []
+    real = PrunedEntries.zero_
+    monkeypatch.setattr(PrunedEntries, "zero_", lambda self, tensor: (written.append(tensor.shape), real(self, tensor)))
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    with WeightMasks(model, plan, optimizer):
+        on_enter = len(written)
+        for _ in range(2):
+            model(torch.randn(2, 3, 8, 8))  # in train mode: the norms write to their statistics
+        assert len(written) == on_enter
+        step(model, optimizer)
+        assert len(written) == 2 * on_enter
+        model.conv1.weight.data.add_(1.0)  # type: ignore[union-attr, operator]
+        model(torch.randn(2, 3, 8, 8))
+        assert len(written) == 2 * on_enter + 2  # the weight and the bias of that module
 
 
 def test_load_state_dict_cannot_bring_pruned_weights_back() -> None:
@@ -206,7 +240,7 @@ def test_nothing_stays_after_an_exception() -> None:
     assert any((values != 0).any() for values in pruned_entries(model, plan).values())
 
 
-def test_a_copy_is_masked_while_the_owner_is_there_and_free_afterwards() -> None:
+def test_a_copy_starts_pruned_and_carries_no_hook_that_acts() -> None:
     model, plan = randomised(SmallNet()), handmade_plan(2, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     x = torch.randn(2, 3, 8, 8)
@@ -217,11 +251,10 @@ def test_a_copy_is_masked_while_the_owner_is_there_and_free_afterwards() -> None
             average.update_parameters(model)
         assert_pruned_are_zero(average.module, plan)
         clone = copy.deepcopy(model)
+        assert_pruned_are_zero(clone, plan)
+        assert count_hooks(clone) == 0
         randomised(clone)
         clone(x)
-        assert_pruned_are_zero(clone, plan)
-    randomised(clone)
-    clone(x)
     assert any((values != 0).any() for values in pruned_entries(clone, plan).values())
 
 
@@ -306,3 +339,20 @@ def test_a_model_compiled_inside_is_masked() -> None:
             parameter.data.masked_fill_(~mask, 7.0)
         torch.testing.assert_close(compiled(x), expected)
     torch._dynamo.reset()
+
+
+def test_attentions_output_projection_is_masked_before_attention_reads_it() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(4, 2))
+    keep = torch.rand(4, 4) > 0.5
+    chart = handmade_plan().channel_map
+    names = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    chart = type(chart)({n: (None,) * len(s) for n, s in names.items()}, names, 1, (), (), {}, (), None)
+    plan = Plan(chart, np.array([True]), element_masks={"0.out_proj.weight": keep})
+    x = torch.randn(3, 2, 4)
+    with WeightMasks(model, plan):
+        expected = model[0](x, x, x)[0]
+        model[0].out_proj.weight.data.fill_(7.0)
+        model[0](x, x, x)
+        assert (model[0].out_proj.weight[~keep] == 0).all()
+        assert (model[0].out_proj.weight[keep] == 7).all()
+    assert expected.shape == x.shape

@@ -1,0 +1,156 @@
+"""What masks and clamps cost: resnet34 with them beside the same resnet34 without, and torch.nn.utils.prune beside.
+
+Every pair has the same weights with the same zeros, so that only the hooks differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.optim import SGD
+from torchvision import models
+
+from prunekit.channels import trace
+from prunekit.masking import (
+    ActivationMasks,
+    GradientMasks,
+    WeightMasks,
+    clamp_activation_grad,
+    clamp_weight_grad,
+    masked,
+)
+from prunekit.measure.timing import alternate, warm_up
+from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
+
+Hooks = Callable[[nn.Module, SGD], AbstractContextManager[Any]]
+LIMIT = 0.01
+"""Of a clamped gradient: at these random weights some values lie above it in most layers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hooks to be timed, in a forward pass or in a training step."""
+
+    name: str
+    training: bool
+    hooks: Hooks
+
+
+def random_plan(model: nn.Module) -> Plan:
+    """Half of the channels of every group, drawn at random."""
+    chart = trace(model, (torch.zeros(1, 3, 64, 64),))
+    scores = np.random.default_rng(0).random(chart.n_labels)
+    return make_plan(chart, scores, PruneSettings(BudgetSettings(channels=0.5)))
+
+
+def torch_prune(model: nn.Module, plan: Plan) -> None:
+    """The same zeros by torch's own pruning: a mask for each weight, multiplied before every forward."""
+    names = dict(model.named_parameters())
+    for path, module in list(model.named_modules()):
+        for attribute in ("weight", "bias"):
+            mask = plan.mask(f"{path}.{attribute}")
+            if mask is not None:
+                prune.custom_from_mask(module, attribute, mask.expand(names[f"{path}.{attribute}"].shape).float())
+
+
+def cases(plan: Plan) -> Iterator[Case]:
+    """What is timed, ours first."""
+
+    def clamps(model: nn.Module, optimizer: SGD) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(clamp_activation_grad(model, LIMIT))
+        stack.enter_context(clamp_weight_grad(model, optimizer, LIMIT))
+        return stack
+
+    def everything(model: nn.Module, optimizer: SGD) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(masked(model, plan, optimizer))
+        stack.enter_context(clamps(model, optimizer))
+        return stack
+
+    def activations(model: nn.Module, optimizer: SGD) -> AbstractContextManager[Any]:
+        return ActivationMasks(model, {"relu": 0.1, "*.relu": 0.1}, count=False)
+
+    def by_torch(model: nn.Module, optimizer: SGD) -> AbstractContextManager[Any]:
+        torch_prune(model, plan)
+        return nullcontext()
+
+    yield Case("mask/inference", False, lambda model, optimizer: WeightMasks(model, plan))
+    yield Case("torch/prune/inference", False, by_torch)
+    yield Case("mask/activations", False, activations)
+    yield Case("mask/training-step", True, lambda model, optimizer: WeightMasks(model, plan, optimizer))
+    yield Case("gradient/masks", True, lambda model, optimizer: GradientMasks(model, plan))
+    yield Case("gradient/clamps", True, clamps)
+    yield Case("mask+gradient/training-step", True, everything)
+    yield Case("torch/prune/training-step", True, by_torch)
+
+
+def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """Times every case whose name starts with `only`."""
+    torch.manual_seed(0)
+    plan = random_plan(models.resnet34())
+    for case in cases(plan):
+        if case.name.startswith(only):
+            yield _row(case, plan, rounds)
+
+
+def _row(case: Case, plan: Plan, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    batch, size = (16, 64) if case.training else (1, 224)
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(0, 1000, (batch,))
+    plain, hooked = (_model(plan, case.training) for _ in range(2))
+    optimizers = [SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True) for model in (plain, hooked)]
+    with case.hooks(hooked, optimizers[1]):
+        if case.name.startswith("torch/prune"):  # it has put other parameters in their place
+            optimizers[1] = SGD(hooked.parameters(), lr=1e-4, momentum=0.9, fused=True)
+        runs = [
+            _timed(model, optimizer if case.training else None, images, labels)
+            for model, optimizer in zip((plain, hooked), optimizers, strict=True)
+        ]
+        with torch.enable_grad() if case.training else torch.no_grad():
+            for run in runs:
+                warm_up(run)
+            times = alternate(runs, rounds if not case.training else max(10, rounds // 3))  # (2, rounds)
+    ratios = times[1] / times[0]
+    return {
+        "name": f"{case.name}/resnet34",
+        "ratio": float(np.median(ratios)),
+        "low": float(np.quantile(ratios, 0.1)),
+        "high": float(np.quantile(ratios, 0.9)),
+        "median_ms": float(np.median(times[1])),
+        "baseline_ms": float(np.median(times[0])),
+        "threads": torch.get_num_threads(),
+        "batch": batch,
+        "size": size,
+        "dtype": "float32",
+        "rounds": len(ratios),
+    }
+
+
+def _model(plan: Plan, training: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = models.resnet34().train(training)
+    with WeightMasks(model, plan):
+        return model
+
+
+def _timed(model: nn.Module, optimizer: SGD | None, images: Tensor, labels: Tensor) -> Callable[[], float]:
+    def run() -> float:
+        start = time.perf_counter_ns()
+        output = model(images)
+        if optimizer is not None:
+            F.cross_entropy(output, labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (time.perf_counter_ns() - start) / 1e6
+
+    return run

@@ -1,0 +1,154 @@
+"""Activation masks: values below a threshold are zero, wherever a module's activations are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prunekit.errors import ModelError, UsageError
+from prunekit.hooks import HookOwner, recomputing, refuse_compiled
+from prunekit.masking.counting import Tally, count_zeros
+from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path
+from prunekit.masking.targets import BITS
+from prunekit.nested import map_tensors, tensors_in
+
+Side = Literal["input", "output"]
+
+
+@dataclass(frozen=True)
+class ActivationSparsity:
+    """Exact zeros among the values of activations, as they left their masks.
+
+    Attributes:
+        zeros: how many, by module path.
+        values: of how many; over all forward passes, calls and tensors of a module.
+    """
+
+    zeros: Mapping[str, int]
+    values: Mapping[str, int]
+
+    @property
+    def layers(self) -> dict[str, float]:
+        """Share of zeros by module path, 0..1."""
+        return {path: self.zeros[path] / count for path, count in self.values.items() if count}
+
+    @property
+    def overall(self) -> float:
+        """Share of zeros among all values, 0..1."""
+        return sum(self.zeros.values()) / max(1, sum(self.values.values()))
+
+
+class ActivationMasks(HookOwner):
+    """Zeroes every activation with |x| below a threshold, as a context manager of forward hooks.
+
+    x stays where |x| >= threshold, and the gradient passes there alone; NaN stays NaN. Every floating-point tensor of
+    a module's result (or arguments) is masked, also inside tuples, lists, dicts and dataclasses, in its own precision,
+    and into a new tensor: nothing is overwritten. What reads a result past its module, as a caller does who ignores
+    what an in-place ReLU returns, reads it unmasked.
+
+    Args:
+        model: not compiled.
+        thresholds: one for every module without children, or glob over module paths -> threshold (the last that
+            matches decides), such as `calibrate_thresholds` returns. 0 leaves values as they are, and counts them.
+        side: whether what a module returns is masked, or what it is given.
+        count: whether zeros are counted for `sparsity()`; counting costs about as much as masking.
+
+    Raises:
+        UsageError: a threshold is negative, or a glob matches nothing.
+        ModelError: on enter, when the model is compiled; in a hook, when a module has no floating-point tensor there.
+    """
+
+    def __init__(
+        self, model: nn.Module, thresholds: float | Mapping[str, float], *, side: Side = "output", count: bool = True
+    ) -> None:
+        super().__init__()
+        self._model = model
+        paths, alike = module_paths(model), leaf_paths(model)
+        self._thresholds = numbers_by_path(thresholds, "thresholds", paths=paths, alike=alike)
+        self._side = side
+        self._zeros = Tally() if count else None
+
+    def register(self) -> None:
+        """Hooks the modules."""
+        refuse_compiled(self._model, type(self).__name__)
+        for path, threshold in self._thresholds.items():
+            change_activations(self, self._model, path, self._side, self._mask(path, threshold))
+
+    def sparsity(self) -> ActivationSparsity:
+        """What was counted since this was made; the recomputation of activation checkpointing counts once.
+
+        Raises:
+            UsageError: nothing was counted.
+        """
+        if self._zeros is None or not self._zeros.totals():
+            raise UsageError("no activation was counted: run the model inside `with ActivationMasks(..., count=True)`")
+        return ActivationSparsity(self._zeros.counts(), self._zeros.totals())
+
+    def _mask(self, path: str, threshold: float) -> Callable[[Tensor], Tensor]:
+        bounds: dict[torch.dtype, float] = {}
+
+        def mask(tensor: Tensor) -> Tensor:
+            if threshold:
+                if tensor.dtype not in bounds:
+                    bounds[tensor.dtype] = _largest_below(threshold, tensor.dtype)
+                tensor = F.hardshrink(tensor, bounds[tensor.dtype])  # one pass, forward and backward
+            if self._zeros is not None and not recomputing():
+                self._zeros.add(path, count_zeros(tensor), tensor.numel())
+            return tensor
+
+        return mask
+
+
+def change_activations(
+    owner: HookOwner, model: nn.Module, path: str, side: Side, change: Callable[[Tensor], Tensor]
+) -> None:
+    """Has an owner pass every floating-point tensor on one side of a module through `change`.
+
+    Raises:
+        ModelError: in the hook, when there is none.
+    """
+    module = model.get_submodule(path)
+
+    def before(module: nn.Module, arguments: Any, named: Any) -> Any:
+        return _change_floating((arguments, named), change, f"input of {path}")
+
+    def after(module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
+        return _change_floating(result, change, f"output of {path}")
+
+    if side == "input":
+        owner.own_forward_pre(module, before, again=True)
+    else:
+        owner.own_forward(module, after, again=True)
+
+
+def _change_floating(value: Any, change: Callable[[Tensor], Tensor], where: str) -> Any:
+    met = False
+
+    def each(tensor: Tensor) -> Tensor:
+        nonlocal met
+        if not tensor.is_floating_point():
+            return tensor
+        met = True
+        return change(tensor)
+
+    changed = map_tensors(value, each)
+    if not met:
+        kinds = sorted({f"a tensor of {tensor.dtype}" for tensor in tensors_in(value)}) or ["no tensor"]
+        raise ModelError(
+            f"{where}: expected floating-point tensors, alone or in tuples, lists, dicts and dataclasses; got "
+            f"{type(value).__name__} with {' and '.join(kinds)}; choose other modules"
+        )
+    return changed
+
+
+def _largest_below(threshold: float, dtype: torch.dtype) -> float:
+    """The largest number of a floating-point type that is below a threshold above 0."""
+    rounded = torch.tensor(threshold, dtype=torch.float64).to(dtype)
+    if rounded.double() >= threshold:
+        rounded = (rounded.view(BITS[dtype.itemsize]) - 1).view(dtype)
+    return float(rounded)

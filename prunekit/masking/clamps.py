@@ -1,0 +1,141 @@
+"""Gradient clamps: of activations while backward runs, and of weights before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from prunekit.hooks import GradientChange, HookOwner, OwnedHook, refuse_compiled
+from prunekit.masking.activations import Side
+from prunekit.masking.counting import Tally
+from prunekit.masking.limiting import By, LossScale, limited, scaled
+from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path
+from prunekit.masking.weights import inner_optimizer
+
+
+class GradientClamp(HookOwner):
+    """What the two clamps have in common: limits by module path, and how often they were needed.
+
+    Attributes:
+        limits: by module path, for unscaled gradients.
+    """
+
+    def __init__(self, limits: Mapping[str, float], by: By) -> None:
+        super().__init__()
+        self.limits = dict(limits)
+        self._by = by
+        self._beyond = Tally()
+
+    def shares(self) -> dict[str, float]:
+        """Share of the values (by norm: of the gradients) that were beyond the limit so far, by module path, 0..1."""
+        return self._beyond.shares()
+
+    def _limited(self, path: str, gradient: Tensor, scale: LossScale | None, *, inplace: bool) -> Tensor | None:
+        limit = scaled(self.limits[path], scale, gradient.device)
+        clamped, beyond = limited(gradient, limit, self._by, inplace=inplace)
+        self._beyond.add(path, beyond, gradient.numel() if self._by == "value" else 1)
+        return clamped
+
+
+class ActivationGradientClamp(GradientClamp):
+    """See `clamp_activation_grad`."""
+
+    def __init__(
+        self, model: nn.Module, limits: Mapping[str, float], by: By, side: Side, loss_scale: LossScale | None
+    ) -> None:
+        super().__init__(limits, by)
+        self._model, self._side, self._scale = model, side, loss_scale
+
+    def register(self) -> None:
+        """Hooks the modules' gradients."""
+        refuse_compiled(self._model, "clamp_activation_grad")
+        own = self.own_output_gradients if self._side == "output" else self.own_input_gradients
+        for path in self.limits:
+            own(self._model.get_submodule(path), self._clamp(path))
+
+    def _clamp(self, path: str) -> GradientChange:
+        return lambda gradient, index: self._limited(path, gradient, self._scale, inplace=False)
+
+
+class WeightGradientClamp(GradientClamp):
+    """See `clamp_weight_grad`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, limits: Mapping[str, float], by: By) -> None:
+        super().__init__(limits, by)
+        self._model, self._optimizer = model, inner_optimizer(optimizer)
+
+    def register(self) -> None:
+        """Hooks the optimizer's step."""
+        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before_step)))
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        # A fused optimizer under a GradScaler is given the scale and unscales in its step; or skips that.
+        scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if skipped is not None and skipped.device.type == "cpu" and skipped:
+            return
+        left = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for path in self.limits:
+            for parameter in self._model.get_submodule(path)._parameters.values():
+                if parameter is None or parameter.grad is None or id(parameter) not in left:
+                    continue
+                left.discard(id(parameter))  # a parameter that modules share is clamped once
+                self._limited(path, parameter.grad, scale, inplace=True)
+
+
+def clamp_activation_grad(
+    model: nn.Module,
+    limits: float | Mapping[str, float],
+    *,
+    by: By = "value",
+    side: Side = "output",
+    loss_scale: LossScale | None = None,
+) -> ActivationGradientClamp:
+    """Clamps the gradients of activations while they flow back, as a context manager.
+
+    What a module's backward computes from a clamped gradient, for its weights and for what comes before, is computed
+    from the clamped one. NaN stays NaN. Inf becomes the limit by value: in float16 it is what a value beyond the limit
+    became; by norm a gradient with Inf or NaN stays as it is, so that a GradScaler sees it.
+
+    Args:
+        model: not compiled; may write in place wherever it likes.
+        limits: one for every module without children, or glob over module paths -> limit (the last that matches
+            decides); at least 0.
+        by: `value` limits each value to -limit..limit, `norm` the l2 norm of each gradient tensor of each call.
+        side: gradients of a module's results (`grad_output`) or of its inputs (`grad_input`).
+        loss_scale: what the loss was multiplied by; limits are multiplied by it too.
+
+    Raises:
+        UsageError: a limit is negative, or a glob matches nothing.
+        ModelError: on enter, when the model is compiled.
+    """
+    paths, alike = module_paths(model), leaf_paths(model)
+    found = numbers_by_path(limits, "clamp_activation_grad", paths=paths, alike=alike)
+    return ActivationGradientClamp(model, found, by, side, loss_scale)
+
+
+def clamp_weight_grad(
+    model: nn.Module, optimizer: Optimizer, limits: float | Mapping[str, float], *, by: By = "value"
+) -> WeightGradientClamp:
+    """Clamps the gradients of weights right before each optimizer step, as a context manager.
+
+    The gradient is the whole one: summed over micro-batches, reduced over processes, and unscaled (fused optimizers
+    under a GradScaler unscale in their step: then the limit is scaled instead). NaN and Inf: as for
+    `clamp_activation_grad`.
+
+    Args:
+        model: the modules whose own parameters are meant; those without a gradient, such as frozen ones, are left.
+        optimizer: the optimizer in use, or a wrapper that keeps it in `.optimizer`; parameters of others are left.
+        limits: one for all modules with parameters of their own, or glob over the paths of these -> limit.
+        by: `value` limits each value to -limit..limit, `norm` the l2 norm of each parameter's gradient by itself.
+
+    Raises:
+        UsageError: a limit is negative, or a glob matches no module with parameters of its own.
+    """
+    paths = [path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    key = "clamp_weight_grad, modules with parameters of their own"
+    return WeightGradientClamp(model, optimizer, numbers_by_path(limits, key, paths=paths, alike=paths), by)

@@ -1,0 +1,73 @@
+"""A gradient held below a limit, by value or by norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from prunekit.masking.counting import Count, as_it_lies, count_beyond
+
+By = Literal["value", "norm"]
+LossScale = float | Tensor | torch.amp.GradScaler | Callable[[], float | Tensor]
+"""What the loss was multiplied by, or who knows it."""
+
+
+def limited(gradient: Tensor, limit: float | Tensor, by: By, *, inplace: bool = False) -> tuple[Tensor | None, Count]:
+    """A gradient with no value, or no l2 norm, beyond a limit.
+
+    By value, Inf becomes the limit and NaN stays NaN. By norm, a gradient whose norm is not finite stays as it is.
+
+    Args:
+        gradient: changed only where `inplace` is set.
+        limit: a number on the CPU; on another device also a tensor there, which nothing waits for.
+        by: what is limited.
+        inplace: whether the result is written into `gradient`.
+
+    Returns:
+        The result (None: `gradient` as it was), and how many values (by norm: gradients, 0 or 1) were beyond.
+    """
+    return (_by_value if by == "value" else _by_norm)(gradient, limit, inplace)
+
+
+def scaled(limit: float, scale: LossScale | None, device: torch.device) -> float | Tensor:
+    """A limit for gradients that were multiplied by a loss scale; a number on the CPU."""
+    if scale is None:
+        return limit
+    if isinstance(scale, torch.amp.GradScaler):
+        scale = scale.scale(torch.ones((), device=device))  # `get_scale()` would wait for the device
+    elif not isinstance(scale, (int, float, Tensor)):
+        scale = scale()
+    return limit * float(scale) if device.type == "cpu" else limit * scale
+
+
+def _by_value(gradient: Tensor, limit: float | Tensor, inplace: bool) -> tuple[Tensor | None, Count]:
+    if not isinstance(limit, Tensor) and limit > torch.finfo(gradient.dtype).max:
+        return None, 0
+    if gradient.device.type == "cpu" and gradient.numel():
+        low, high = torch.aminmax(as_it_lies(gradient))
+        if -limit <= float(low) and float(high) <= limit:
+            return None, 0
+    beyond = count_beyond(gradient, limit)
+    clamp = gradient.clamp_ if inplace else gradient.clamp
+    return clamp(-limit, limit), beyond  # type: ignore[arg-type]  # two numbers, or two tensors
+
+
+def _by_norm(gradient: Tensor, limit: float | Tensor, inplace: bool) -> tuple[Tensor | None, Count]:
+    # The norm of half-precision values may be beyond their range.
+    wide = torch.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
+    norm = torch.linalg.vector_norm(as_it_lies(gradient), dtype=wide)
+    beyond: Count
+    factor: float | Tensor
+    if gradient.device.type == "cpu":
+        size = float(norm)
+        if not limit < size < math.inf:
+            return None, 0
+        factor, beyond = float(limit) / size, 1
+    else:
+        needed = (norm > limit) & norm.isfinite()
+        factor, beyond = torch.where(needed, limit / norm, 1.0), needed.long()
+    return gradient.mul_(factor) if inplace else gradient * factor, beyond

@@ -1,0 +1,31 @@
+"""Which activations are masked, and which gradients clamped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt, MinLen
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """Activation masks, while fine-tuning and when the result is measured; exactly one of the last two is given."""
+
+    modules: Annotated[tuple[str, ...], MinLen(1)]
+    """Globs over module paths."""
+    side: Literal["input", "output"] = "output"
+    threshold: Annotated[float, Ge(0)] | None = None
+    """|x| below it is zeroed."""
+    target: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Share of zeros behind each mask, for which thresholds are found on the calibration images."""
+
+
+@dataclass(frozen=True)
+class ClampSettings:
+    """A gradient clamp: see `prunekit.clamp_activation_grad` and `prunekit.clamp_weight_grad`."""
+
+    limit: Annotated[float, Gt(0)]
+    by: Literal["value", "norm"] = "value"
+    modules: Annotated[tuple[str, ...], MinLen(1)] | None = None
+    """Globs over module paths; None: every module that the clamp can act on."""

@@ -1,0 +1,186 @@
+"""Thresholds of activation masks, found for a target sparsity on calibration data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.artifacts import read_json, write_json
+from prunekit.calibration import MagnitudeSketch
+from prunekit.channels import channel_axis
+from prunekit.context import training_mode
+from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
+from prunekit.hooks import HookOwner
+from prunekit.masking.activations import ActivationMasks, Side, change_activations
+from prunekit.masking.selection import paths_matching
+from prunekit.masking.settings import ActivationSettings
+
+ROUNDS = 20
+"""Passes over the calibration data at most."""
+NEAR = 0.001
+"""How near the target, as a share of the values, ends the search for a layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationThresholds(Mapping[str, float]):
+    """Thresholds by module path, and what they reach; `ActivationMasks` takes this as it is.
+
+    Attributes:
+        thresholds: by module path.
+        reached: share of zeros behind the masks on the calibration data, all masks in force, by module path.
+        target: what was asked for; None of thresholds that were not searched.
+        side: which activations are meant.
+        rounds: passes over the data that the search took.
+    """
+
+    thresholds: Mapping[str, float]
+    reached: Mapping[str, float]
+    target: float | None
+    side: Side
+    rounds: int
+
+    def __getitem__(self, path: str) -> float:
+        return self.thresholds[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.thresholds)
+
+    def __len__(self) -> int:
+        return len(self.thresholds)
+
+    def off_target(self, tolerance: float = 0.01) -> dict[str, float]:
+        """Layers that do not reach the target, with what they reach: zeros alone exceed it (then the threshold is 0),
+        many values are equal, or the search ended early."""
+        target = self.target
+        return {path: share for path, share in self.reached.items() if target and abs(share - target) > tolerance}
+
+    def save(self, path: Path) -> None:
+        """Writes the thresholds as JSON."""
+        write_json(path, {**vars(self), "thresholds": dict(self.thresholds), "reached": dict(self.reached)})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads what `save` wrote.
+
+        Raises:
+            ArtifactError: the file is missing, damaged, or something else.
+        """
+        found = read_json(path)
+        names = set(cls.__dataclass_fields__)
+        if not isinstance(found, dict) or set(found) != names or not isinstance(found["thresholds"], dict):
+            raise ArtifactError(f"{path}: expected activation thresholds, an object with {', '.join(sorted(names))}")
+        return cls(**found)
+
+
+def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
+    """Paths of the modules that settings mean.
+
+    Raises:
+        UsageError: a glob matches nothing, or not exactly one of threshold and target is given.
+    """
+    if (settings.threshold is None) == (settings.target is None):
+        raise UsageError("activations: expected exactly one of 'threshold' and 'target'")
+    return paths_matching(model, settings.modules, "activations.modules")
+
+
+def calibrate_thresholds(
+    model: nn.Module,
+    batches: Iterable[Any],
+    device: torch.device,
+    modules: Iterable[str],
+    *,
+    target: float,
+    side: Side = "output",
+) -> ActivationThresholds:
+    """Finds for each layer the threshold below which a share of its activations lies, with all masks in force.
+
+    A mask changes what comes after it, so the data is gone through several times: each time under the thresholds found
+    before, until what every layer measures is within 0.1 points of the target. Where zeros alone, as behind a ReLU,
+    exceed the target, the threshold is 0 and `reached` says what they come to.
+
+    Args:
+        model: run in eval mode, without gradients, on `device`; not changed.
+        batches: gone through several times: tensors, or tuples and lists whose first entry is the model's input.
+        device: where it runs.
+        modules: globs over module paths.
+        target: share of zeros behind each mask, above 0 and below 1.
+        side: which activations of the modules.
+
+    Raises:
+        UsageError: the target is out of range, a glob matches nothing, or `batches` can be gone through only once.
+        DataError: there are no batches.
+        ModelError: a module does not run, or has no floating-point activation.
+        NonFiniteError: an activation is NaN or Inf; names layer, batch and channel.
+    """
+    if not 0 < target < 1:
+        raise UsageError(f"target: expected a share of zeros above 0 and below 1, got {target!r}")
+    paths = paths_matching(model, modules, "modules")
+    if iter(batches) is batches:
+        raise UsageError(
+            "batches: the search goes through them several times; expected a list or a loader, got an iterator"
+        )
+    model.to(device)
+    thresholds, rounds = dict.fromkeys(paths, 0.0), 0
+    while True:
+        rounds += 1
+        sketches, reached = _measure(model, batches, device, thresholds, side)
+        # A layer that is near stays as it is, so that what comes after it can settle.
+        far = {path: sketches[path].quantile(target) for path in paths if abs(reached[path] - target) > NEAR}
+        if far.items() <= thresholds.items() or rounds == ROUNDS:
+            return ActivationThresholds(thresholds, reached, target, side, rounds)
+        thresholds = thresholds | far
+
+
+def _measure(
+    model: nn.Module, batches: Iterable[Any], device: torch.device, thresholds: Mapping[str, float], side: Side
+) -> tuple[dict[str, MagnitudeSketch], dict[str, float]]:
+    """Sketches of what reaches each mask, and the share of zeros behind it."""
+    sketches, masks = _Sketches(model, thresholds, side), ActivationMasks(model, thresholds, side=side)
+    with training_mode(model, False), torch.no_grad(), sketches, masks:
+        for batch in batches:
+            sketches.batch += 1
+            images = batch[0] if isinstance(batch, (tuple, list)) else batch
+            model(images.to(device, non_blocking=True))
+    if not sketches.batch:
+        raise DataError("threshold search: expected at least one batch to calibrate on, got none")
+    silent = [path for path in thresholds if path not in sketches.found]
+    if silent:
+        raise ModelError(f"threshold search: {silent[0]} was not called in a forward pass; choose other modules")
+    return sketches.found, masks.sparsity().layers
+
+
+class _Sketches(HookOwner):
+    """Sketches activations; entered before the masks, it sees what these are given."""
+
+    def __init__(self, model: nn.Module, paths: Iterable[str], side: Side) -> None:
+        super().__init__()
+        self._model, self._paths, self._side = model, paths, side
+        self.found: dict[str, MagnitudeSketch] = {}
+        self.batch = 0
+
+    def register(self) -> None:
+        for path in self._paths:
+            change_activations(self, self._model, path, self._side, self._add(path))
+
+    def _add(self, path: str) -> Callable[[Tensor], Tensor]:
+        def add(tensor: Tensor) -> Tensor:
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteError(self._blame(path, tensor))
+            self.found.setdefault(path, MagnitudeSketch()).add(tensor)
+            return tensor
+
+        return add
+
+    def _blame(self, path: str, tensor: Tensor) -> str:
+        axis = channel_axis(self._model.get_submodule(path), tensor.ndim)
+        first = (~torch.isfinite(tensor)).nonzero()[0].tolist()
+        channel = f", channel {first[axis]}" if first else ""
+        return (
+            f"threshold search: NaN or Inf in the {self._side} of {path}, batch {self.batch}{channel}; expected finite "
+            "activations: check the images, and the weights up to there"
+        )
