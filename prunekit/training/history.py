@@ -31,8 +31,28 @@ class EpochRow:
 
 
 @dataclass(frozen=True)
+class ClampRow:
+    """How often a gradient clamp was needed at one module.
+
+    Attributes:
+        clamp: which of the two.
+        module: its path.
+        by: value or norm.
+        limit: for the unscaled gradient.
+        share: of the values (by norm: of the gradients) that were beyond the limit, 0..1.
+    """
+
+    clamp: str
+    module: str
+    by: str
+    limit: float
+    share: float
+
+
+@dataclass(frozen=True)
 class History:
-    """Every epoch in order, and the one whose weights the model was left with (0: there was none)."""
+    """Every epoch in order, the one whose weights the model was left with (0: there was none), and what was clamped."""
 
     rows: tuple[EpochRow, ...]
     best_epoch: int
+    clamps: tuple[ClampRow, ...] = ()

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.context import seeded, training_mode
 from prunekit.data import Batches, Splits, batches
-from prunekit.errors import ModelError, NonFiniteError
+from prunekit.data.loading import Batch
+from prunekit.errors import NonFiniteError
 from prunekit.models import auxiliary, logits, require_trainable
-from prunekit.training.augment import random_shift
 from prunekit.training.best import BestWeights
-from prunekit.training.device import one_device
+from prunekit.training.checks import check_fits
+from prunekit.training.clamping import Clamps
+from prunekit.training.device import autocast, loss_scaler, one_device
 from prunekit.training.history import EpochRow, History
 from prunekit.training.nonfinite import first_non_finite
 from prunekit.training.optimizers import build_optimizer, build_schedule
@@ -69,53 +72,31 @@ def fit(
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
+        UsageError: a gradient clamp's glob matches nothing.
         DataError: an image cannot be read.
-        NonFiniteError: the loss became NaN or Inf; names the first module, the epoch and the step.
+        NonFiniteError: the loss became NaN or Inf; names the first module, the epoch and the step. Gradients that
+            overflow under float16's loss scale are no error: the step is skipped, and the scale halved.
     """
     require_trainable(model)
     model.to(device)
     check_fits(model, splits, device)
     full = len(splits.train) >= batch
-    train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full)
+    train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full, augment=True)
     validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
     optimizer = build_optimizer(model, settings)
     wrapped = nullcontext() if wrap_optimizer is None else wrap_optimizer(optimizer)
+    scaler = loss_scaler(settings.precision, device)
+    clamps = Clamps(model, optimizer, settings, scaler)
     best = BestWeights(model, checkpoint)
     bar = Progress(label, settings.epochs * len(train), describe, progress)
-    with seeded(seed), training_mode(model, True), one_device(device) as accelerator, wrapped, bar:
-        schedule = build_schedule(optimizer, settings.epochs * len(train), settings.warmup)
+    with seeded(seed), training_mode(model, True), one_device(device, scaler) as accelerator, wrapped, clamps, bar:
+        steps = settings.epochs * math.ceil(len(train) / settings.accumulate)
+        schedule = build_schedule(optimizer, steps, settings.warmup)
         ready = accelerator.prepare(model, optimizer, schedule)
         run = _Run(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, bar)
         rows = run.epochs(best, on_epoch)
         best.restore()
-    return History(rows, best.epoch)
-
-
-def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
-    """Runs two images through the model as in training; its buffers and the random state are left alone.
-
-    Raises:
-        ModelError: the model does not take these images, or does not give one logit for each class.
-        DataError: an image cannot be read.
-    """
-    images, _ = splits.train.fetch(torch.arange(2) % len(splits.train))
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with seeded(0), training_mode(model, True), torch.no_grad():
-        try:
-            shape = tuple(logits(functional_call(model, buffers, (images.to(device),))).shape)
-        except ModelError:
-            raise
-        except Exception as error:  # a model's own code may raise anything
-            raise ModelError(
-                f"{type(model).__name__} does not take images of shape {tuple(images.shape[1:])}: "
-                f"{type(error).__name__}: {error}; set data.image_size to what it was made for"
-            ) from error
-    classes = len(splits.classes)
-    if shape != (2, classes):
-        raise ModelError(
-            f"{type(model).__name__}: expected logits of shape (2, {classes}) from two images of {classes} classes, "
-            f"got {shape}; set model.arguments.num_classes"
-        )
+    return History(rows, best.epoch, clamps.rows())
 
 
 @dataclass
@@ -169,13 +150,18 @@ class _Run:
     def _epoch(self, epoch: int) -> EpochRow:
         start = time.perf_counter()
         self.bar.epoch(epoch, self.settings.epochs)
-        trained, lr = _Sums(), 0.0
+        trained, lr, done = _Sums(), 0.0, 0
         self.model.train()
-        for step, (images, labels) in enumerate(self.train.at_epoch(epoch), 1):
+        for group in _groups(self.train.at_epoch(epoch), self.settings.accumulate):
             lr = self.optimizer.param_groups[0]["lr"]
-            images = random_shift(images.to(self.device), self.settings.shift)
-            self._step(images, labels.to(self.device), trained, f"epoch {epoch}, step {step}")
-            self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
+            images = sum(len(labels) for _, labels in group)
+            for batch in group:
+                done += 1
+                self._add_gradient(batch, images, trained, f"epoch {epoch}, step {done}")
+                self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
         training_s = time.perf_counter() - start
         validated = self._validate()
         return EpochRow(
@@ -189,20 +175,20 @@ class _Run:
             seconds=time.perf_counter() - start,
         )
 
-    def _step(self, images: Tensor, labels: Tensor, sums: _Sums, when: str) -> None:
-        output = self.model(images)
-        loss = self._loss(output, labels)
-        value = loss.item()
-        if not torch.isfinite(loss):
-            where = first_non_finite(self.model, images)
-            raise NonFiniteError(
-                f"the loss is {value} in {when}; first not finite: {where}; try a lower learning rate "
-                f"(now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up"
-            )
-        self.accelerator.backward(loss)
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
+    def _add_gradient(self, batch: Batch, of: int, sums: _Sums, when: str) -> None:
+        """Adds a batch's part of the gradient of the mean loss over `of` images."""
+        images, labels = (tensor.to(self.device) for tensor in batch)
+        with autocast(self.settings.precision, self.device):
+            output = self.model(images)
+            loss = self._loss(output, labels)
+            value = loss.item()
+            if not math.isfinite(value):
+                where = first_non_finite(self.model, images)
+                raise NonFiniteError(
+                    f"the loss is {value} in {when}; first not finite: {where}; try a lower learning rate "
+                    f"(now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up"
+                )
+        self.accelerator.backward(loss * (len(labels) / of))
         sums.add(value, logits(output).detach(), labels)
 
     def _loss(self, output: Any, labels: Tensor) -> Tensor:
@@ -219,3 +205,10 @@ class _Run:
                 output, target = logits(self.model(images.to(self.device))), labels.to(self.device)
                 sums.add(F.cross_entropy(output, target).item(), output, target)
         return sums
+
+
+def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Batches whose gradients make one step; the last group of an epoch may have fewer."""
+    rest = iter(batches)
+    while group := list(islice(rest, size)):
+        yield group

@@ -26,11 +26,18 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> Optimizer:
     return _OPTIMIZERS[settings.optimizer]([group for group in groups if group["params"]], settings)
 
 
-# Fused: one pass over weight, gradient and momentum instead of several, on the CPU as on CUDA.
+def _fused(settings: TrainSettings) -> bool:
+    """One pass over weight, gradient and momentum instead of several, on the CPU as on CUDA.
+
+    Not with a loss scale: when the first step is skipped, fused SGD goes on with a momentum that nobody has written.
+    """
+    return settings.precision != "fp16"
+
+
 _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSettings], Optimizer]] = {
-    "sgd": lambda groups, s: SGD(groups, lr=s.lr, momentum=s.momentum, fused=True),
-    "adam": lambda groups, s: Adam(groups, lr=s.lr, fused=True),
-    "adamw": lambda groups, s: AdamW(groups, lr=s.lr, fused=True),
+    "sgd": lambda groups, s: SGD(groups, lr=s.lr, momentum=s.momentum, fused=_fused(s)),
+    "adam": lambda groups, s: Adam(groups, lr=s.lr, fused=_fused(s)),
+    "adamw": lambda groups, s: AdamW(groups, lr=s.lr, fused=_fused(s)),
 }
 
 

@@ -7,7 +7,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from prunekit.masking.settings import ClampSettings
+
 Count = Annotated[int, Ge(0)]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -22,5 +25,9 @@ class TrainSettings:
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017)."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
-    shift: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Augmentation: every training image is moved by up to this share of its size, each way; edges are repeated."""
+    precision: Precision = "fp32"
+    """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
+    accumulate: Annotated[int, Ge(1)] = 1
+    """Batches whose gradients make one optimizer step."""
+    clamp_activation_grad: ClampSettings | None = None
+    clamp_weight_grad: ClampSettings | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prunekit.data import Splits, TensorImages
+from prunekit.data import Feed, Splits, TensorImages
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def images(count: int, seed: int) -> TensorImages:
         row, column = divmod(label, 2)
         pixels[index, 0, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 100
     half = (0.5, 0.5, 0.5)
-    return TensorImages(pixels, labels, 8, scale=255.0, mean=half, std=half)
+    return TensorImages(pixels, labels, Feed(8, half, half))
 
 
 def splits(count: int = 66) -> Splits:

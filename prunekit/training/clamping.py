@@ -1,0 +1,69 @@
+"""The gradient clamps of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from prunekit.masking import ClampSettings, clamp_activation_grad, clamp_weight_grad
+from prunekit.masking.clamps import GradientClamp
+from prunekit.training.history import ClampRow
+from prunekit.training.optimizers import build_optimizer
+from prunekit.training.settings import TrainSettings
+
+
+class Clamps:
+    """Whichever of the two clamps the settings ask for, as a context manager.
+
+    Raises:
+        UsageError: a glob matches nothing.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, settings: TrainSettings, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self._clamps: dict[str, tuple[GradientClamp, ClampSettings]] = {}
+        self._entered = ExitStack()
+        if (wanted := settings.clamp_activation_grad) is not None:
+            activation = clamp_activation_grad(model, _limits(wanted), by=wanted.by, loss_scale=scaler)
+            self._clamps["clamp_activation_grad"] = activation, wanted
+        if (wanted := settings.clamp_weight_grad) is not None:
+            weight = clamp_weight_grad(model, optimizer, _limits(wanted), by=wanted.by)
+            self._clamps["clamp_weight_grad"] = weight, wanted
+
+    def __enter__(self) -> Self:
+        for clamp, _ in self._clamps.values():
+            self._entered.enter_context(clamp)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.close()
+
+    def rows(self) -> tuple[ClampRow, ...]:
+        """One row for each module whose gradients were looked at."""
+        return tuple(
+            ClampRow(name, path, wanted.by, clamp.limits[path], share)
+            for name, (clamp, wanted) in self._clamps.items()
+            for path, share in clamp.shares().items()
+        )
+
+
+def check_clamps(model: nn.Module, settings: TrainSettings) -> None:
+    """Checks, before anything is trained, that the clamps of a run find their modules.
+
+    Raises:
+        UsageError: a glob matches nothing.
+    """
+    Clamps(model, build_optimizer(model, settings), settings, None)
+
+
+def _limits(settings: ClampSettings) -> float | Mapping[str, float]:
+    return settings.limit if settings.modules is None else dict.fromkeys(settings.modules, settings.limit)
