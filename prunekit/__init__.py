@@ -10,12 +10,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prunekit.calibration import ChannelStats, StatsCollector
+    from prunekit.calibration import ChannelStats, StatsCollector, collect_gradients
     from prunekit.calibration import collect as calibrate
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
     from prunekit.errors import PrunekitError
-    from prunekit.masking import masked
+    from prunekit.masking import (
+        ActivationMasks,
+        calibrate_thresholds,
+        clamp_activation_grad,
+        clamp_weight_grad,
+        masked,
+    )
     from prunekit.measure.verify import verify
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
@@ -25,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = version("prunekit")
 
 _PLACES = {
+    "ActivationMasks": "prunekit.masking:ActivationMasks",
     "BudgetSettings": "prunekit.planning:BudgetSettings",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
@@ -34,6 +41,10 @@ _PLACES = {
     "PrunekitError": "prunekit.errors:PrunekitError",
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.calibration:collect",
+    "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
+    "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
+    "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
+    "collect_gradients": "prunekit.calibration:collect_gradients",
     "compact": "prunekit.compaction:compact",
     "finetune": "prunekit.workflow:finetune",
     "load": "prunekit.compaction:load",
@@ -62,6 +73,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "ActivationMasks",
     "BudgetSettings",
     "ChannelMap",
     "ChannelStats",
@@ -71,6 +83,10 @@ __all__ = [
     "PrunekitError",
     "StatsCollector",
     "calibrate",
+    "calibrate_thresholds",
+    "clamp_activation_grad",
+    "clamp_weight_grad",
+    "collect_gradients",
     "compact",
     "finetune",
     "load",

@@ -60,7 +60,7 @@ def bench_command(
     console = Console(as_json)
     check_folder(output)
     targets, overrides = split_overrides(arguments)
-    refuse_idle_overrides(overrides, targets)
+    refuse_idle_overrides(overrides, targets, options["data"])
     from prunekit.measure import LatencySettings
     from prunekit.workflow.bench import bench as measure
     from prunekit.workflow.bench import too_slow

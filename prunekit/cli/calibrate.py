@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.options import common_options, device_option, load_job, output_option, seed_option
+from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
 from prunekit.cli.output import Console, check_folder, table
 
 if TYPE_CHECKING:
@@ -17,23 +17,27 @@ if TYPE_CHECKING:
 @click.command("calibrate", short_help="Collect activation statistics of the dense model.")
 @click.argument("recipe", metavar="RECIPE.yaml")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@own_options
 @device_option
 @seed_option
 @output_option("runs.  [default: runs]")
 @common_options
-def calibrate_command(recipe: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
+def calibrate_command(
+    recipe: str, overrides: tuple[str, ...], factory: str | None, data: str | None, as_json: bool, **options: Any
+) -> None:
     """Run the dense model of a recipe on its calibration images and write the statistics of every channel, as
     safetensors and CSV. `finetune` uses them again when model, weights, data and settings are the same.
 
     The table averages over the channels of each layer's output; dead channels never change.
     """
     console = Console(as_json)
-    job = load_job(recipe, overrides, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, **options)
     check_folder(job.output)
+    from prunekit.workflow import Own
     from prunekit.workflow import calibrate as run
 
     with console.running():
-        result = run(job, log=console.log, progress=console.progress)
+        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data))
     layers = list(summary(result.stats))
     payload = {"path": str(result.path), "csv": str(result.csv), "reused": result.reused, "layers": layers}
     reused = " (from an earlier run)" if result.reused else ""

@@ -46,34 +46,47 @@ def evaluate_command(
 
     MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
     folder, or the name of a torchvision model; instead of it, --model gives your own. KEY=VALUE changes the recipe. A
-    model folder inside a run folder is tested on the data of that run unless --recipe says otherwise.
+    model folder inside a run folder is tested on the data of that run unless --recipe or --data says otherwise.
     """
     console = Console(as_json)
     check_folder(output)
     targets, overrides = split_overrides(arguments)
     data_recipe = _data_recipe(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
-    job = None if data_recipe is None else load_job(data_recipe, overrides, device=device, seed=options["seed"])
-    check_folder(job.output if job and any(map(is_recipe, targets)) else None)
+    given = ModelOptions(**options)
+    whole = any(map(is_recipe, targets))
+    job = None if data_recipe is None else _job(data_recipe, overrides, given, device, whole)
+    check_folder(job.output if job and whole else None)
     from prunekit.context import resolve_device
+    from prunekit.data import DataSettings
+    from prunekit.workflow import Own
     from prunekit.workflow.evaluate import evaluate as measure
 
+    images = job.data if job else DataSettings(source="own") if given.data else None
     with console.running():
-        target = _target(targets, job, ModelOptions(**options), console)
+        target = _target(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
-        result = measure(target, job.data if job else None, where)
+        result = measure(target, images, where, Own(data=given.data))
     save(result, output, "evaluate.json", console)
     console.result(result, _text(result))
 
 
+def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | None, whole: bool) -> JobSettings:
+    """The job of the recipe, `whole` when its model is meant and not its images alone."""
+    factory = given.factory if whole else None
+    return load_job(recipe, overrides, factory=factory, data=given.data, device=device, seed=given.seed)
+
+
 def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> Target:
+    from prunekit.workflow import Own
     from prunekit.workflow.targets import trained_target
 
     if job is None or not any(map(is_recipe, targets)):
         return one_target(targets, [], options)
-    if len(targets) > 1 or options.factory or options.weights:
+    if len(targets) > 1 or options.weights:
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
-    return trained_target(job, log=console.log, progress=console.progress)
+    own = Own(options.factory, options.data)
+    return trained_target(job, log=console.log, progress=console.progress, own=own)
 
 
 def _data_recipe(targets: list[str], given: str | None) -> str | None:
@@ -87,10 +100,12 @@ def _data_recipe(targets: list[str], given: str | None) -> str | None:
 
 
 def _text(result: dict[str, Any]) -> str:
+    from prunekit.data import describe_corrupt
     from prunekit.report.numbers import count, interval, percent
 
+    corrupt = result["corrupt_images"]
     return (
         f"{result['model']}: top-1 {percent(result['top1'], 2)} {interval(result['low'], result['high'])} "
         f"({result['correct']:,} of {result['n_test']:,} test images), {count(result['params'])} parameters, "
-        f"{count(result['macs'])} MACs"
+        f"{count(result['macs'])} MACs" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "")
     )

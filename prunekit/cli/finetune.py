@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.options import common_options, device_option, load_job, output_option, seed_option
+from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
 from prunekit.cli.output import Console, check_folder, plain, table
 
 if TYPE_CHECKING:
+    from prunekit.workflow import Own
     from prunekit.workflow.settings import JobSettings
 
 SIZES = ("in", "out", "macs", "params")
@@ -21,6 +22,7 @@ SIZES = ("in", "out", "macs", "params")
 @click.argument("recipe", metavar="RECIPE.yaml")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing.")
+@own_options
 @device_option
 @seed_option
 @output_option("runs.  [default: runs]")
@@ -29,30 +31,35 @@ def finetune_command(
     recipe: str,
     overrides: tuple[str, ...],
     dry_run: bool,
+    factory: str | None,
+    data: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Run the whole job of a recipe: train or load the dense model, calibrate, prune, fine-tune, compact, verify,
     measure, and write a report.
 
-    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4
+    KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
+    images are yours; model.weights and the other data settings still count.
 
     Exits with 1 when the run fell short of what the recipe asks.
     """
     console = Console(as_json)
-    job = load_job(recipe, overrides, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    from prunekit.workflow import Own
+
     if dry_run:
-        _dry_run(job, console)
-    elif _run(job, console):
+        _dry_run(job, Own(factory, data), console)
+    elif _run(job, Own(factory, data), console):
         click.get_current_context().exit(1)
 
 
-def _dry_run(job: JobSettings, console: Console) -> None:
+def _dry_run(job: JobSettings, own: Own, console: Console) -> None:
     from prunekit.recipe import dump
     from prunekit.workflow import dry_run
 
     with console.running():
-        plan = dry_run(job, log=console.log)
+        plan = dry_run(job, log=console.log, own=own)
     console.result({"recipe": plain(job), "plan": plan}, f"{dump(job)}\n{_plan(plan)}")
 
 
@@ -78,7 +85,7 @@ def _plan(plan: dict[str, Any]) -> str:
     )
 
 
-def _run(job: JobSettings, console: Console) -> list[str]:
+def _run(job: JobSettings, own: Own, console: Console) -> list[str]:
     """Runs the job and returns its shortfalls, which are in its log as well."""
     check_folder(job.output)
     from prunekit import report
@@ -92,13 +99,14 @@ def _run(job: JobSettings, console: Console) -> list[str]:
             progress=console.progress,
             resolved=dump(job),
             finish=partial(report.write, state="finished"),
+            own=own,
         )
     console.result({"folder": str(result.folder), **result.metrics}, _headline(result.metrics, result.folder))
     return list(result.metrics["shortfalls"])
 
 
 def _headline(metrics: dict[str, Any], folder: Path) -> str:
-    from prunekit.report.headline import MODELS, compared, reference
+    from prunekit.report.headline import MODELS, clamped, compared, masked, reference
     from prunekit.report.numbers import factor, interval
 
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
@@ -106,8 +114,17 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         f"Speedup on {row['device']}, batch {row['batch']}: {factor(row['median'])} {interval(row['low'], row['high'])}"
         for row in metrics["speedup"]
     ]
+    masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
+    clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(
-        [table(("", *MODELS, f"pruned against {reference(metrics)}"), rows), *speedups, *shortfalls, *places]
+        [
+            table(("", *MODELS, f"pruned against {reference(metrics)}"), rows),
+            *speedups,
+            *masks,
+            *clamps,
+            *shortfalls,
+            *places,
+        ]
     )

@@ -27,7 +27,7 @@ def inspect_command(arguments: tuple[str, ...], output: Path | None, as_json: bo
     console = Console(as_json)
     check_folder(output)
     targets, overrides = split_overrides(arguments)
-    refuse_idle_overrides(overrides, targets)
+    refuse_idle_overrides(overrides, targets, options["data"])
     from prunekit.workflow.inspect import inspect as look
 
     with console.running():

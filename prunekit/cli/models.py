@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """`--model`, `--weights`, `--input-shape` and `--seed`."""
+    """`--model`, `--weights`, `--input-shape`, `--seed` and `--data`."""
 
     factory: str | None = None
     weights: str | None = None
     input_shape: tuple[int, ...] | None = None
     seed: int | None = None
+    data: str | None = None
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> Target:
@@ -52,21 +53,23 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
     from prunekit.workflow.targets import resolve
 
     recipe = name is not None and is_recipe(name)
-    job = load_job(str(name), overrides, seed=options.seed) if recipe else None
+    job = load_job(str(name), overrides, data=options.data, seed=options.seed) if recipe else None
     return resolve(
         job or name,
         factory=options.factory,
         weights=options.weights,
         input_shape=options.input_shape,
         seed=options.seed or 0,
+        data=options.data if recipe else None,
     )
 
 
-def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None]) -> None:
-    """Checks that there is a recipe for the overrides to change.
+def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None], data: str | None = None) -> None:
+    """Checks that there is a recipe for the overrides, and for `--data`, to change.
 
     Raises:
         UsageError: there is none.
     """
-    if overrides and not any(recipe is not None and is_recipe(recipe) for recipe in recipes):
-        raise UsageError(f"{overrides[0]!r} changes a recipe, and no recipe was given")
+    changes = [repr(overrides[0])] if overrides else [f"--data {data}"] if data else []
+    if changes and not any(recipe is not None and is_recipe(recipe) for recipe in recipes):
+        raise UsageError(f"{changes[0]} changes a recipe, and no recipe was given")

@@ -36,6 +36,13 @@ json_option = click.option(
 device_option = click.option("--device", metavar="auto|cpu|cuda[:n]", help="Where to run.  [default: auto]")
 seed_option = click.option("--seed", type=click.IntRange(min=0), help="Seed of everything that is random.")
 
+own_model_option = click.option(
+    "--model", "factory", metavar="FILE.py:FACTORY", help="Your own model; runs the file's code."
+)
+data_option = click.option(
+    "--data", metavar="FILE.py:FACTORY", help="Your own images in the place of a recipe's; runs the file's code."
+)
+
 
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
     """`--output DIR`, with what goes there."""
@@ -44,14 +51,20 @@ def output_option(what: str) -> Callable[[Decorated], Decorated]:
 
 
 def model_options(function: Decorated) -> Decorated:
-    """`--model`, `--weights` and `--input-shape`: the user's own model, or changes to a zoo's."""
+    """`--model`, `--weights`, `--input-shape` and `--data`: the user's own model, or changes to a zoo's."""
     for option in (
+        data_option,
         click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
         click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
-        click.option("--model", "factory", metavar="FILE.py:FACTORY", help="Your own model; runs the file's code."),
+        own_model_option,
     ):
         function = option(function)
     return function
+
+
+def own_options(function: Decorated) -> Decorated:
+    """`--model` and `--data`: the user's own code in the place of a recipe's."""
+    return own_model_option(data_option(function))
 
 
 def common_options(function: Decorated) -> Decorated:
@@ -78,11 +91,17 @@ def is_recipe(target: str) -> bool:
     return target.endswith((".yaml", ".yml"))
 
 
-def load_job(recipe: str, overrides: Sequence[str], **options: Any) -> JobSettings:
+def load_job(
+    recipe: str, overrides: Sequence[str], *, factory: str | None = None, data: str | None = None, **options: Any
+) -> JobSettings:
     """The job of a recipe; options that were given on the command line count as overrides after all others."""
     from prunekit.recipe import load
 
     given = [f"{key}={_yaml(value)}" for key, value in options.items() if value is not None]
+    if factory is not None:
+        given += ["model.zoo=own", f"model.name={json.dumps(factory)}", "model.arguments={}"]
+    if data is not None:
+        given += ["data.source=own", "data.root=null", "data.name=null", "data.download=false"]
     return load(recipe, [*overrides, *given])
 
 

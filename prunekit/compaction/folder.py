@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def save(
         manifest = {
             "format": FORMAT,
             "class": type(model).__name__,
-            "build": None if build is None else {**asdict(build), "weights": None},
+            "build": None if build is None else {"name": build.name, "zoo": build.zoo, "arguments": build.arguments},
             "kept": kept,
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(plan.channel_map.shapes[name]) for name in kept},
@@ -150,12 +149,12 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
         return model()
     build = manifest["build"]
     match build:
-        case {"name": str(name), "zoo": "torchvision", "arguments": dict(arguments)}:
+        case {"name": str(name), "zoo": "torchvision" | "cifar" as zoo, "arguments": dict(arguments)}:
             quiet = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
         case _:
             raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}")
     try:
-        return build_model(ModelSettings(name, arguments={**arguments, **quiet}), num_classes=None)
+        return build_model(ModelSettings(name, zoo, arguments={**arguments, **quiet}), num_classes=None)
     except ModelError as error:
         raise ArtifactError(f"{folder / MANIFEST}: build: {error}") from error
 

@@ -1,19 +1,29 @@
 """Images with labels, split once and for all into training, validation and test."""
 
-from prunekit.data.datasets import FolderImages, ImageDataset, Subset, TensorImages
+from prunekit.data.corrupt import CorruptImages, describe_corrupt
+from prunekit.data.datasets import ImageDataset, Subset, TensorImages
+from prunekit.data.decoded import FolderImages, MappedImages
+from prunekit.data.feed import Feed
 from prunekit.data.loading import Batches, batches
+from prunekit.data.own import load_own
 from prunekit.data.settings import DataSettings
-from prunekit.data.sources import load_splits
+from prunekit.data.sources import load_splits, missing_data
 from prunekit.data.splits import Splits
 
 __all__ = [
     "Batches",
+    "CorruptImages",
     "DataSettings",
+    "Feed",
     "FolderImages",
     "ImageDataset",
+    "MappedImages",
     "Splits",
     "Subset",
     "TensorImages",
     "batches",
+    "describe_corrupt",
+    "load_own",
     "load_splits",
+    "missing_data",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunekit.data.datasets import numbered_classes
 from prunekit.errors import DataError
 
 TWO_PARTS = ("x_train", "y_train", "x_test", "y_test")
@@ -88,13 +89,4 @@ def _pair(path: Path, arrays: dict[str, np.ndarray[Any, Any]], images: str, labe
 def _classes(path: Path, arrays: dict[str, np.ndarray[Any, Any]], rest: Arrays) -> tuple[str, ...]:
     if "classes" in arrays:
         return tuple(str(name) for name in np.atleast_1d(arrays["classes"]))
-    count = int(rest.labels.max()) + 1
-    # Of more classes than images the first len + 1 hold a gap already: a label of a billion costs no memory.
-    gaps = np.setdiff1d(np.arange(min(count, len(rest.labels) + 1)), rest.labels.numpy())
-    if count < 2 or len(gaps):
-        found = f"; no image has label {', '.join(map(str, gaps[:5]))}" if len(gaps) else ""
-        raise DataError(
-            f"{path}: {rest.name}: expected labels 0..classes-1 of two or more classes, each with images, but the "
-            f"largest label is {count - 1}{found}; renumber them, or name the classes in an array `classes`"
-        )
-    return tuple(str(label) for label in range(count))
+    return numbered_classes(rest.labels, f"{path}: {rest.name}")

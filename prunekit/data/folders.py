@@ -24,31 +24,35 @@ class Folder:
 def scan_folder(root: Path) -> Folder:
     """Finds the images of `root/train/<class>/` and `root/test/<class>/`, or of `root/<class>/`.
 
-    Classes are the folders' names in alphabetical order; files lie at any depth below them.
+    `root/val/` does for `root/test/`, as ImageNet has it. Classes are the folders' names in alphabetical order; files
+    lie at any depth below them.
 
     Raises:
-        DataError: no class folder, a class without images, an empty file, or a test class that is not trained.
+        DataError: no class folder, a class without images, both `test/` and `val/`, or a test class that is not
+            trained.
     """
     if not root.is_dir():
         raise DataError(f"{root}: expected a folder, but this is a file; a NumPy archive is read with data.source=npz")
-    parts = [(root / name).is_dir() for name in ("train", "test")]
-    if not any(parts):
-        classes = _classes(root)
+    tests = [root / name for name in ("test", "val") if (root / name).is_dir()]
+    train = (root / "train").is_dir()
+    if not train and not tests:
+        classes = _classes(root, ", or train/ with test/ or val/")
         return Folder(classes, _files(root, classes), None)
-    if not all(parts):
-        missing = "test" if parts[0] else "train"
-        raise DataError(f"{root}: expected train/ and test/, or class folders alone, but there is no {missing}/")
+    if not train or len(tests) != 1:
+        found = ", ".join(f"{part.name}/" for part in [*([root / "train"] if train else []), *tests])
+        raise DataError(f"{root}: expected train/ with test/ or val/, or class folders alone, found {found}")
     classes = _classes(root / "train")
-    for name in _classes(root / "test"):
+    for name in _classes(tests[0]):
         if name not in classes:
-            raise DataError(f"{root / 'test' / name}: no such class in {root / 'train'}; {nearest(name, classes)}")
-    return Folder(classes, _files(root / "train", classes), _files(root / "test", classes))
+            raise DataError(f"{tests[0] / name}: no such class in {root / 'train'}; {nearest(name, classes)}")
+    return Folder(classes, _files(root / "train", classes), _files(tests[0], classes))
 
 
-def _classes(folder: Path) -> tuple[str, ...]:
+def _classes(folder: Path, instead: str = "") -> tuple[str, ...]:
     names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")))
     if len(names) < 2:
-        raise DataError(f"{folder}: expected one folder of images for each of two or more classes, found {list(names)}")
+        expected = f"one folder of images for each of two or more classes{instead}"
+        raise DataError(f"{folder}: expected {expected}, found {list(names)}")
     return names
 
 
@@ -61,7 +65,4 @@ def _images(folder: Path) -> list[Path]:
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
     if not paths:
         raise DataError(f"{folder}: no images here; expected files that end in {', '.join(EXTENSIONS)}")
-    for path in paths:
-        if not path.stat().st_size:
-            raise DataError(f"{path}: expected an image, but the file is empty; remove or replace it")
     return paths

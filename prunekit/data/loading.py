@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from prunekit.data.augment import Draw
 from prunekit.data.datasets import ImageDataset
 from prunekit.errors import DataError, UsageError
 
@@ -27,6 +28,7 @@ class Batches:
     workers: int
     drop_last: bool
     indices: Tensor  # (N,) int64, which images
+    augment: bool = False
     epoch: int = 0
 
     def at_epoch(self, epoch: int) -> Batches:
@@ -46,44 +48,61 @@ class Batches:
 
     @property
     def images(self) -> int:
-        """How many images one pass gives."""
+        """How many images one pass gives when all can be read."""
         return min(len(self) * self.batch_size, len(self.indices))
 
     def __iter__(self) -> Iterator[Batch]:
         chunks = torch.split(self.order(), self.batch_size)[: len(self)]
-        if not self.workers:
-            return map(self.dataset.fetch, chunks)
-        return self._in_workers(chunks)
+        # Corrupt images drop out of their batch; a training batch of which one is left has no variance for BatchNorm.
+        fewest = 2 if self.drop_last and self.batch_size > 1 else 1
+        given = 0
+        for images, labels in self._in_workers(chunks) if self.workers else self._here(chunks):
+            if len(labels) >= fewest:
+                given += 1
+                yield images, labels
+        if not given:
+            raise DataError(f"expected a batch with at least {fewest} images that can be read, got none")
+
+    def _here(self, chunks: Sequence[Tensor]) -> Iterator[Batch]:
+        return (self.dataset.fetch(chunk, self._draw) for chunk in chunks)
 
     def _in_workers(self, chunks: Sequence[Tensor]) -> Iterator[Batch]:
         # An own generator, or the loader would draw from the global one and the workers would change the training.
         loader = DataLoader(
-            _Chunks(self.dataset, chunks),
+            _Chunks(self.dataset, chunks, self._draw),
             batch_size=None,
             num_workers=self.workers,
             generator=torch.Generator().manual_seed(0),
         )
-        for item in loader:
-            if isinstance(item, DataError):
-                raise item
-            yield item[0], item[1]
+        for batch, corrupt in loader:
+            self.dataset.corrupt.merge(corrupt)
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch[0], batch[1]
+
+    @property
+    def _draw(self) -> Draw | None:
+        return (self.shuffle_seed or 0, self.epoch) if self.augment else None
 
 
 @dataclass(frozen=True)
-class _Chunks(TorchDataset[Batch | DataError]):
-    """What a worker process sees: item i is batch i."""
+class _Chunks(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
+    """What a worker process sees: item i is batch i, and all images that this worker could not read so far."""
 
     dataset: ImageDataset
     chunks: Sequence[Tensor]
+    draw: Draw | None
 
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def __getitem__(self, index: int) -> Batch | DataError:
+    def __getitem__(self, index: int) -> tuple[Batch | DataError, dict[str, str]]:
+        batch: Batch | DataError
         try:
-            return self.dataset.fetch(self.chunks[index])
+            batch = self.dataset.fetch(self.chunks[index], self.draw)
         except DataError as error:
-            return DataError(str(error))  # raised in the parent: the loader would bury the message in a traceback
+            batch = DataError(str(error))  # raised in the parent: the loader would bury the message in a traceback
+        return batch, self.dataset.corrupt.found
 
 
 def batches(
@@ -94,6 +113,7 @@ def batches(
     workers: int = 0,
     drop_last: bool = False,
     indices: Sequence[int] | Tensor | None = None,
+    augment: bool = False,
 ) -> Batches:
     """Batches of a data set: images (B, C, H, W) float32 and labels (B,) int64.
 
@@ -104,6 +124,8 @@ def batches(
         workers: processes that read ahead; 0 reads in this one. The batches are the same.
         drop_last: leaves a last batch out that is not full.
         indices: the images to use, in this order when not shuffled; None means all.
+        augment: changes images at random as the data set's settings say, the same for the same `shuffle_seed`, epoch
+            and image whatever `workers` is; for training alone.
 
     Raises:
         UsageError: `batch_size` is not positive or `workers` negative.
@@ -112,7 +134,7 @@ def batches(
     if batch_size < 1 or workers < 0:
         raise UsageError(f"expected batch_size >= 1 and workers >= 0, got {batch_size} and {workers}")
     chosen = torch.arange(len(dataset)) if indices is None else torch.as_tensor(indices, dtype=torch.int64)
-    result = Batches(dataset, batch_size, shuffle_seed, workers, drop_last, chosen)
+    result = Batches(dataset, batch_size, shuffle_seed, workers, drop_last, chosen, augment)
     if not len(result):
         raise DataError(f"expected at least one batch of {batch_size} images, but there are {len(chosen)} images")
     return result

@@ -1,43 +1,54 @@
-"""The three sources of images: the embedded digits, a folder per class, a NumPy archive."""
+"""The sources of images: the embedded digits, a folder per class, a NumPy archive, torchvision's sets, the user's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunekit.data.arrays import Arrays, read_npz
-from prunekit.data.datasets import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    FolderImages,
-    ImageDataset,
-    TensorImages,
-    check_labels,
-)
-from prunekit.data.folders import scan_folder
+from prunekit.data.corrupt import CorruptImages
+from prunekit.data.datasets import ImageDataset, TensorImages, check_labels
+from prunekit.data.decoded import FolderImages
+from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD, Feed
+from prunekit.data.folders import Files, scan_folder
+from prunekit.data.mapped import classes_of, mapped, sample_bytes
 from prunekit.data.settings import DataSettings
 from prunekit.data.splits import Splits, fingerprint, split_off
+from prunekit.data.torchvision_sets import open_sets
 from prunekit.errors import DataError, UsageError
 
 HALF = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True)
-class _Source:
-    """What a reader finds: images that are still to be split, the test images if they come apart."""
+class Source:
+    """What a reader finds: images that are still to be split, and the parts that come apart.
+
+    Attributes:
+        where: what the data is, for messages.
+        classes: name of each label.
+        rest: the images that are not in a part of their own.
+        test: the test images, where they come apart.
+        content: what the data is known by.
+        validation: the validation images, where they come apart.
+        shape: (C, H, W) of inputs that do not have the settings' size.
+    """
 
     where: str
     classes: tuple[str, ...]
     rest: ImageDataset
     test: ImageDataset | None
     content: tuple[bytes, ...]
+    validation: ImageDataset | None = None
+    shape: tuple[int, ...] | None = None
 
 
 def load_splits(settings: DataSettings) -> Splits:
@@ -50,84 +61,135 @@ def load_splits(settings: DataSettings) -> Splits:
         DataError: the data is missing, empty or unreadable, or labels do not fit the classes.
         UsageError: `root` is missing for a source that needs it, or the shares leave nothing to train on.
     """
+    if settings.source == "own":
+        raise UsageError("data.source: these images are their owner's; give them as --data file.py:factory")
+    missing = missing_data(settings)
+    if missing is not None:
+        raise DataError(missing)
+    return splits_of(_READERS[settings.source](settings), settings)
+
+
+def missing_data(settings: DataSettings) -> str | None:
+    """What is missing of the data, where it was looked for and how to supply it; None when its root is there.
+
+    Raises:
+        UsageError: `root` is not given for a source that needs it.
+    """
+    if settings.source not in _EXPECTED:
+        return None
+    if settings.root is None:
+        raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
+    if settings.root.exists() or settings.download:
+        return None
+    origin = f"; {settings.origin}" if settings.origin else ""
+    expected = f"expected {_EXPECTED[settings.source]}; give its path as data.root=PATH{origin}"
+    return f"data.root: {settings.root.absolute()} does not exist; {expected}"
+
+
+def splits_of(source: Source, settings: DataSettings) -> Splits:
+    """Splits what a reader found."""
     if settings.test_share + settings.validation_share >= 1:
         raise UsageError(
             f"data: expected test_share + validation_share < 1, got {settings.test_share} + {settings.validation_share}"
         )
-    source = _READERS[settings.source](settings)
     draw = partial(split_off, classes=source.classes, seed=settings.split_seed, where=source.where)
-    rest, test, validation_share = source.rest, source.test, settings.validation_share
+    rest, test, validation, validation_share = source.rest, source.test, source.validation, settings.validation_share
     if test is None:
         rest, test = draw(rest, settings.test_share)
         validation_share /= 1 - settings.test_share
-    train, validation = draw(rest, validation_share)
-    shape = (3, settings.image_size, settings.image_size)
-    how = f"{settings.source} {settings.image_size} {settings.test_share} {settings.validation_share} "
-    digest = fingerprint([f"{how}{settings.split_seed}".encode(), *source.content])
-    return Splits(train, validation, test, source.classes, shape, digest)
+    if validation is None:
+        rest, validation = draw(rest, validation_share)
+    shape = source.shape or (3, settings.image_size, settings.image_size)
+    how = f"{settings.source} {settings.image_size} {settings.mean} {settings.std} {settings.test_share} "
+    how += f"{settings.validation_share} {settings.split_seed}"
+    return Splits(rest, validation, test, source.classes, shape, fingerprint([how.encode(), *source.content]))
 
 
-def _digits(settings: DataSettings) -> _Source:
+def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> Source:
+    """The source that map-style data sets named train, test and perhaps validation make."""
+    corrupt, feed = CorruptImages(settings.max_corrupt), _feed(settings)
+    made = {name: mapped(part, settings, feed, f"{where} {name}", corrupt) for name, part in parts.items()}
+    train, test, validation = made["train"], made["test"], made.get("validation")
+    if any(part.shape != train.shape for part in made.values()):
+        raise DataError(f"{where}: expected images of one form in all parts, got {_forms(made)}")
+    classes = classes_of(parts["train"], list(made.values()))
+    bytes_of = tuple(sample_bytes(part) for part in made.values())
+    return Source(where, classes, train, test, (content, *bytes_of), validation, train.shape)
+
+
+def _forms(parts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {part.shape or 'pixels'}" for name, part in parts.items())
+
+
+def _feed(
+    settings: DataSettings, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
+) -> Feed:
+    return Feed(settings.image_size, settings.mean or mean, settings.std or std, settings.augment)
+
+
+def _digits(settings: DataSettings) -> Source:
     """UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 grey images of 8x8, values 0..16."""
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
         pixels, labels = archive["images"][:, None], archive["labels"].astype(np.int64)
-    dataset = TensorImages(
-        torch.from_numpy(pixels), torch.from_numpy(labels), settings.image_size, scale=16.0, mean=HALF, std=HALF
-    )
+    feed = _feed(settings, HALF, HALF)
+    dataset = TensorImages(torch.from_numpy(pixels), torch.from_numpy(labels), feed, scale=16.0)
     classes = tuple(str(digit) for digit in range(10))
-    return _Source("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
+    return Source("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))
 
 
-def _npz(settings: DataSettings) -> _Source:
+def _npz(settings: DataSettings) -> Source:
     path = _root(settings)
     archive = read_npz(path)
 
     def dataset(arrays: Arrays) -> TensorImages:
         check_labels(arrays.labels, archive.classes, f"{path}: {arrays.name}")
-        return TensorImages(
-            arrays.pixels, arrays.labels, settings.image_size, scale=255.0, mean=IMAGENET_MEAN, std=IMAGENET_STD
-        )
+        return TensorImages(arrays.pixels, arrays.labels, _feed(settings))
 
     test = None if archive.test is None else dataset(archive.test)
     parts = [archive.rest] if archive.test is None else [archive.rest, archive.test]
     content = tuple(_bytes(tensor) for arrays in parts for tensor in (arrays.pixels, arrays.labels))
-    return _Source(str(path), archive.classes, dataset(archive.rest), test, content)
+    return Source(str(path), archive.classes, dataset(archive.rest), test, content)
 
 
-def _imagefolder(settings: DataSettings) -> _Source:
+def _imagefolder(settings: DataSettings) -> Source:
     root = _root(settings)
-    folder = scan_folder(root)
+    folder, corrupt, feed = scan_folder(root), CorruptImages(settings.max_corrupt), _feed(settings)
+    stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()))}
+    corrupt.merge({str(path): "the file is empty" for path, stat in stats.items() if not stat.st_size})
 
-    def dataset(files: tuple[tuple[Path, int], ...]) -> FolderImages:
-        labels = torch.tensor([label for _, label in files])
-        return FolderImages(tuple(path for path, _ in files), labels, settings.image_size)
+    def dataset(files: Files) -> FolderImages:
+        paths, labels = zip(*files, strict=True)
+        return FolderImages(paths, torch.tensor(labels), feed, corrupt)
 
     test = None if folder.test is None else dataset(folder.test)
     # Contents are known by name, size and time of change: reading every file would take hours on a large data set.
-    stats = ((path, path.stat()) for path, _ in (*folder.rest, *(folder.test or ())))
-    content = tuple(f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode() for path, stat in stats)
-    return _Source(str(root), folder.classes, dataset(folder.rest), test, content)
+    content = tuple(
+        f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode() for path, stat in stats.items()
+    )
+    return Source(str(root), folder.classes, dataset(folder.rest), test, content)
 
 
-_READERS: dict[str, Callable[[DataSettings], _Source]] = {
+def _torchvision(settings: DataSettings) -> Source:
+    train, test = open_sets(settings)
+    return source_of_parts({"train": train, "test": test}, settings, str(settings.name))
+
+
+_READERS: dict[str, Callable[[DataSettings], Source]] = {
     "digits": _digits,
     "npz": _npz,
     "imagefolder": _imagefolder,
+    "torchvision": _torchvision,
+}
+_EXPECTED = {
+    "npz": "a NumPy archive (.npz)",
+    "imagefolder": "a folder with train/ and test/ or val/, or with one folder of images for each class",
+    "torchvision": "the folder of torchvision's files (data.download=true makes and fills it)",
 }
 
 
 def _root(settings: DataSettings) -> Path:
-    if settings.root is None:
-        raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
-    if not settings.root.exists():
-        raise DataError(f"{settings.root}: data.root does not exist; expected {_EXPECTED[settings.source]}")
+    assert settings.root is not None  # `missing_data` has looked
     return settings.root
-
-
-_EXPECTED = {
-    "npz": "a NumPy archive (.npz)",
-    "imagefolder": "a folder with train/ and test/, or with one folder of images for each class",
-}
 
 
 def _bytes(tensor: Tensor) -> bytes:

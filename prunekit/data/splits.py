@@ -31,8 +31,13 @@ class Splits:
     validation: ImageDataset
     test: ImageDataset
     classes: tuple[str, ...]
-    sample_shape: tuple[int, int, int]
+    sample_shape: tuple[int, ...]
     fingerprint: str
+
+    @property
+    def corrupt(self) -> dict[str, str]:
+        """Images that could not be read so far, by name with the reason."""
+        return self.train.corrupt.found | self.validation.corrupt.found | self.test.corrupt.found
 
 
 def split_off(

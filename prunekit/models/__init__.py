@@ -5,16 +5,19 @@ from prunekit.models.factory import load_factory
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import load_weights
-from prunekit.models.zoo import build_model, zoo_names
+from prunekit.models.zoo import ZOOS, build_model, is_weights_file, missing_weights, zoo_names
 
 __all__ = [
+    "ZOOS",
     "ModelSettings",
     "auxiliary",
     "build_model",
     "is_frozen",
+    "is_weights_file",
     "load_factory",
     "load_weights",
     "logits",
+    "missing_weights",
     "require_trainable",
     "zoo_names",
 ]

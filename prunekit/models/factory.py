@@ -1,18 +1,11 @@
-"""The user's own model: a function in a Python file that the user names on the command line."""
+"""The user's own model: what a function in a Python file returns."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
-
 from torch import nn
 
-from prunekit.errors import ModelError, nearest
+from prunekit.errors import ModelError
+from prunekit.user_code import run_factory
 
 
 def load_factory(reference: str) -> nn.Module:
@@ -24,59 +17,7 @@ def load_factory(reference: str) -> nn.Module:
     Raises:
         ModelError: no such file or name, the code raises, or what it returns is no `nn.Module`.
     """
-    file, colon, name = reference.rpartition(":")
-    if not colon or not file.endswith(".py") or not name:
-        raise ModelError(f"expected file.py:factory, got {reference!r}; for example model.py:build")
-    path = Path(file)
-    if not path.is_file():
-        raise ModelError(f"{path}: there is no such file; expected file.py:factory, got {reference!r}")
-    with _importable(path.resolve().parent):
-        module = _run(path)
-        factory = getattr(module, name, None)
-        if not callable(factory):
-            names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise ModelError(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
-        try:
-            model = factory()
-        except (Exception, SystemExit) as error:
-            raise ModelError(f"{reference}: the factory raised {_raised(error, path)}") from error
+    model = run_factory(reference, ModelError)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{reference}: expected the factory to return an nn.Module, got {type(model).__name__}")
     return model
-
-
-def _hint(name: str, names: list[str]) -> str:
-    return nearest(name, names) if names else "it defines none"
-
-
-def _run(path: Path) -> ModuleType:
-    name = f"prunekit_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{path}: Python cannot import this file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # stays: classes are looked up there by dataclasses and by copy
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ModelError(f"{path}: running this file raised {_raised(error, path)}") from error
-    return module
-
-
-def _raised(error: BaseException, path: Path) -> str:
-    """The user's own error with the last line of their file that it passed through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Lets the file import its neighbours, as it could if it were run."""
-    entry = str(folder)
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)

@@ -11,9 +11,12 @@ class ModelSettings:
     """Which model: a zoo's constructor, its arguments, and where the weights come from."""
 
     name: str
-    zoo: Literal["torchvision"] = "torchvision"
+    zoo: Literal["torchvision", "cifar", "own"] = "torchvision"
+    """`cifar`: ResNets for 32x32 images, `resnet20` to `resnet110`. `own`: what `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the constructor; `num_classes` is filled in from the data when not given."""
     weights: str | None = None
-    """A torchvision weights name such as `IMAGENET1K_V1`, or a path to a `.safetensors` or `.pt`/`.pth` state dict
-    (the latter read with `weights_only=True`). None: random, to be trained by `baseline`."""
+    """A torchvision weights name such as `IMAGENET1K_V1`, or a path to a `.safetensors` or `.pt`/`.pth`/`.th` state
+    dict (the latter read with `weights_only=True`). None: random, to be trained by `baseline`."""
+    origin: str | None = None
+    """Where weights for this recipe can be had; shown when their file is missing."""

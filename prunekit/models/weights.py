@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import ModelError
 
-SUFFIXES = (".safetensors", ".pt", ".pth")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".th")
 PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 
@@ -22,8 +22,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
     Args:
         model: receives every weight.
-        path: `.safetensors`, or `.pt`/`.pth` read with `weights_only=True`: a state dict, or a dict that holds one as
-            `state_dict`, `model_state_dict` or `model`. Prefixes of DistributedDataParallel and torch.compile go.
+        path: `.safetensors`, or `.pt`/`.pth`/`.th` read with `weights_only=True`: a state dict, or a dict that holds
+            one as `state_dict`, `model_state_dict` or `model`. Prefixes of DistributedDataParallel and torch.compile
+            go.
 
     Raises:
         ModelError: the file is missing or unreadable, or its names and shapes are not the model's; all are listed.

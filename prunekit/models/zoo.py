@@ -1,22 +1,30 @@
-"""torchvision's classifiers by name, with the architecture exactly torchvision's own."""
+"""Models by name: torchvision's classifiers, exactly torchvision's own, and the CIFAR ResNets."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from pickle import UnpicklingError
+from typing import Any, Literal, cast
 
+import torch
 import torchvision
 from torch import nn
 
 from prunekit.errors import ModelError, nearest
+from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import SUFFIXES, load_weights
 
+ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
 WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_v3)
 
 
-def zoo_names() -> tuple[str, ...]:
-    """Names of the classification models of torchvision, sorted."""
+def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
+    """Names of the classification models of a zoo, sorted."""
+    if zoo == "cifar":
+        return tuple(sorted(DEPTHS))
     return tuple(torchvision.models.list_models(module=torchvision.models))
 
 
@@ -24,51 +32,97 @@ def build_model(settings: ModelSettings, *, num_classes: int | None) -> nn.Modul
     """Builds a model, in train mode on the CPU, with the weights asked for or random ones from torch's global seed.
 
     Args:
-        settings: name, constructor arguments, weights.
+        settings: zoo, name, constructor arguments, weights.
         num_classes: classes of the data, used where `settings.arguments` has no `num_classes`; None leaves the
-            constructor's own number (1000).
+            constructor's own number (1000, and 10 for CIFAR).
 
     Raises:
         ModelError: unknown name, arguments the constructor refuses, unknown weights, or weights that do not fit.
     """
-    builder = _builder(settings.name)
+    builder = _builder(settings)
     arguments = dict(settings.arguments)
     if num_classes is not None:
         arguments.setdefault("num_classes", num_classes)
-    if settings.weights is None:
-        return _construct(settings.name, builder, arguments)
-    path = Path(settings.weights)
-    if path.suffix in SUFFIXES:
-        model = _construct(settings.name, builder, arguments)
-        load_weights(model, path)
+    if settings.weights is None or is_weights_file(settings):
+        model = _construct(settings, builder, arguments)
+        if settings.weights is not None:
+            load_weights(model, Path(settings.weights))
         return model
     return _pretrained(settings, builder, arguments)
 
 
-def _builder(name: str) -> Any:
-    if name not in zoo_names():
-        raise ModelError(f"model.name: there is no model {name!r} in torchvision; {nearest(name, zoo_names())}")
-    return torchvision.models.get_model_builder(name)
+def is_weights_file(settings: ModelSettings) -> bool:
+    """Whether the weights are a file's, not a torchvision name."""
+    return settings.weights is not None and Path(settings.weights).suffix in SUFFIXES
 
 
-def _construct(name: str, builder: Any, arguments: dict[str, Any]) -> nn.Module:
+def missing_weights(settings: ModelSettings) -> str | None:
+    """What is missing of the weights, where it was looked for and how to supply it; None when nothing is.
+
+    Weights that torchvision knows by name are missing here until they have been downloaded once.
+    """
+    if settings.weights is None:
+        return None
+    origin = f"; {settings.origin}" if settings.origin else ""
+    if is_weights_file(settings):
+        path = Path(settings.weights)
+        found = f"there is no such file of weights; give its path as model.weights=FILE{origin}"
+        return None if path.is_file() else f"model.weights: {path.absolute()}: {found}"
+    if settings.zoo != "torchvision" or settings.name not in zoo_names():
+        return None
+    weights = torchvision.models.get_model_weights(settings.name).__members__.get(settings.weights)
+    if weights is None or _cached(weights.url).is_file():
+        return None
+    return f"model.weights: {_to_download(weights.url)}{origin}"
+
+
+def _cached(url: str) -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+
+
+def _to_download(url: str) -> str:
+    path = _cached(url)
+    return (
+        f"{path.name} is not in {path.parent}; it comes from {url}: put it there, or give a state dict as "
+        "model.weights=FILE"
+    )
+
+
+def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
+    name, zoo = settings.name, settings.zoo
+    if zoo == "own":
+        raise ModelError(f"model.zoo: {name!r} is its owner's code; give that as --model file.py:factory")
+    if name not in zoo_names(zoo):
+        other = next((f"it is in model.zoo={other}" for other in ZOOS if name in zoo_names(other)), None)
+        raise ModelError(f"model.name: there is no model {name!r} in {zoo}; {other or nearest(name, zoo_names(zoo))}")
+    if zoo == "cifar":
+        return partial(CifarResNet, DEPTHS[name])
+    return cast(Callable[..., nn.Module], torchvision.models.get_model_builder(name))
+
+
+def _construct(settings: ModelSettings, builder: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
     if builder in WITH_INIT_WEIGHTS:
         arguments.setdefault("init_weights", True)  # torchvision's default, which it warns about unless it is said
+    fixed = {"weights": None} if settings.zoo == "torchvision" else {}
     try:
-        return cast(nn.Module, builder(weights=None, **arguments))
+        return builder(**fixed, **arguments)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ModelError(f"model.arguments: torchvision's {name} refuses {arguments}: {error}") from error
+        raise _refused(settings, arguments, error) from error
 
 
-def _pretrained(settings: ModelSettings, builder: Any, arguments: dict[str, Any]) -> nn.Module:
-    names = list(torchvision.models.get_model_weights(builder).__members__)
-    if settings.weights not in names:
-        hint = nearest(str(settings.weights), names) if names else "this model has none"
+def _refused(settings: ModelSettings, arguments: dict[str, Any], error: Exception) -> ModelError:
+    return ModelError(f"model.arguments: {settings.zoo}'s {settings.name} refuses {arguments}: {error}")
+
+
+def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
+    known = {} if settings.zoo == "cifar" else torchvision.models.get_model_weights(settings.name).__members__
+    if settings.weights not in known:
+        hint = nearest(str(settings.weights), known) if known else "it has none with names;"
         raise ModelError(
             f"model.weights: {settings.name} has no weights {settings.weights!r}; {hint} "
             f"A file must end in {', '.join(SUFFIXES)}"
         )
-    weights = torchvision.models.get_model_weights(builder)[settings.weights]
+    weights = known[settings.weights]
     trained, asked = len(weights.meta["categories"]), arguments.get("num_classes")
     if asked not in (None, trained):
         raise ModelError(
@@ -76,8 +130,11 @@ def _pretrained(settings: ModelSettings, builder: Any, arguments: dict[str, Any]
             "give a state dict trained for these classes, or leave weights out and train a baseline"
         )
     try:
-        return cast(nn.Module, builder(weights=weights, **arguments))
+        return builder(weights=weights, **arguments)
     except OSError as error:
-        raise ModelError(f"model.weights: {weights.url} cannot be downloaded ({error}); give a file instead") from error
+        raise ModelError(f"model.weights: {_to_download(weights.url)}; downloading it failed: {error}") from error
+    except (UnpicklingError, EOFError) as error:
+        path = _cached(weights.url)
+        raise ModelError(f"model.weights: {path}: the file is damaged ({error}); remove it") from error
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(f"model.arguments: torchvision's {settings.name} refuses {arguments}: {error}") from error
+        raise _refused(settings, arguments, error) from error

@@ -13,13 +13,19 @@ from prunekit.recipe.schema import show
 
 Finding = tuple[KeyPath, str]
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+ROOTS = {
+    "imagefolder": "a folder of images",
+    "npz": "an .npz file",
+    "torchvision": "the folder of torchvision's data sets",
+}
+ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Every key path whose value does not fit the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
-    for check in (_names, _budget, _baseline, _data):
+    for check in (_names, _budget, _activations, _baseline, _data):
         yield from check(values)
 
 
@@ -27,6 +33,21 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     """A section of the recipe, {} when it is left out, None when it is no mapping (reported elsewhere)."""
     section = values.get(name, {})
     return section if isinstance(section, Mapping) else None
+
+
+def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
+    because = f"because data.source is {source!r}"
+    if source in ROOTS and data.get("root") is None:
+        yield ("data", "root"), f"expected the path of {ROOTS[source]}, {because}, got nothing"
+    if source in ROOTLESS and data.get("root") is not None:
+        text = f"expected nothing, {because}, which {ROOTLESS[source]}, got {show(data['root'])}"
+        yield ("data", "root"), f"{text}; set data.source to {' or '.join(map(repr, ROOTS))}"
+    if source == "torchvision" and data.get("name") is None:
+        yield ("data", "name"), f"expected a data set of torchvision, such as CIFAR10, {because}, got nothing"
+    for key in ("name", "download"):
+        if source != "torchvision" and data.get(key):
+            text = f"expected nothing, {because}, got {show(data[key])}"
+            yield ("data", key), f"{text}; it goes with data.source 'torchvision'"
 
 
 def _finite(value: Any, path: KeyPath) -> Iterator[Finding]:
@@ -51,17 +72,29 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
     budget = prune.get("budget")
     if not isinstance(budget, Mapping):
         return
-    given = [key for key in ("channels", "macs") if budget.get(key) is not None]
+    yield from _exactly_one(budget, ("prune", "budget"), ("channels", "macs"))
+
+
+def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
+    activations = values.get("activations")
+    if isinstance(activations, Mapping):
+        yield from _exactly_one(activations, ("activations",), ("threshold", "target"))
+
+
+def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:
+    expected = f"expected exactly one of {keys[0]!r} and {keys[1]!r}"
+    given = [key for key in keys if section.get(key) is not None]
     if not given:
-        yield ("prune", "budget"), "expected exactly one of 'channels' and 'macs', got neither"
+        yield path, f"{expected}, got neither"
     elif len(given) > 1:
-        text = "expected exactly one of 'channels' and 'macs', got both; remove one or set it to null"
-        yield ("prune", "budget", given[-1]), text
+        yield (*path, given[-1]), f"{expected}, got both; remove one or set it to null"
 
 
 def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
     model = _section(values, "model")
-    if model and model.get("weights") is None and values.get("baseline") is None:
+    if not model or model.get("zoo") == "own":  # whose factory may load weights itself
+        return
+    if model.get("weights") is None and values.get("baseline") is None:
         text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
 
@@ -70,13 +103,7 @@ def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
     data = _section(values, "data")
     if data is None:
         return
-    source = data.get("source", "digits")
-    if source in ("imagefolder", "npz") and data.get("root") is None:
-        what = "a folder of images" if source == "imagefolder" else "an .npz file"
-        yield ("data", "root"), f"expected the path of {what}, because data.source is {source!r}, got nothing"
-    if source == "digits" and data.get("root") is not None:
-        text = "expected nothing, because data.source is 'digits', which come with the package"
-        yield ("data", "root"), f"{text}, got {show(data['root'])}; set data.source to 'imagefolder' or 'npz'"
+    yield from _root(data, data.get("source", "digits"))
     shares = [data.get(key, getattr(DataSettings, key)) for key in ("test_share", "validation_share")]
     if all(isinstance(share, int | float) and 0 < share < 1 for share in shares) and sum(shares) >= 1:
         text = f"expected test_share and validation_share to sum to less than 1, got {shares[0]} + {shares[1]}"

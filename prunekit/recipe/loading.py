@@ -101,9 +101,9 @@ def _findings(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, bool]]:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
         TypeAdapter(JobSettings).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        for entry in error.errors(include_url=False, include_input=False, include_context=False):
+        for entry in error.errors(include_url=False, include_input=False):
             path = entry["loc"]
-            if entry["type"] == "too_short" and _value_at(path, values):
+            if entry["type"] == "too_short" and len(_value_at(path, values)) >= entry["ctx"]["min_length"]:
                 continue  # pydantic counts the items that are right; the wrong ones are reported themselves
             yield path, _wrong_value(path, entry["type"] == "missing", values), False
 

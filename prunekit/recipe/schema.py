@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from prunekit.recipe.document import KeyPath
 from prunekit.workflow.settings import JobSettings
@@ -85,9 +85,10 @@ def describe(hint: Any) -> str:
 
 
 def _bounds(constraints: list[Any]) -> Iterator[str]:
-    for constraint in constraints:
-        if isinstance(constraint, MinLen):
-            yield f"of at least {constraint.min_length} item{'s'[: constraint.min_length > 1]}"
+    least = next((one.min_length for one in constraints if isinstance(one, MinLen)), None)
+    if least is not None:
+        exactly = any(isinstance(one, MaxLen) and one.max_length == least for one in constraints)
+        yield f"of {'' if exactly else 'at least '}{least} item{'s'[: least > 1]}"
     bounds = [
         f"{word} {getattr(constraint, name):g}"
         for kind, (word, name) in BOUNDS.items()

@@ -74,6 +74,8 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
         return
     before, pruned = _model(metrics, reference(metrics)), models[-1]
     yield Row("Top-1 on the test images", tuple(_accuracy(model) for model in models), _points(before, pruned))
+    if masks := metrics.get("activations"):
+        yield Row("Top-1 under the activation masks", (("", ""), ("", ""), _accuracy(masks)), _points(before, masks))
     yield Row("Test images", tuple((_whole(model.get("n_test")), "") for model in models), "")
     for label, key, form in (
         ("MACs, one sample", "macs", numbers.count),
@@ -86,6 +88,23 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
             yield Row(label, (("", ""), ("", ""), (numbers.share(sparsity[key]), "")), "")
+
+
+def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What activation masks do on the test images, in a line, where the run had any."""
+    found = metrics.get("activations")
+    if found:
+        target = f" (target {numbers.share(found['target'])})" if numbers.is_number(found.get("target")) else ""
+        top1 = f"top-1 {numbers.percent(found.get('top1'), 2)} {numbers.interval(found.get('low'), found.get('high'))}"
+        yield f"{numbers.share(found.get('sparsity'))} of the activations are zero{target}, {top1}".rstrip()
+
+
+def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each training run and gradient clamp: what the module that needed it most needed."""
+    for row in metrics.get("clamps", []):
+        what = "values" if row.get("by") == "value" else "gradients"
+        share = numbers.share(row.get("share"), 2)
+        yield f"{row.get('run')}, {row.get('clamp')}: {share} of the {what} at {row.get('module') or 'the model'}"
 
 
 def _model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from prunekit.artifacts import write_text
 from prunekit.report import figures, numbers
-from prunekit.report.headline import compared, reference, tiles
+from prunekit.report.headline import compared, masked, reference, tiles
 from prunekit.report.run import Run, read_run
+
+FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "share")
 
 
 def write_page(run_folder: Path, state: str | None = None) -> Path:
@@ -30,9 +33,7 @@ def render(run: Run, state: str | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        {name: getattr(numbers, name) for name in ("count", "digits", "duration", "factor", "interval", "moment")}
-    )
+    environment.filters.update({name: getattr(numbers, name) for name in FILTERS})
     # Norms have the widths of what feeds them: the layers that compute are the ones to show.
     layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
     return environment.get_template("page.html").render(
@@ -47,6 +48,8 @@ def render(run: Run, state: str | None = None) -> str:
         widths=figures.figure_or_none(figures.widths, layers),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
+        masked=list(masked(run.metrics)),
+        clamps=_by_run(run.clamps),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(_flat(run.environment)),
     )
@@ -56,6 +59,18 @@ def _records(frame: Any) -> list[dict[str, Any]] | None:
     if frame is None:
         return None
     return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]
+
+
+def _by_run(clamps: pd.DataFrame | None) -> dict[str, Any] | None:
+    """A row for each clamped module, with the share of each training run."""
+    if clamps is None or clamps.empty:
+        return None
+    runs = list(dict.fromkeys(clamps["run"]))
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for record in clamps.to_dict("records"):
+        key = record["clamp"], record["module"]
+        rows.setdefault(key, {"shares": {}, **record})["shares"][record["run"]] = record["share"]
+    return {"runs": runs, "rows": list(rows.values())}
 
 
 def _word(value: Any) -> str:

@@ -17,9 +17,23 @@ COLUMNS = {
     "history": ("run", "epoch", "train_loss", "validation_loss", "validation_top1"),
     "scores": ("group", "score", "kept"),
     "locks": ("module", "operator", "channels", "reason"),
+    "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
-TEXT_COLUMNS = ("module", "kind", "run", "group", "operator", "reason", "model", "device", "runtime", "dtype")
+TEXT_COLUMNS = (
+    "module",
+    "kind",
+    "run",
+    "group",
+    "operator",
+    "reason",
+    "model",
+    "device",
+    "runtime",
+    "dtype",
+    "clamp",
+    "by",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class Run:
     scores: pd.DataFrame | None
     locks: pd.DataFrame | None
     latency_samples: pd.DataFrame | None
+    clamps: pd.DataFrame | None
 
 
 def read_run(folder: Path) -> Run:
@@ -59,6 +74,7 @@ def read_run(folder: Path) -> Run:
         scores=tables["scores"],
         locks=tables["locks"],
         latency_samples=tables["latency_samples"],
+        clamps=tables["clamps"],
     )
 
 

@@ -3,12 +3,14 @@
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
 from prunekit.workflow.finetune import RunResult, finetune
+from prunekit.workflow.own import Own
 from prunekit.workflow.pruning import Planned, Pruned, plan_model, prune
 from prunekit.workflow.settings import JobSettings
 
 __all__ = [
     "CalibrationResult",
     "JobSettings",
+    "Own",
     "Planned",
     "Pruned",
     "RunResult",

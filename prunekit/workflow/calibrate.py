@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from prunekit.calibration import ChannelStats, collect
+from prunekit.calibration import ChannelStats, StatsCollector, TaylorTerms, collect_gradients
 from prunekit.context import threads
-from prunekit.data import Batches, batches
+from prunekit.criteria import get_criterion
+from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.errors import ArtifactError
+from prunekit.models import logits
 from prunekit.workflow.dense import Prepared, digest, prepare, train_baseline, weights_digest
+from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -34,22 +39,25 @@ class CalibrationResult:
     reused: bool
 
 
-def calibrate(job: JobSettings, *, log: Log, progress: bool = False) -> CalibrationResult:
+def calibrate(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> CalibrationResult:
     """Collects the activation statistics of a job's dense model, training that first where it has no weights."""
-    prepared = prepare(job)
+    prepared = prepare(job, own)
     baseline = train_baseline(prepared, log=log, progress=progress)
-    return calibrate_model(prepared, baseline.model, log=log)
+    result = calibrate_model(prepared, baseline.model, log=log)
+    if prepared.splits.corrupt:
+        log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
+    return result
 
 
 def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> CalibrationResult:
     """Statistics of a model on the job's calibration images: from an earlier run, or collected now.
 
     Raises:
-        NonFiniteError: an activation is NaN or Inf; names the first layer.
+        NonFiniteError: an activation is NaN or Inf; names the first layer, and its first batch and channel.
     """
     job = prepared.job
     facts = {
-        "model": digest(asdict(prepared.build)),
+        "model": digest(prepared.structure),
         "weights": weights_digest(model),
         "data": prepared.splits.fingerprint,
         "calibration": digest([asdict(job.calibration), job.data.batch, job.seed, prepared.device.type]),
@@ -65,12 +73,34 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
             log(f"calibration: {error}; collecting again")
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training images")
+    collector = StatsCollector(model.to(prepared.device), fused=job.calibration.fused)
     with threads(job.threads):
-        collected = collect(model.to(prepared.device), images, prepared.device)
+        collected = collector.run(images, prepared.device)
     model.cpu()
+    log(f"calibration: reduction {collector.form}, {collector.compile_seconds:.1f} s of compiling")
     collected.require_finite()
     stats = replace(collected, provenance=facts)
     return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
+
+
+def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
+    """Taylor terms of the cross entropy on the job's calibration images; None where its criterion needs none.
+
+    Raises:
+        NonFiniteError: a gradient is NaN or Inf; names the parameter.
+    """
+    if get_criterion(prepared.job.prune.criterion).needs != "gradients":
+        return None
+    images = calibration_batches(prepared)
+    log(f"calibration: gradients of the loss on {images.images} training images")
+    with threads(prepared.job.threads):
+        gradients = collect_gradients(model.to(prepared.device), images, prepared.device, _cross_entropy)
+    model.cpu()
+    return gradients
+
+
+def _cross_entropy(output: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits(output), labels)
 
 
 def calibration_batches(prepared: Prepared) -> Batches:

@@ -15,11 +15,13 @@ from torch import nn
 
 from prunekit.artifacts import atomic_file, read_json, write_json
 from prunekit.channels.copying import named_tensors
-from prunekit.context import resolve_device, seeded, threads
-from prunekit.data import Splits, load_splits
+from prunekit.context import resolve_device, threads
+from prunekit.data import Splits, batches
 from prunekit.errors import PrunekitError, UsageError
-from prunekit.models import ModelSettings, build_model, require_trainable
-from prunekit.training import EpochRow, check_fits, fit
+from prunekit.masking.thresholds import chosen_paths
+from prunekit.models import ModelSettings, require_trainable
+from prunekit.training import EpochRow, check_clamps, check_fits, fit
+from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, require_sources
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -31,24 +33,26 @@ class Prepared:
     Attributes:
         job: the settings.
         splits: its images.
-        model: the dense model as its constructor or weights file gives it, on the CPU.
+        model: the dense model as its constructor, weights file or factory gives it, on the CPU.
         device: where to train.
+        structure: what the dense model is, as plain data, whatever its weights are.
     """
 
     job: JobSettings
     splits: Splits
     model: nn.Module
     device: torch.device
+    structure: Any
 
     @property
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
         """One real training image as a batch."""
-        return (self.splits.train.fetch(torch.zeros(1, dtype=torch.int64))[0],)
+        return (next(iter(batches(self.splits.train, 1, shuffle_seed=None)))[0],)
 
     @property
-    def build(self) -> ModelSettings:
-        """How the dense model is built, with the number of classes filled in."""
-        return replace(self.job.model, arguments={"num_classes": len(self.splits.classes)} | self.job.model.arguments)
+    def build(self) -> ModelSettings | None:
+        """How the dense model is built, with the number of classes filled in; None when only its owner's code can."""
+        return _build(self.job, self.splits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,20 +70,32 @@ class Baseline:
     reused: bool
 
 
-def prepare(job: JobSettings) -> Prepared:
+def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
     """Reads the data and builds the dense model; everything that can be wrong with either is found here."""
     device = resolve_device(job.device)
-    splits = load_splits(job.data)
-    with seeded(job.seed):
-        model = build_model(job.model, num_classes=len(splits.classes))
-    require_trainable(model)
-    if job.model.weights is None and job.baseline is None:
+    require_sources(job, own)
+    if job.model.weights is None and job.baseline is None and own.model is None:
         raise UsageError(
             "model.weights is not given and there is no baseline to train: "
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
         )
+    splits = job_splits(job.data, own)
+    model = job_model(job, own, len(splits.classes))
+    require_trainable(model)
     check_fits(model, splits, torch.device("cpu"))
-    return Prepared(job, splits, model, device)
+    if job.activations is not None:
+        chosen_paths(model, job.activations)
+    for settings in (job.baseline, job.finetune):
+        if settings is not None:
+            check_clamps(model, settings)
+    build = _build(job, splits)
+    return Prepared(job, splits, model, device, repr(model) if build is None else asdict(build))
+
+
+def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
+    if job.model.zoo == "own":
+        return None
+    return replace(job.model, arguments={"num_classes": len(splits.classes)} | job.model.arguments, origin=None)
 
 
 def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
@@ -159,8 +175,9 @@ def _baseline_path(prepared: Prepared) -> Path:
     assert job.baseline is not None
     key = digest(
         {
-            "model": asdict(prepared.build),
-            "data": prepared.splits.fingerprint,
+            "model": prepared.structure,
+            "initial": weights_digest(prepared.model),
+            "data": [prepared.splits.fingerprint, job.data.augment],
             "training": asdict(job.baseline),
             "batch": job.data.batch,
             "seed": job.seed,

@@ -6,15 +6,17 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
-from prunekit.workflow.calibrate import calibrate_model
+from prunekit.criteria import get_criterion
+from prunekit.workflow.calibrate import calibrate_model, loss_gradients
 from prunekit.workflow.dense import cached_baseline, prepare
+from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import layer_rows
 
 
-def dry_run(job: JobSettings, *, log: Log) -> dict[str, Any]:
+def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, Any]:
     """Plans a job without training: data, model, budget and globs are checked, and the widths shown.
 
     Without weights and without a cached baseline the scores are those of random weights, which the result says; under
@@ -23,17 +25,23 @@ def dry_run(job: JobSettings, *, log: Log) -> dict[str, Any]:
     Raises:
         UsageError: data, model or budget do not fit.
     """
-    prepared = prepare(job)
+    prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
     feasible(chart, job.prune)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
     stats: ChannelStats | None = None
-    if job.prune.criterion == "activation":
+    if get_criterion(job.prune.criterion).needs == "stats":
         stats = calibrate_model(prepared, prepared.model, log=log).stats
     planned = plan_model(
-        prepared.model, prepared.example_inputs, job.prune, stats=stats, seed=job.seed, channel_map=chart
+        prepared.model,
+        prepared.example_inputs,
+        job.prune,
+        stats=stats,
+        gradients=loss_gradients(prepared, prepared.model, log=log),
+        seed=job.seed,
+        channel_map=chart,
     )
     settled = planned.plan.channel_map
     return {

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,18 +18,31 @@ from prunekit.artifacts import write_json
 from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact, save
 from prunekit.context import threads
-from prunekit.data import batches
+from prunekit.data import batches, describe_corrupt
 from prunekit.masking import masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
 from prunekit.training import EpochRow, History, fit, recalibrate_batchnorm
 from prunekit.workflow import results
-from prunekit.workflow.calibrate import calibrate_model, calibration_batches
+from prunekit.workflow.activations import find_thresholds, masks, measure_masks
+from prunekit.workflow.calibrate import calibrate_model, calibration_batches, loss_gradients
 from prunekit.workflow.dense import Prepared, prepare, save_weights, train_baseline
+from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.pruning import Planned, feasible, plan_model
 from prunekit.workflow.runs import Log, RunFolder, run_folder
 from prunekit.workflow.settings import JobSettings
-from prunekit.workflow.tables import history_rows, layer_rows, lock_rows, score_rows, write_csv
+from prunekit.workflow.tables import (
+    clamp_rows,
+    clamp_summary,
+    history_rows,
+    layer_rows,
+    lock_rows,
+    score_rows,
+    write_csv,
+)
+
+PROOF_IMAGES = 512
+"""Held-out images that masked and compact model are compared on at the end, in float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +78,7 @@ def finetune(
     progress: bool = False,
     resolved: str = "",
     finish: Callable[[Path], object] | None = None,
+    own: Own = RECIPE_ONLY,
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
@@ -73,12 +88,13 @@ def finetune(
         progress: shows bars on stderr.
         resolved: the recipe's text, kept in the run's folder.
         finish: called with the run's folder at the end, before the run counts as finished (the report).
+        own: the user's own code, where the job's model or data is their own.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
-    prepared = prepare(job)
+    prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
     feasible(chart, job.prune)
     with run_folder(job.output, job.name, log, resolved) as run, threads(job.threads):
@@ -96,6 +112,7 @@ class _Journey:
         self.job, self.log = prepared.job, run.log
         self.clock = _Clock()
         self.history: list[dict[str, Any]] = []
+        self.clamps: list[dict[str, Any]] = []
 
     def travel(self) -> dict[str, Any]:
         """Runs every stage and returns the metrics."""
@@ -106,12 +123,14 @@ class _Journey:
         with self.clock.stage("calibrate"):
             calibration = calibrate_model(self.prepared, dense, log=self.log)
             calibration.stats.save(self.run.path / "statistics")
+            gradients = loss_gradients(self.prepared, dense, log=self.log)
         with self.clock.stage("plan"):
             planned = plan_model(
                 dense,
                 self.prepared.example_inputs,
                 self.job.prune,
                 stats=calibration.stats,
+                gradients=gradients,
                 seed=self.job.seed,
                 channel_map=self.chart,
             )
@@ -127,8 +146,13 @@ class _Journey:
         with self.clock.stage("measure"):
             share = sparsity(pruned, plan)
             measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
+            masked_activations = self._measure_activations(small)
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
+        metrics |= {"activations": masked_activations, "clamps": clamp_summary(self.clamps)}
+        metrics["corrupt_images"] = self.prepared.splits.corrupt
         write_json(self.run.path / "metrics.json", metrics)
+        if metrics["corrupt_images"]:
+            self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:
             self.log(f"shortfall: {shortfall}")
         return metrics
@@ -150,11 +174,14 @@ class _Journey:
         model = copy.deepcopy(dense).to(self.prepared.device)
         with masked(model, plan):
             recalibrate_batchnorm(model, calibration_batches(self.prepared), self.prepared.device)
+        thresholds = find_thresholds(self.prepared, compact(model, plan), log=self.log)
         share = sparsity(model, plan)
         self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
 
-        def wrap(optimizer: Optimizer) -> AbstractContextManager[Any]:
-            return masked(model, plan, optimizer)
+        @contextmanager
+        def wrap(optimizer: Optimizer) -> Iterator[None]:
+            with masked(model, plan, optimizer), masks(model, thresholds):
+                yield
 
         return self._train("pruned", model, wrap, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
 
@@ -181,7 +208,18 @@ class _Journey:
             checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",
         )
         self._note(name, history.rows)
+        self.clamps += clamp_rows(name, history.clamps)
+        if self.clamps:
+            write_csv(self.run.path / "clamps.csv", self.clamps)
         return model.cpu()
+
+    def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
+        """With thresholds found anew: training has changed what they were found for."""
+        thresholds = find_thresholds(self.prepared, small, log=self.log)
+        if thresholds is None:
+            return None
+        thresholds.save(self.run.path / "activation_thresholds.json")
+        return measure_masks(self.prepared, small, thresholds, log=self.log)
 
     def _note(self, name: str, rows: tuple[EpochRow, ...]) -> None:
         self.history += history_rows(name, rows)
@@ -190,7 +228,9 @@ class _Journey:
 
     def _compact(self, pruned: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
         small = compact(pruned, plan)
-        held_out = batches(self.prepared.splits.validation, 32, shuffle_seed=None)
+        validation = self.prepared.splits.validation
+        spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
+        held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
         proof = verify(pruned, small, plan, ((images,) for images, _ in held_out))
         self.log(
             f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} images ({proof.dtype})"

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.calibration import ChannelStats
+from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
 from prunekit.context import paused_garbage_collection
-from prunekit.criteria import normalise, score
+from prunekit.criteria import get_criterion, normalise, score
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 from prunekit.planning.select import Scores
 from prunekit.planning.settings import Criterion, Scope
@@ -40,11 +40,17 @@ class Planned:
 
 
 def importance(
-    model: nn.Module, channel_map: ChannelMap, settings: PruneSettings, stats: ChannelStats | None, seed: int
+    model: nn.Module,
+    channel_map: ChannelMap,
+    settings: PruneSettings,
+    stats: ChannelStats | None,
+    gradients: TaylorTerms | None,
+    seed: int,
 ) -> Scores:
-    """Scores of a criterion; for scope `global` normalised within each group, so that groups can be compared."""
-    scores = score(settings.criterion, model, channel_map, stats=stats, seed=seed)
-    return normalise(scores, channel_map) if settings.scope == "global" else scores
+    """Scores of a criterion; for scope `global` normalised within each group, unless comparable as they are."""
+    scores = score(settings.criterion, model, channel_map, stats=stats, gradients=gradients, seed=seed)
+    as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
+    return scores if as_it_is else normalise(scores, channel_map)
 
 
 def plan_model(
@@ -53,6 +59,7 @@ def plan_model(
     settings: PruneSettings,
     *,
     stats: ChannelStats | None = None,
+    gradients: TaylorTerms | None = None,
     seed: int = 0,
     channel_map: ChannelMap | None = None,
 ) -> Planned:
@@ -63,6 +70,7 @@ def plan_model(
         example_inputs: positional arguments of `forward`.
         settings: criterion, scope, budget and limits.
         stats: channel statistics, for criteria that need them.
+        gradients: Taylor terms, for criteria that need them.
         seed: for the random criterion.
         channel_map: of this model, when it has been traced already.
 
@@ -74,7 +82,7 @@ def plan_model(
     made: list[tuple[Plan, Scores]] = []
 
     def choose(candidate: ChannelMap) -> Keep:
-        scores = importance(model, candidate, settings, stats, seed)
+        scores = importance(model, candidate, settings, stats, gradients, seed)
         made.append((make_plan(candidate, scores, settings, seed=seed), scores))
         return made[-1][0].keep
 
@@ -125,6 +133,7 @@ def prune(
     exclude: Sequence[str] = (),
     ratios: Mapping[str, float] | None = None,
     stats: ChannelStats | None = None,
+    gradients: TaylorTerms | None = None,
     seed: int = 0,
 ) -> Pruned:
     """Prunes a model in one call: trace, score, plan, trial, compact.
@@ -134,13 +143,15 @@ def prune(
         example_inputs: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`.
         macs: share of the multiply-accumulates that may be left, above 0 and below 1.
         channels: share of the channels that may be left; exactly one of `macs` and `channels` is given.
-        criterion: `l1`, `l2`, `activation` (needs `stats`) or `random`.
+        criterion: `l1`, `l2`, `lamp`, `fpgm` or `bn_scale`; `activation` or `apoz` (need `stats`); `taylor` (needs
+            `gradients`); or `random`.
         scope: `uniform`, the same share of every group; or `global`, ranked over all of them.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
         exclude: globs over module paths whose output channels stay.
         ratios: glob over module paths -> share of their output channels to keep.
         stats: from `prunekit.calibrate`.
+        gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
 
     Raises:
@@ -156,5 +167,5 @@ def prune(
         exclude=tuple(exclude),
         ratios=dict(ratios or {}),
     )
-    planned = plan_model(model, example_inputs, settings, stats=stats, seed=seed)
+    planned = plan_model(model, example_inputs, settings, stats=stats, gradients=gradients, seed=seed)
     return Pruned(planned.compact, planned.plan, planned.max_relative_difference)

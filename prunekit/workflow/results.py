@@ -44,7 +44,7 @@ class Measured:
 
 def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Module, *, log: Log) -> Measured:
     """Measures on the test images, which nothing has seen before, and times dense against compact."""
-    pruned = load(run.path / "model")
+    pruned = load(run.path / "model", None if prepared.build else dense)
     example = (torch.zeros(1, *prepared.splits.sample_shape),)
     models = {"dense": dense, "control": control, "pruned": pruned}
     files = {
@@ -54,7 +54,8 @@ def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Mo
     }
     accuracies, figures = {}, {}
     for name, model in models.items():
-        test = batches(prepared.splits.test, prepared.job.data.batch, shuffle_seed=None)
+        data = prepared.job.data
+        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.workers)
         found = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
         model.cpu()
         figures[name] = {

@@ -13,6 +13,7 @@ from annotated_types import Ge
 
 from prunekit.calibration.settings import CalibrationSettings
 from prunekit.data.settings import DataSettings
+from prunekit.masking.settings import ActivationSettings
 from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import PruneSettings
@@ -31,6 +32,8 @@ class JobSettings:
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     prune: PruneSettings = field(default_factory=PruneSettings)
     finetune: TrainSettings = field(default_factory=TrainSettings)
+    activations: ActivationSettings | None = None
+    """Masks in force while fine-tuning; the result is measured with and without them."""
     latency: LatencySettings = field(default_factory=LatencySettings)
     seed: Annotated[int, Ge(0)] = 0
     device: str = "auto"

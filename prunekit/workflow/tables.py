@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from prunekit.artifacts import atomic_file
 from prunekit.planning import Plan
 from prunekit.planning.select import Scores
-from prunekit.training import EpochRow
+from prunekit.training import ClampRow, EpochRow
 
 SIZES = (("in_channels", "out_channels"), ("in_features", "out_features"), ("num_features", "num_features"))
 
@@ -66,6 +67,21 @@ def lock_rows(plan: Plan) -> list[dict[str, Any]]:
 def history_rows(run: str, rows: tuple[EpochRow, ...]) -> list[dict[str, Any]]:
     """One row for each epoch of a training run."""
     return [{"run": run, **asdict(row)} for row in rows]
+
+
+def clamp_rows(run: str, rows: tuple[ClampRow, ...]) -> list[dict[str, Any]]:
+    """One row for each module whose gradients a training run clamped."""
+    return [{"run": run, **asdict(row)} for row in rows]
+
+
+def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each run and clamp the row of the module that needed it most."""
+    most: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = row["run"], row["clamp"]
+        if key not in most or row["share"] > most[key]["share"]:
+            most[key] = row
+    return list(most.values())
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...] = ()) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
-from prunekit.data import Splits, load_splits
+from prunekit.data import Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
-from prunekit.models import ModelSettings, build_model, load_factory, load_weights, zoo_names
+from prunekit.models import ZOOS, ModelSettings, build_model, load_factory, load_weights, zoo_names
 from prunekit.workflow.dense import prepare, train_baseline
+from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, require_sources
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -51,6 +52,7 @@ def resolve(
     weights: str | None = None,
     input_shape: tuple[int, ...] | None = None,
     seed: int = 0,
+    data: str | None = None,
 ) -> Target:
     """Finds and builds what a command line names.
 
@@ -62,6 +64,7 @@ def resolve(
         weights: of a zoo's or the user's own model: a file, or for a zoo's a name such as `IMAGENET1K_V1`.
         input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required where nothing else says it.
         seed: of random weights, where there are no others.
+        data: `file.py:factory`, the images of a job whose data is the user's own.
 
     Raises:
         UsageError: the arguments do not go together.
@@ -73,7 +76,7 @@ def resolve(
     with seeded(seed):
         if isinstance(target, JobSettings):
             _refuse_weights(weights, "a recipe", "set model.weights=... in it")
-            return _from_job(target, shape)
+            return _from_job(target, Own(data=data), shape)
         if target is None:
             return _from_factory(str(factory), weights, shape)
         if Path(target).exists():
@@ -82,13 +85,13 @@ def resolve(
         return _from_zoo(str(target), weights, shape)
 
 
-def trained_target(job: JobSettings, *, log: Log, progress: bool = False) -> Target:
+def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> Target:
     """A job's dense model with its weights: as given, from the cache, or trained now as the job's baseline says.
 
     Raises:
         PrunekitError: as for the first stage of `finetune`.
     """
-    prepared = prepare(job)
+    prepared = prepare(job, own)
     model = train_baseline(prepared, log=log, progress=progress).model
     return Target(model, job.name, prepared.splits.sample_shape, prepared.splits)
 
@@ -108,10 +111,10 @@ def probe(target: Target) -> Any:
         raise ModelError(f"{target.name}: the model does not run on an input of {shape}: {reason}") from error
 
 
-def _from_job(job: JobSettings, shape: tuple[int, ...] | None) -> Target:
-    splits = load_splits(job.data)
-    with seeded(job.seed):
-        model = build_model(job.model, num_classes=len(splits.classes))
+def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Target:
+    require_sources(job, own)
+    splits = job_splits(job.data, own)
+    model = job_model(job, own, len(splits.classes))
     return Target(model, job.name, shape or splits.sample_shape, splits, trained=job.model.weights is not None)
 
 
@@ -142,18 +145,20 @@ def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _from_zoo(name: str, weights: str | None, shape: tuple[int, ...] | None) -> Target:
-    if name not in zoo_names():
+    zoo = next((zoo for zoo in ZOOS if name in zoo_names(zoo)), None)
+    if zoo is None:
         raise ModelError(
-            f"{name!r}: expected a recipe, a model folder, or the name of a torchvision model; {_hint(name)}"
+            f"{name!r}: expected a recipe, a model folder, or the name of a torchvision or CIFAR model; {_hint(name)}"
         )
-    model = build_model(ModelSettings(name, weights=weights), num_classes=None)
-    return Target(model, name, shape or _usual_shape(name), trained=weights is not None)
+    model = build_model(ModelSettings(name, zoo, weights=weights), num_classes=None)
+    usual = (3, 32, 32) if zoo == "cifar" else _usual_shape(name)
+    return Target(model, name, shape or usual, trained=weights is not None)
 
 
 def _hint(name: str) -> str:
     if ".py" in name:
         return "give your own model as --model file.py:factory"
-    names = nearest(name, zoo_names())
+    names = nearest(name, [known for zoo in ZOOS for known in zoo_names(zoo)])
     # A path that is not there has no near spelling among the models: twelve of their names would say nothing.
     return names if names.startswith("did you mean") else "there is no such file, folder or model"
 

@@ -105,7 +105,6 @@ def test_the_folder_is_two_files_of_tensors_and_text(tmp_path: Path) -> None:
         "name": "resnet18",
         "zoo": "torchvision",
         "arguments": {"num_classes": 5},
-        "weights": None,
     }
     assert manifest["sha256"] == {"model.safetensors": sha256(tmp_path / "model" / "model.safetensors")}
     kept = pruned("resnet18")[1].kept("conv1.weight", 0)

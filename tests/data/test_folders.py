@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from prunekit.data import DataSettings, FolderImages, batches, load_splits
+from prunekit.data import DataSettings, Feed, FolderImages, batches, load_splits
 from prunekit.errors import DataError, UsageError
 
 
@@ -46,9 +46,20 @@ def test_the_test_folder_is_the_test_split(tmp_path: Path) -> None:
     assert all("test" in path.parts for path in splits.test.paths)
 
 
+def test_imagenets_names_of_the_parts(tmp_path: Path) -> None:
+    for part, count in (("train", 8), ("val", 3)):
+        for name in ("n01440764", "n01443537"):
+            write(tmp_path / part / name, count)
+    splits = load_splits(settings(tmp_path, validation_share=0.25))
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (12, 4, 6)
+    write(tmp_path / "test" / "n01440764", 1)
+    with pytest.raises(DataError, match=r"expected train/ with test/ or val/, .*found train/, test/, val/"):
+        load_splits(settings(tmp_path))
+
+
 def test_normalisation_is_imagenets(tmp_path: Path) -> None:
     Image.new("RGB", (16, 16), (255, 0, 51)).save(tmp_path / "a.png")
-    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), 16)[0]
+    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), Feed(16))[0]
     expected = (torch.tensor([1.0, 0.0, 0.2]) - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor(
         [0.229, 0.224, 0.225]
     )
@@ -59,7 +70,7 @@ def test_the_centre_of_a_larger_image_is_taken(tmp_path: Path) -> None:
     pixels = np.zeros((40, 120, 3), np.uint8)
     pixels[:, 40:80] = 255  # the middle third; the sides are cut away
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), 28)[0]
+    image, _ = FolderImages((tmp_path / "a.png",), torch.tensor([0]), Feed(28))[0]
     white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     torch.testing.assert_close(image, white[:, None, None].expand(3, 28, 28))
 
@@ -68,7 +79,7 @@ def test_grey_and_palette_images_get_three_channels(tmp_path: Path) -> None:
     for mode in ("L", "P", "RGBA"):
         path = tmp_path / f"{mode}.png"
         Image.new(mode, (16, 16)).save(path)
-        assert FolderImages((path,), torch.tensor([0]), 16)[0][0].shape == (3, 16, 16)
+        assert FolderImages((path,), torch.tensor([0]), Feed(16))[0][0].shape == (3, 16, 16)
 
 
 def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
@@ -82,7 +93,9 @@ def test_the_fingerprint_follows_the_files(tmp_path: Path) -> None:
 
 
 def test_a_missing_root(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere: data\.root does not exist; expected a folder with train/"):
+    with pytest.raises(
+        DataError, match=r"data\.root: .*nowhere does not exist; expected a folder with train/ .*data\.root=PATH"
+    ):
         load_splits(settings(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match=r"data\.root: source 'imagefolder' needs the path"):
         load_splits(DataSettings(source="imagefolder"))
@@ -96,13 +109,13 @@ def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
 
 def test_no_classes(tmp_path: Path) -> None:
     write(tmp_path, 3)
-    with pytest.raises(DataError, match=r"two or more classes, found \[\]"):
+    with pytest.raises(DataError, match=r"two or more classes, or train/ with test/ or val/, found \[\]"):
         load_splits(settings(tmp_path))
 
 
 def test_train_without_test(tmp_path: Path) -> None:
     write(tmp_path / "train" / "cat", 3)
-    with pytest.raises(DataError, match="there is no test/"):
+    with pytest.raises(DataError, match=r"expected train/ with test/ or val/, or class folders alone, found train/$"):
         load_splits(settings(tmp_path))
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from prunekit.data import Batches, FolderImages, TensorImages, batches
+from prunekit.data import Batches, Feed, FolderImages, TensorImages, batches
 from prunekit.errors import DataError, UsageError
 
 
@@ -17,7 +17,7 @@ def numbered(count: int) -> TensorImages:
     """Images whose every pixel, and whose label, is their index."""
     pixels = torch.arange(count, dtype=torch.uint8)[:, None, None, None].expand(count, 3, 4, 4)
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    return TensorImages(pixels, torch.arange(count), 4, scale=1.0, mean=zero, std=one)
+    return TensorImages(pixels, torch.arange(count), Feed(4, zero, one), scale=1.0)
 
 
 def order(loaded: Batches) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_corrupt_image_is_named(tmp_path: Path, workers: int) -> None:
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     Image.new("RGB", (8, 8)).save(good)
     bad.write_bytes(good.read_bytes()[:40])
-    dataset = FolderImages((good, bad), torch.tensor([0, 1]), 8)
+    dataset = FolderImages((good, bad), torch.tensor([0, 1]), Feed(8))
     with pytest.raises(DataError, match=r"^\S*bad\.png: expected an image") as caught:
         list(batches(dataset, 1, shuffle_seed=None, workers=workers))
     assert "Traceback" not in str(caught.value)
@@ -86,7 +86,7 @@ def test_no_batch_is_an_error(count: int, size: int, error: type[Exception]) -> 
 def test_shrinking_averages_instead_of_skipping() -> None:
     checkers: Tensor = ((torch.arange(16)[:, None] + torch.arange(16)) % 2 * 255).to(torch.uint8)
     zero, one = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
-    dataset = TensorImages(checkers[None, None], torch.tensor([0]), 4, scale=255.0, mean=zero, std=one)
+    dataset = TensorImages(checkers[None, None], torch.tensor([0]), Feed(4, zero, one))
     image, _ = dataset[0]
     assert image.shape == (3, 4, 4)
     assert (image - 0.5).abs().max() < 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torchvision
 from torch import nn
 
 from prunekit.errors import ModelError
-from prunekit.models import ModelSettings, build_model, zoo_names
+from prunekit.models import ModelSettings, build_model, missing_weights, zoo_names
 
 
 def test_names_are_torchvisions_classifiers() -> None:
@@ -85,8 +86,12 @@ def test_pretrained_weights_that_cannot_be_downloaded(monkeypatch: pytest.Monkey
         raise OSError("no network")
 
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", offline)
-    with pytest.raises(ModelError, match=r"resnet18-.*\.pth cannot be downloaded \(no network\); give a file"):
-        build_model(ModelSettings("resnet18", weights="IMAGENET1K_V1"), num_classes=None)
+    monkeypatch.setattr("torch.hub.get_dir", lambda: "empty")
+    settings = ModelSettings("resnet18", weights="IMAGENET1K_V1")
+    where = r"resnet18-.*\.pth is not in empty.checkpoints; it comes from https://.*: put it there, or give .*=FILE"
+    with pytest.raises(ModelError, match=f"{where}; downloading it failed: no network"):
+        build_model(settings, num_classes=None)
+    assert re.search(where, str(missing_weights(settings)))
 
 
 def test_weights_from_a_file(tmp_path: Path) -> None:
@@ -98,3 +103,24 @@ def test_weights_from_a_file(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()[name], value)
     with pytest.raises(ModelError, match=r"a\.pth: .* 2 of another shape: classifier\.1\.weight \(5, 512, 1, 1\) for"):
         build_model(settings, num_classes=6)
+
+
+def test_pretrained_weights_come_from_torchs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    settings = ModelSettings("squeezenet1_1", weights="IMAGENET1K_V1", origin="ask Ada")
+    file = tmp_path / "hub" / "checkpoints" / torchvision.models.SqueezeNet1_1_Weights.IMAGENET1K_V1.url.split("/")[-1]
+    assert str(missing_weights(settings)).endswith("; ask Ada")
+    file.parent.mkdir(parents=True)
+    trained = torchvision.models.squeezenet1_1()
+    torch.save(trained.state_dict(), file)
+    assert missing_weights(settings) is None
+    model = build_model(settings, num_classes=1000)
+    assert torch.equal(model.state_dict()["features.0.weight"], trained.state_dict()["features.0.weight"])
+    file.write_bytes(b"torn")
+    with pytest.raises(ModelError, match=rf"{file.name}: the file is damaged \(.*\); remove it"):
+        build_model(settings, num_classes=1000)
+
+
+@pytest.mark.parametrize("settings", [ModelSettings("resnet18"), ModelSettings("resnet9", weights="IMAGENET1K_V1")])
+def test_nothing_is_missing_where_nothing_is_known(settings: ModelSettings) -> None:
+    assert missing_weights(settings) is None

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prunekit.errors import RecipeError
+from prunekit.masking.settings import ActivationSettings, ClampSettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import BudgetSettings, PruneSettings
 from prunekit.recipe import dump, load
@@ -123,6 +124,12 @@ def test_a_file_that_cannot_be_read_says_why(content: bytes | None, expected: st
 
 positive = st.floats(min_value=1e-12, max_value=1e6)
 texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=8)
+clamps = st.builds(
+    ClampSettings, limit=positive, by=st.sampled_from(["value", "norm"]), modules=st.none() | st.just(("a.*", "b"))
+)
+activations = st.builds(
+    ActivationSettings, modules=st.lists(texts, min_size=1, max_size=2).map(tuple), target=st.floats(0.01, 0.99)
+)
 jobs = st.builds(
     JobSettings,
     name=st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True),
@@ -132,7 +139,9 @@ jobs = st.builds(
         arguments=st.dictionaries(texts, st.none() | st.booleans() | st.integers() | positive | texts, max_size=3),
         weights=texts,
     ),
-    baseline=st.none() | st.builds(TrainSettings, lr=positive, epochs=st.integers(0, 9)),
+    baseline=st.none()
+    | st.builds(TrainSettings, lr=positive, epochs=st.integers(0, 9), clamp_weight_grad=st.none() | clamps),
+    activations=st.none() | activations,
     prune=st.builds(
         PruneSettings,
         budget=st.builds(BudgetSettings, channels=st.floats(0.01, 1)),

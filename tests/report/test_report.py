@@ -14,9 +14,21 @@ from synthetic_run import metrics, write_run
 from prunekit.errors import ArtifactError
 from prunekit.report import write
 from prunekit.report.figures import curves
+from prunekit.report.headline import clamped, masked
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
-SECTIONS = ("result", "latency", "curves", "widths", "scores", "locks", "environment", "recipe")
+SECTIONS = (
+    "result",
+    "latency",
+    "curves",
+    "activations",
+    "clamps",
+    "widths",
+    "scores",
+    "locks",
+    "environment",
+    "recipe",
+)
 
 
 class Page(HTMLParser):
@@ -139,6 +151,38 @@ def test_a_part_of_a_run_says_what_is_missing(kept: tuple[str, ...], tmp_path: P
     assert ("This run has no training history." in page.text["curves"]) == ("history.csv" not in kept)
     for section in ("latency", "widths", "scores", "locks", "environment"):
         assert "This run has no" in page.text[section]
+
+
+def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:
+    assert page.text["activations"] == page.text["clamps"] == ""
+    run = write_run(tmp_path / "runs" / "hooks", groups=2)
+    layers = [
+        {"module": "layer1.0.relu", "threshold": 0.01234, "calibrated": 0.6, "sparsity": 0.6049},
+        {"module": "relu", "threshold": 0.0, "calibrated": None, "sparsity": 0.71},
+    ]
+    found = {"side": "output", "target": 0.6, "sparsity": 0.6512, "top1": 97.1, "low": 95.0, "high": 98.2}
+    (run / "metrics.json").write_text(json.dumps({**metrics(), "activations": {**found, "layers": layers}}))
+    rows = [
+        {"run": run_name, "clamp": "clamp_weight_grad", "module": module, "by": "norm", "limit": 0.5, "share": share}
+        for run_name, module, share in (("pruned", "conv1", 0.25), ("pruned", "NA", 0.0), ("control", "conv1", 0.125))
+    ]
+    pd.DataFrame(rows).to_csv(run / "clamps.csv", index=False)
+    text = {name: " ".join(words.split()) for name, words in Page(write(run).read_text(encoding="utf-8")).text.items()}
+    assert "65.1 % of the activations are zero (target 60.0 %), top-1 97.10 % [95.00, 98.20]" in text["activations"]
+    assert "Top-1 under the activation masks 97.10 % [95.00, 98.20] −1.79 points" in text["result"]
+    assert "layer1.0.relu 0.0123 60.0 % 60.5 %" in text["activations"]
+    assert "relu 0 – 71.0 %" in text["activations"]
+    assert "module clamp by limit pruned control" in text["clamps"]
+    assert "conv1 clamp_weight_grad norm 0.500 25.00 % 12.50 %" in text["clamps"]
+    assert "NA clamp_weight_grad norm 0.500 0.00 % –" in text["clamps"]
+
+
+def test_the_command_line_says_the_same_in_a_line() -> None:
+    assert list(masked(metrics())) == list(clamped(metrics())) == []
+    fixed = {"target": None, "sparsity": 0.5, "top1": 97.1}
+    assert list(masked({"activations": fixed})) == ["50.0 % of the activations are zero, top-1 97.10 %"]
+    row = {"run": "pruned", "clamp": "clamp_weight_grad", "by": "norm", "module": "fc", "limit": 1.0, "share": 0.0123}
+    assert list(clamped({"clamps": [row]})) == ["pruned, clamp_weight_grad: 1.23 % of the gradients at fc"]
 
 
 def test_norms_are_left_out_of_the_layers(page: Page) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
-from prunekit.masking import Sparsity
+from prunekit.masking import ActivationSettings, ActivationThresholds, ClampSettings, Sparsity
 from prunekit.measure import LatencyReport, LatencySettings, accuracy, count_macs
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
@@ -124,9 +125,14 @@ def test_second_run_reuses_baseline_and_statistics(finished: tuple[Path, dict[st
     changed = job(output, calibration=CalibrationSettings(images=64))
     first = calibrate(changed, log=log.append)
     assert not first.reused
+    assert "calibration: reduction eager (too few values for compiling to pay off), 0.0 s of compiling" in log
     assert calibrate(changed, log=log.append).reused
     assert first.path.is_file()
     assert first.csv.is_file()
+
+    calibrate(job(output, calibration=CalibrationSettings(images=64, fused=True)), log=log.append)
+    fused = re.compile(r"calibration: reduction (fused|eager \(compiling failed: .*\)), \d+\.\d s of compiling")
+    assert any(fused.fullmatch(line) for line in log)
 
 
 def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
@@ -137,6 +143,93 @@ def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]
     assert plan["macs_after"] < 0.32 * plan["macs_before"]
     assert plan["trained"]
     assert sorted(output.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict[str, Any], list[str]]:
+    """A run with activation masks, both gradient clamps, mixed precision and accumulation; the same dense model."""
+    settings = job(
+        finished[0].parent.parent,
+        finetune=TrainSettings(
+            epochs=1,
+            lr=0.02,
+            precision="bf16",
+            accumulate=2,
+            clamp_activation_grad=ClampSettings(1e-4, modules=("layer*.conv*",)),
+            clamp_weight_grad=ClampSettings(0.1, by="norm"),
+        ),
+        activations=ActivationSettings(("layer*relu",), target=0.7),
+    )
+    log: list[str] = []
+    result = finetune(settings, log=log.append)
+    return result.folder, result.metrics, log
+
+
+def test_activation_masks_meet_their_target_on_the_test_images(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, log = hooked
+    found = metrics["activations"]
+    assert len(found["layers"]) == 8
+    assert found["sparsity"] == pytest.approx(0.7, abs=0.01)
+    assert found["n_test"] == metrics["pruned"]["n_test"]
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    assert sum(line.startswith("activations: thresholds of 8 layers for 70.0% zeros") for line in log) == 2
+    thresholds = ActivationThresholds.load(folder / "activation_thresholds.json")
+    model = prunekit.load(folder / "model")
+    test = batches(load_splits(DataSettings(image_size=16)).test, 64, shuffle_seed=None)
+    with prunekit.ActivationMasks(model, thresholds) as masks:
+        again = accuracy(model, test, CPU)
+    assert again.top1 == found["top1"]
+    assert masks.sparsity().layers == {row["module"]: row["sparsity"] for row in found["layers"]}
+    assert count_hooks(model) == 0
+
+
+def test_clamped_shares_are_kept_for_each_run_and_layer(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, _ = hooked
+    table = pd.read_csv(folder / "clamps.csv")
+    assert table.groupby(["run", "clamp"])["module"].count().to_dict() == {
+        ("pruned", "clamp_activation_grad"): 16,
+        ("pruned", "clamp_weight_grad"): 41,
+        ("control", "clamp_activation_grad"): 16,
+        ("control", "clamp_weight_grad"): 41,
+    }
+    assert table["share"].between(0, 1).all()
+    assert (table.groupby("clamp")["share"].max() > 0).all()
+    assert [(row["run"], row["clamp"]) for row in metrics["clamps"]] == list(
+        table.groupby(["run", "clamp"], sort=False).groups
+    )
+    for row in metrics["clamps"]:
+        same = table[(table["run"] == row["run"]) & (table["clamp"] == row["clamp"])]
+        assert row["share"] == same["share"].max()
+
+
+def test_a_fixed_threshold_is_used_as_it_is(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    fixed = ActivationSettings(("layer1.*.conv1", "fc"), side="input", threshold=0.05)
+    short = job(finished[0].parent.parent, finetune=TrainSettings(epochs=0), activations=fixed)
+    metrics = finetune(short, log=lambda _: None).metrics
+    assert [row["threshold"] for row in metrics["activations"]["layers"]] == [0.05] * 3
+    assert metrics["activations"]["target"] is None
+    assert metrics["clamps"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activations": ActivationSettings(("layr1",), target=0.5)}, r"activations\.modules: 'layr1' .*'layer1'"),
+        ({"activations": ActivationSettings(("layer1",))}, "exactly one of 'threshold' and 'target'"),
+        ({"finetune": TrainSettings(clamp_weight_grad=ClampSettings(1.0, modules=("cnv1",)))}, "'cnv1' .*'conv1'"),
+        ({"baseline": TrainSettings(clamp_activation_grad=ClampSettings(1.0, modules=("f",)))}, "'f' matches no"),
+    ],
+)
+def test_globs_of_masks_and_clamps_are_checked_before_anything_is_written(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        finetune(job(tmp_path, **changes), log=lambda _: None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_impossible_budget_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""From pixels to a model's input: size, augmentation, normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
+
+from prunekit.data.augment import RESIZING, Draw, augmented
+from prunekit.data.settings import Augment
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """How an image becomes an input of (3, size, size).
+
+    Args:
+        size: height and width.
+        mean: of a pixel in 0..1, per channel; subtracted.
+        std: standard deviation of a pixel in 0..1, per channel; divided by.
+        augment: what is drawn at random where a seed and an epoch are given.
+    """
+
+    size: int
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    augment: Augment = "none"
+
+    def image(self, image: Image.Image, draw: Draw | None, index: int) -> Tensor:
+        """One Pillow image in RGB as (3, size, size) float32.
+
+        An image of exactly `size` squared is taken as it is; any other has its shorter side resized to 8/7 of that and
+        its centre cut out, as torchvision's classification presets do (256 and 224).
+        """
+        resizing = draw is not None and self.augment in RESIZING
+        if not resizing and image.size != (self.size, self.size):
+            image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
+        if draw is not None and self.augment != "none":
+            image = augmented(image, self.augment, self.size, draw, index)
+        return self.normalised(pil_to_tensor(image).float() / 255)
+
+    def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
+        """Images (B, C, H, W) with values in 0..1 as (B, 3, size, size); bilinear, antialiased when they shrink."""
+        resizing = draw is not None and self.augment in RESIZING
+        if not resizing and images.shape[-2:] != (self.size, self.size):
+            shrinks = min(images.shape[-2:]) > self.size
+            images = F.interpolate(
+                images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=shrinks
+            )
+        if draw is not None and self.augment != "none":
+            pairs = zip(images, indices.tolist(), strict=True)
+            images = torch.stack([augmented(one, self.augment, self.size, draw, index) for one, index in pairs])
+        return self.normalised(images)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """(..., C, H, W) in 0..1 with C 1 or 3 -> (..., 3, H, W)."""
+        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
+        return (images - mean[:, None, None]) / std[:, None, None]

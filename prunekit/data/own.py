@@ -1,0 +1,58 @@
+"""The user's own data: what a function in a Python file returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prunekit.data.datasets import ImageDataset
+from prunekit.data.settings import DataSettings
+from prunekit.data.sources import source_of_parts, splits_of
+from prunekit.data.splits import Splits
+from prunekit.errors import DataError
+from prunekit.user_code import run_factory
+
+_ADVICE = "return other data sets as a tuple (train, test)"
+PARTS = ("train", "test", "validation")
+
+
+def load_own(reference: str, settings: DataSettings) -> Splits:
+    """Runs `file.py:factory` and returns its data, split. The file's code is run: name only files you trust.
+
+    The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
+    or (train, test, validation), or a mapping with these names. Without validation images, they are drawn from the
+    training images. See `MappedImages` for what an image may be.
+
+    The fingerprint, by which earlier results are found again, is taken from the file, all labels and a few images.
+
+    Raises:
+        DataError: no such file or name, the code raises, or it returns something else.
+    """
+    made = run_factory(reference, DataError)
+    if isinstance(made, Splits):
+        for part in (made.train, made.validation, made.test):
+            if not isinstance(part, ImageDataset):
+                found = type(part).__name__
+                raise DataError(f"{reference}: expected Splits of prunekit.data.ImageDataset, got {found}; {_ADVICE}")
+        return made
+    code = Path(reference.rpartition(":")[0]).read_bytes()
+    return splits_of(source_of_parts(_parts(made, reference), settings, reference, code), settings)
+
+
+def _parts(made: Any, reference: str) -> dict[str, Any]:
+    """The data sets by name."""
+    parts = dict(zip(PARTS, made, strict=False)) if isinstance(made, tuple) else made
+    if isinstance(parts, Mapping) and (not isinstance(made, tuple) or len(made) in (2, 3)):
+        names = set(map(str, parts))
+        if {"train", "test"} <= names <= set(PARTS):
+            return dict(parts)
+    got = f"a mapping with {', '.join(map(str, made)) or 'nothing'}" if isinstance(made, Mapping) else _kind(made)
+    raise DataError(
+        f"{reference}: expected the factory to return prunekit.data.Splits, or data sets as (train, test), as (train, "
+        f"test, validation) or as a mapping with these names, got {got}"
+    )
+
+
+def _kind(made: Any) -> str:
+    return f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__

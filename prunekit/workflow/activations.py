@@ -1,0 +1,77 @@
+"""A job's activation masks: thresholds for its model, and what the masks do on the test images."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from prunekit.data import batches
+from prunekit.masking import ActivationMasks, ActivationThresholds, calibrate_thresholds
+from prunekit.masking.thresholds import chosen_paths
+from prunekit.measure import accuracy
+from prunekit.workflow.calibrate import calibration_batches
+from prunekit.workflow.dense import Prepared
+from prunekit.workflow.runs import Log
+
+
+def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> ActivationThresholds | None:
+    """The thresholds that the recipe names, or those that meet its target on the calibration images; None without.
+
+    Args:
+        prepared: the job.
+        compact: channels that are gone must not count as zeros, so this is the model without them.
+        log: told which layers miss the target.
+    """
+    settings = prepared.job.activations
+    if settings is None:
+        return None
+    if settings.threshold is not None:
+        paths = chosen_paths(compact, settings)
+        return ActivationThresholds(dict.fromkeys(paths, settings.threshold), {}, None, settings.side, 0)
+    assert settings.target is not None
+    found = calibrate_thresholds(
+        compact,
+        calibration_batches(prepared),
+        prepared.device,
+        settings.modules,
+        target=settings.target,
+        side=settings.side,
+    )
+    log(f"activations: thresholds of {len(found)} layers for {settings.target:.1%} zeros, passes: {found.rounds}")
+    for path, share in found.off_target().items():
+        log(f"activations: {path} has {share:.1%} zeros at threshold {found[path]:.3g}")
+    return found
+
+
+def masks(model: nn.Module, thresholds: ActivationThresholds | None) -> AbstractContextManager[Any]:
+    """The masks as training has them; nothing without thresholds."""
+    if thresholds is None:
+        return nullcontext()
+    return ActivationMasks(model, thresholds, side=thresholds.side, count=False)
+
+
+def measure_masks(
+    prepared: Prepared, compact: nn.Module, thresholds: ActivationThresholds, *, log: Log
+) -> dict[str, Any]:
+    """Sparsity and accuracy under the masks on the test images, which nothing has seen before."""
+    data = prepared.job.data
+    test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.workers)
+    with ActivationMasks(compact, thresholds, side=thresholds.side) as active:
+        found = accuracy(compact, test, prepared.device)
+    compact.cpu()
+    sparsity = active.sparsity()
+    log(f"test: {sparsity.overall:.1%} of the masked activations are zero; top-1 under the masks {found.top1:.2f} %")
+    layers = [
+        {
+            "module": path,
+            "threshold": threshold,
+            "calibrated": thresholds.reached.get(path),
+            "sparsity": sparsity.layers.get(path),
+        }
+        for path, threshold in thresholds.items()
+    ]
+    target = {"side": thresholds.side, "target": thresholds.target}
+    return {**target, "sparsity": sparsity.overall, **asdict(found), "layers": layers}

@@ -1,0 +1,73 @@
+"""Where a job's images and dense model come from: its recipe, or the user's own code.
+
+Code is named on the command line only: nothing that a recipe says is ever run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from prunekit.context import seeded
+from prunekit.data import DataSettings, Splits, load_own, load_splits, missing_data
+from prunekit.errors import DataError, UsageError
+from prunekit.models import build_model, is_weights_file, load_factory, load_weights, missing_weights
+from prunekit.workflow.settings import JobSettings
+
+
+@dataclass(frozen=True)
+class Own:
+    """The user's own code, `file.py:factory` each; see `load_factory` and `load_own`."""
+
+    model: str | None = None
+    data: str | None = None
+
+
+RECIPE_ONLY = Own()
+
+
+def job_splits(data: DataSettings, own: Own) -> Splits:
+    """The images: of the user's factory where one is given, else of the settings.
+
+    Raises:
+        DataError: they are missing, unreadable, or their labels do not fit.
+    """
+    return load_splits(data) if own.data is None else load_own(own.data, data)
+
+
+def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
+    """The dense model with the weights that the job gives, random ones from its seed where it gives none.
+
+    Raises:
+        ModelError: it cannot be built, or the weights do not fit.
+    """
+    with seeded(job.seed):
+        if own.model is None:
+            return build_model(job.model, num_classes=classes)
+        model = load_factory(own.model)
+    if job.model.weights is not None:
+        load_weights(model, Path(job.model.weights))
+    return model
+
+
+def require_sources(job: JobSettings, own: Own) -> None:
+    """Checks, before anything is read or built, that data and weights are there.
+
+    Raises:
+        UsageError: the user's code is given and the job does not ask for it, or the other way round.
+        DataError: something is missing; names all of it.
+    """
+    pairs = (("model.zoo", job.model.zoo, own.model, "--model"), ("data.source", job.data.source, own.data, "--data"))
+    for key, value, reference, option in pairs:
+        if (value == "own") != (reference is not None):
+            given = f"{option} was not given" if reference is None else f"{option} is {reference}"
+            raise UsageError(f"{key} is {value!r} and {given}: expected 'own' together with {option} file.py:factory")
+    if job.model.zoo == "own" and job.model.arguments:
+        raise UsageError("model.arguments: expected none, because the model's factory takes no arguments")
+    data, weights = missing_data(job.data), missing_weights(job.model)
+    # Weights that torchvision knows are downloaded, but not for data that is not there.
+    if data is not None or (weights is not None and is_weights_file(job.model)):
+        missing = [text for text in (data, weights) if text is not None]
+        raise DataError("\n  ".join([f"{len(missing)} things are missing:", *missing]) if missing[1:] else missing[0])

@@ -1,0 +1,131 @@
+"""Augmentation: of training batches alone, and the same for the same seed, epoch and image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms._presets import ImageClassification
+
+from prunekit.data import Batches, DataSettings, Feed, FolderImages, ImageDataset, TensorImages, batches, load_splits
+from prunekit.data.settings import Augment
+
+KINDS: tuple[Augment, ...] = get_args(Augment)
+CHANGING = [kind for kind in KINDS if kind != "none"]
+ZERO, ONE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+
+
+def in_memory(augment: Augment, count: int = 40, size: int = 12) -> TensorImages:
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (count, 3, size, size), dtype=np.uint8))
+    return TensorImages(pixels, torch.arange(count), Feed(size, ZERO, ONE, augment))
+
+
+def in_files(folder: Path, augment: Augment, count: int = 8) -> FolderImages:
+    paths = []
+    for index in range(count):
+        pixels = np.random.default_rng(index).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        paths.append(folder / f"{index}.png")
+    return FolderImages(tuple(paths), torch.arange(count), Feed(16, augment=augment))
+
+
+def by_label(loaded: Batches) -> dict[int, Tensor]:
+    return {int(label): image for images, labels in loaded for image, label in zip(images, labels, strict=True)}
+
+
+def datasets(folder: Path, augment: Augment) -> tuple[ImageDataset, ...]:
+    return in_memory(augment), in_files(folder, augment)
+
+
+@pytest.mark.parametrize("augment", CHANGING)
+def test_an_image_depends_on_seed_epoch_and_index_alone(augment: Augment, tmp_path: Path) -> None:
+    for dataset in datasets(tmp_path, augment):
+        loaded = batches(dataset, 4, shuffle_seed=3, augment=True).at_epoch(2)
+        found = by_label(loaded)
+        alike = (
+            loaded,
+            batches(dataset, 7, shuffle_seed=3, augment=True).at_epoch(2),
+            batches(dataset, 4, shuffle_seed=3, augment=True, workers=2).at_epoch(2),
+            batches(dataset, 4, shuffle_seed=3, augment=True, indices=[5, 2]).at_epoch(2),
+        )
+        for other in alike:
+            assert all(torch.equal(image, found[label]) for label, image in by_label(other).items())
+        for other in (loaded.at_epoch(3), batches(dataset, 4, shuffle_seed=4, augment=True).at_epoch(2)):
+            assert any(not torch.equal(image, found[label]) for label, image in by_label(other).items())
+
+
+@pytest.mark.parametrize("augment", KINDS)
+def test_without_being_asked_nothing_is_augmented(augment: Augment, tmp_path: Path) -> None:
+    plain = [by_label(batches(dataset, 4, shuffle_seed=1)) for dataset in datasets(tmp_path, "none")]
+    for expected, dataset in zip(plain, datasets(tmp_path, augment), strict=True):
+        found = by_label(batches(dataset, 4, shuffle_seed=1))
+        assert all(torch.equal(image, found[label]) for label, image in expected.items())
+        assert torch.equal(dataset[3][0], expected[3])
+
+
+@pytest.mark.parametrize("augment", CHANGING)
+def test_the_random_state_is_left_alone(augment: Augment, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    for dataset in datasets(tmp_path, augment):
+        by_label(batches(dataset, 4, shuffle_seed=1, augment=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def windows(image: Tensor, pad: int, mode: str, flips: bool) -> list[Tensor]:
+    size = image.shape[-1]
+    padded = F.pad(image[None], (pad, pad, pad, pad), mode=mode)[0]
+    crops = [padded[:, y : y + size, x : x + size] for y in range(2 * pad + 1) for x in range(2 * pad + 1)]
+    return crops + [crop.flip(-1) for crop in crops] * flips
+
+
+@pytest.mark.parametrize(
+    ("augment", "pad", "mode", "flips"),
+    [("shift", 1, "replicate", False), ("crop_flip", 4, "constant", True), ("flip", 0, "constant", True)],
+)
+def test_each_is_one_of_the_images_that_it_promises(augment: Augment, pad: int, mode: str, flips: bool) -> None:
+    plain, changed = in_memory("none"), in_memory(augment)
+    drawn = set()
+    for label, image in by_label(batches(changed, 40, shuffle_seed=0, augment=True)).items():
+        found = [
+            index for index, one in enumerate(windows(plain[label][0], pad, mode, flips)) if torch.equal(one, image)
+        ]
+        assert len(found) == 1
+        drawn.add(found[0])
+    assert len(drawn) > min(5, (1 + flips) * (2 * pad + 1) ** 2 - 1)
+
+
+def test_a_resized_crop_is_cut_from_the_whole_file(tmp_path: Path) -> None:
+    pixels = np.zeros((40, 120, 3), np.uint8)
+    pixels[:, :40] = 255  # the left third, which the centre never shows
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    dataset = FolderImages((tmp_path / "a.png",) * 60, torch.arange(60), Feed(16, ZERO, ONE, "resized_crop_flip"))
+    means = [float(image.mean()) for image in by_label(batches(dataset, 60, shuffle_seed=0, augment=True)).values()]
+    assert max(means) > 0.9
+    assert min(means) == 0.0
+    assert float(dataset[0][0].max()) == 0.0
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (224, 224), (200, 1000), (90, 91)])
+def test_files_are_fed_as_torchvisions_preset_does(shape: tuple[int, int], tmp_path: Path) -> None:
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (*shape, 3), dtype=np.uint8))
+    image.save(tmp_path / "a.png")
+    found = FolderImages((tmp_path / "a.png",), torch.tensor([0]), Feed(224))[0][0]
+    resize = 224 if shape == (224, 224) else 256  # an image of exactly this size is taken as it is
+    torch.testing.assert_close(found, ImageClassification(crop_size=224, resize_size=resize)(image))
+
+
+def test_settings_reach_the_training_images_of_every_split() -> None:
+    settings = DataSettings(image_size=16, augment="shift", mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    splits = load_splits(settings)
+    plain = load_splits(DataSettings(image_size=16, mean=ZERO, std=ONE))
+    mean, std = torch.tensor([0.1, 0.2, 0.3])[:, None, None], torch.tensor([0.5, 0.6, 0.7])[:, None, None]
+    torch.testing.assert_close(splits.train[5][0] * std + mean, plain.train[5][0].expand(3, -1, -1))
+    assert splits.fingerprint != plain.fingerprint
+    images, _ = next(iter(batches(splits.train, 8, shuffle_seed=None, augment=True)))
+    assert not torch.equal(images, next(iter(batches(splits.train, 8, shuffle_seed=None)))[0])

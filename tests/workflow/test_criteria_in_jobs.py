@@ -1,0 +1,86 @@
+"""Every criterion gets in a job what it needs, and says from Python what to pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch.nn import functional as F
+
+import prunekit
+from prunekit.calibration import CalibrationSettings
+from prunekit.criteria import criterion_names, get_criterion, normalise, score
+from prunekit.data import DataSettings
+from prunekit.errors import UsageError
+from prunekit.measure import LatencySettings
+from prunekit.models import ModelSettings
+from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.planning.settings import Criterion
+from prunekit.training import TrainSettings
+from prunekit.workflow import JobSettings, dry_run, finetune
+from prunekit.workflow.pruning import importance
+
+CPU = torch.device("cpu")
+
+
+def job(output: Path, criterion: Any, model: str = "resnet18") -> JobSettings:
+    return JobSettings(
+        name="criteria",
+        model=ModelSettings(model),
+        data=DataSettings(image_size=16),
+        baseline=TrainSettings(epochs=0),
+        calibration=CalibrationSettings(images=64),
+        prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion=criterion, scope="global"),
+        finetune=TrainSettings(epochs=0),
+        latency=LatencySettings(batches=(1,), threads=(1,), repeats=3),
+        device="cpu",
+        threads=1,
+        output=output,
+    )
+
+
+def test_recipes_know_every_criterion() -> None:
+    assert set(get_args(Criterion)) == set(criterion_names())
+
+
+def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
+    for criterion in ("lamp", "apoz", "taylor"):  # weights, statistics, gradients
+        log: list[str] = []
+        found = dry_run(job(tmp_path, criterion), log=log.append)
+        assert found["macs_after"] <= 0.5 * found["macs_before"], criterion
+        assert any("gradients of the loss on 64" in line for line in log) == (criterion == "taylor")
+
+
+def test_a_job_by_gradients(tmp_path: Path) -> None:
+    log: list[str] = []
+    result = finetune(job(tmp_path, "taylor"), log=log.append)
+    assert "calibration: gradients of the loss on 64 training images" in log
+    assert prunekit.load_plan(result.folder).provenance["prune"]["criterion"] == "taylor"
+    assert result.metrics["pruned"]["macs"] <= 0.5 * result.metrics["dense"]["macs"]
+
+
+def test_pruning_by_gradients_in_one_call() -> None:
+    model = torchvision.models.resnet18(num_classes=4).train()
+    x = torch.randn(4, 3, 32, 32)
+    gradients = prunekit.collect_gradients(model, [(x, torch.arange(4))], CPU, F.cross_entropy)
+    pruned = prunekit.prune(model, (x,), macs=0.5, criterion="taylor", gradients=gradients)
+    assert pruned.max_relative_difference <= 1e-9
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(UsageError, match=r"'taylor' needs gradients .* pass gradients=collect_gradients"):
+        prunekit.prune(model, (x,), macs=0.5, criterion="taylor")
+
+
+def test_scores_are_normalised_only_where_layers_cannot_be_compared() -> None:
+    comparable = {name for name in criterion_names() if get_criterion(name).comparable}
+    assert comparable == {"lamp", "taylor"}
+    model = torchvision.models.resnet18(num_classes=4)
+    chart = prunekit.trace(model, (torch.randn(1, 3, 32, 32),))
+    for criterion, scope, normalised in (("l2", "global", True), ("l2", "uniform", False), ("lamp", "global", False)):
+        settings = PruneSettings(criterion=criterion, scope=scope)  # type: ignore[arg-type]
+        raw = score(criterion, model, chart)
+        expected = normalise(raw, chart) if normalised else raw
+        np.testing.assert_array_equal(importance(model, chart, settings, None, None, 0), expected)
