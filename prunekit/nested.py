@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -32,14 +32,14 @@ def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             _gather(item, found)
-    elif hasattr(value, "__dict__") and not callable(value):
-        for item in vars(value).values():
+    else:
+        for item in _attributes(value).values():
             _gather(item, found)
     return found
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nesting of tuples, named tuples, lists, dicts and dataclasses with every tensor exchanged."""
+    """The same nesting, with every tensor that `tensors_in` finds exchanged."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -52,9 +52,18 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(value, (tuple, list)):
         parts = [map_tensors(item, function) for item in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
+    if gather(value):  # an object with tensors among its attributes
         twin = copy.copy(value)
-        for name, item in vars(value).items():
+        for name, item in _attributes(value).items():
             object.__setattr__(twin, name, map_tensors(item, function))
         return twin
     return value
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Attributes of dataclasses, those with slots too, and of other plain objects; none of anything else."""
+    if isinstance(value, (type, nn.Module)) or callable(value):
+        return {}
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return getattr(value, "__dict__", {})

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
+import importlib
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
+from urllib.parse import quote, unquote
 
 from prunekit.errors import UsageError, nearest
+
+_PREFIX = "prunekit_user_"
 
 
 def run_factory(reference: str, error: type[UsageError]) -> Any:
     """Runs `file.py:factory` and returns what it makes. The file's code is run: name only files you trust.
+
+    The file itself is run once in a process unless it changes, and its folder stays on `sys.path`: factories and data
+    sets may import their neighbours late, and worker processes that are spawned take the path over.
 
     Args:
         reference: path of a Python file, a colon, and the name of a function or class that takes no arguments.
@@ -30,16 +38,15 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     path = Path(file)
     if not path.is_file():
         raise error(f"{path}: there is no such file; expected file.py:factory, got {reference!r}")
-    with _importable(path.resolve().parent):
-        module = _run(path, error)
-        factory = getattr(module, name, None)
-        if not callable(factory):
-            names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
-        try:
-            return factory()
-        except (Exception, SystemExit) as raised:
-            raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
+    module = _run(path.resolve(), error)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+    try:
+        return factory()
+    except (Exception, SystemExit) as raised:
+        raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
 
 
 def _hint(name: str, names: list[str]) -> str:
@@ -47,18 +54,41 @@ def _hint(name: str, names: list[str]) -> str:
 
 
 def _run(path: Path, error: type[UsageError]) -> ModuleType:
-    name = f"prunekit_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise error(f"{path}: Python cannot import this file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # stays: classes are looked up there by dataclasses and by copy
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        return importlib.import_module(_module_name(path))
     except (Exception, SystemExit) as raised:
-        del sys.modules[name]
         raise error(f"{path}: running this file raised {_raised(raised, path)}") from raised
-    return module
+
+
+def _module_name(path: Path) -> str:
+    """A name of its own for each file and content, so that classes of one are never taken for those of another."""
+    known = hashlib.sha256(str(path.resolve()).encode() + b"\0" + path.read_bytes()).hexdigest()[:16]
+    stem = quote(path.stem).replace(".", "%2E")  # a dot would stand for a package
+    return f"{_PREFIX}{stem}_{known}"
+
+
+class _Loader(SourceFileLoader):
+    """Compiles the file itself: its cached bytecode is told by second and size, and an edit may change neither."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+class _Finder:
+    """Finds a user's file by its module's name, which is all that a spawned process is told when it unpickles."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(_PREFIX):
+            return None
+        stem = unquote(name.removeprefix(_PREFIX).rpartition("_")[0])
+        files = [Path(folder, f"{stem}.py") for folder in sys.path]
+        found = next((file for file in files if file.is_file() and _module_name(file) == name), None)
+        return None if found is None else spec_from_file_location(name, found, loader=_Loader(name, str(found)))
 
 
 def _raised(error: BaseException, path: Path) -> str:
@@ -68,12 +98,4 @@ def _raised(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Lets the file import its neighbours, as it could if it were run."""
-    entry = str(folder)
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)
+sys.meta_path.append(_Finder)

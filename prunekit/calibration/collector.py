@@ -17,7 +17,7 @@ from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
 from prunekit.context import training_mode
 from prunekit.errors import UsageError, nearest
-from prunekit.hooks import HookOwner, never_called, refuse_compiled
+from prunekit.hooks import HookOwner, never_called, refuse_compiled, refuse_nested
 from prunekit.nested import tensors_in
 
 Side = Literal["input", "output"]
@@ -156,6 +156,7 @@ class StatsCollector(HookOwner):
         tensor = first_tensor(value)
         if tensor is None or tensor.ndim < 2:
             return
+        refuse_nested(tensor, str(key))
         axis = self._axes.get(path, channel_axis(self._targets[path], tensor.ndim))
         self._running[key] = self._summarise(tensor, _checked_axis(tensor, axis, key))
 

@@ -82,10 +82,11 @@ class Measure:
 
     @property
     def form(self) -> str:
-        """How values were reduced: "fused"; or "eager", with the reason where it was not asked for."""
+        """How values were reduced: "fused"; "eager, then fused", where that had to pay off first; or "eager", with the
+        reason where it was not asked for."""
         kernels = self._kernels.values()
         if any(kernel.run for kernel in kernels):
-            return "fused"
+            return "fused" if self._fused else "eager, then fused"
         if kernels:
             return f"eager ({next(iter(kernels)).error})"
         return "eager (too few values for compiling to pay off)" if self._seen else "eager"

@@ -47,7 +47,7 @@ def collect_gradients(
     """
     rows: dict[Axis, list[FloatArray]] = {}
     with training_mode(model, False), torch.enable_grad(), _all_trainable(model) as parameters:
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches, 1):
             if not isinstance(batch, (tuple, list)) or len(batch) < 2:
                 raise UsageError(f"batch {number}: expected images and labels for the loss, got {type(batch).__name__}")
             value = _checked(loss(model(batch[0].to(device)), batch[1].to(device)))

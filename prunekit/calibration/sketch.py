@@ -69,11 +69,6 @@ class MagnitudeSketch:
         return int(self._counts[:FINITE].sum())
 
     @property
-    def zeros(self) -> int:
-        """Values that are exactly 0."""
-        return int(self._counts[0])
-
-    @property
     def non_finite(self) -> int:
         """Values that are Inf or NaN."""
         return int(self._counts[FINITE:].sum())
@@ -99,15 +94,6 @@ class MagnitudeSketch:
             return 0.0
         part = (target - below[index - 1]) / (below[index] - below[index - 1])
         return float(EDGES[index - 1] + part * (EDGES[index] - EDGES[index - 1]))
-
-    def share_below(self, threshold: float) -> float:
-        """Share of the finite values with |x| < threshold, 0..1: exact on a bucket's edge, interpolated within.
-
-        Raises:
-            UsageError: no finite value has been counted.
-        """
-        below = self._below()
-        return float(np.interp(threshold, EDGES, below) / below[-1]) if threshold > 0 else 0.0
 
     def _below(self) -> IntArray:
         """(FINITE,) How many values lie below each edge; zeros count as below the first."""

@@ -17,6 +17,9 @@ CPU_BLOCK = 2**19
 DEVICE_BLOCK = 2**24
 """On an accelerator launches cost more than memory traffic; this bounds the float64 copy to 128 MiB."""
 
+EXACT = 2**24
+"""Up to here float32 counts without a gap."""
+
 
 class Sums(NamedTuple):
     """Raw sums per channel, each of shape (channels,), in float64."""
@@ -105,5 +108,6 @@ def _squares(wide: Tensor, dim: int) -> Tensor:
 
 
 def _zeros(block: Tensor, flags: Tensor, dim: int, like: Tensor) -> Tensor:
-    # Sums of booleans are not vectorised (five times slower); float32 counts exactly up to 2^24 values a plane.
-    return torch.eq(block, 0, out=flags).sum(dim).to(like.dtype)
+    # Sums of booleans and integers are not vectorised (five times slower): only where float32 would miscount.
+    found = torch.eq(block, 0, out=flags)
+    return found.sum(dim, dtype=None if block.shape[dim] <= EXACT else torch.int64).to(like.dtype)

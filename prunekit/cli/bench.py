@@ -54,8 +54,9 @@ def bench_command(
 ) -> None:
     """Latency of one or more models, timed alternately; speedups are relative to the first.
 
-    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision model; --model adds your own as
-    the first. A latency is that of the whole batch. Without --device the CPU is timed, and CUDA where there is one.
+    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; --model adds your
+    own as the first, or takes the place of a recipe's model. A latency is that of the whole batch. Without --device the
+    CPU is timed, and CUDA where there is one.
     """
     console = Console(as_json)
     check_folder(output)

@@ -45,8 +45,9 @@ def evaluate_command(
     """Top-1 accuracy with its 95 % Wilson interval, on the test split of a recipe's data.
 
     MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
-    folder, or the name of a torchvision model; instead of it, --model gives your own. KEY=VALUE changes the recipe. A
-    model folder inside a run folder is tested on the data of that run unless --recipe or --data says otherwise.
+    folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
+    KEY=VALUE changes the recipe. A model folder inside a run folder is tested on the data of that run unless --recipe
+    or --data says otherwise.
     """
     console = Console(as_json)
     check_folder(output)

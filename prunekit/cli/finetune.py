@@ -40,7 +40,7 @@ def finetune_command(
     measure, and write a report.
 
     KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
-    images are yours; model.weights and the other data settings still count.
+    images are yours; model.weights still counts, and so do the other data settings, unless --data gives Splits.
 
     Exits with 1 when the run fell short of what the recipe asks.
     """

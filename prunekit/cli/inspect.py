@@ -21,8 +21,8 @@ from prunekit.cli.output import Console, check_folder, save, table
 def inspect_command(arguments: tuple[str, ...], output: Path | None, as_json: bool, **options: Any) -> None:
     """Channel groups, locked channels with the reason, and the MACs of each layer.
 
-    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision model; instead of it, --model
-    gives your own. KEY=VALUE changes the recipe.
+    MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; instead of it, or
+    of a recipe's model, --model gives your own. KEY=VALUE changes the recipe.
     """
     console = Console(as_json)
     check_folder(output)

@@ -26,26 +26,26 @@ class ModelOptions:
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> Target:
-    """The one model that a command line names; with a model folder, `--model` says how its dense model is built.
+    """The one model that a command line names; with a recipe, `--model` takes the place of its model, and with a model
+    folder it says how its dense model is built.
 
     Raises:
         UsageError: it names several.
     """
     if len(names) > 1:
         raise UsageError(f"expected one model, got {len(names)}: {', '.join(names)}")
-    if names and options.factory and not Path(names[0]).is_dir():
+    if names and options.factory and not is_recipe(names[0]) and not Path(names[0]).is_dir():
         raise UsageError(f"expected one model, got two: {names[0]} and --model {options.factory}")
     return _resolve(names[0] if names else None, overrides, options)
 
 
 def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[Target]:
-    """The models that a command line names: the user's own first, because it is what others are compared with.
-
-    Raises:
-        UsageError: it has overrides and no recipe.
+    """The models that a command line names: the user's own first, because it is what others are compared with, unless
+    it takes the place of a recipe's.
     """
-    own = [_resolve(None, overrides, options)] if options.factory or not names else []
-    others = replace(options, weights=None) if options.factory else options
+    alone = not names or (options.factory is not None and not any(map(is_recipe, names)))
+    own = [_resolve(None, overrides, options)] if alone else []
+    others = replace(options, weights=None) if own else options
     return own + [_resolve(name, overrides, others) for name in names]
 
 
@@ -53,7 +53,8 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
     from prunekit.workflow.targets import resolve
 
     recipe = name is not None and is_recipe(name)
-    job = load_job(str(name), overrides, data=options.data, seed=options.seed) if recipe else None
+    code = {"factory": options.factory, "data": options.data}
+    job = load_job(str(name), overrides, **code, seed=options.seed) if recipe else None
     return resolve(
         job or name,
         factory=options.factory,

@@ -17,6 +17,33 @@ from prunekit.errors import UsageError
 Accepts = Callable[[StatsKey, LayerStats], npt.NDArray[np.bool_] | bool]
 """Whether an activation may speak for its channels: all of them, or one answer each, (channels,)."""
 
+ACTIVATIONS = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.GLU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,  # and ReLU6
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.PReLU,
+    nn.ReLU,
+    nn.RReLU,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
+"""The activation functions of PyTorch that look at one value at a time, and GLU; not Softmax, not attention."""
+
 
 @criterion("activation", needs="stats")
 def activation(evidence: Evidence) -> Scores:
@@ -68,8 +95,7 @@ def apoz(evidence: Evidence) -> Scores:
 
 
 def _activation_functions(evidence: Evidence) -> set[str]:
-    home = nn.modules.activation.__name__
-    return {path for path, module in evidence.modules.items() if type(module).__module__ == home}
+    return {path for path, module in evidence.modules.items() if isinstance(module, ACTIVATIONS)}
 
 
 def _first_found(evidence: Evidence, value: Callable[[LayerStats], FloatArray], *preferences: Accepts) -> Scores:

@@ -26,22 +26,24 @@ def l2(evidence: Evidence) -> Scores:
 def lamp(evidence: Evidence) -> Scores:
     """Layer-adaptive magnitude (Lee et al. 2021), carried from weights to channels.
 
-    The square of a label's `l2` over the sum of the squares in its group that are at least as large: 1 for the largest
-    of every group, so that no group is emptied in a ranking over all of them. Within a group it ranks as `l2` does.
+    The square of a label's `l2` over the sum of its own and those that follow it in its group, in ascending order and,
+    as in the paper, equal ones by their index: 1 for the last of every group that is not all zeros, so that no such
+    group is emptied in a ranking over all of them. Within a group it ranks as `l2` does.
     """
     squares = l2(evidence) ** 2
     result = squares.copy()
     for group in evidence.channel_map.groups:
-        result[group.labels] = _share_of_larger(squares[group.labels])
+        result[group.labels] = _share_of_rest(squares[group.labels])
     return result
 
 
-def _share_of_larger(squares: Scores) -> Scores:
+def _share_of_rest(squares: Scores) -> Scores:
     if not np.isfinite(squares).all():  # on no parameter: nothing to remove, +inf as it is
         return squares
-    ascending = np.sort(squares)
-    at_least = ascending[::-1].cumsum()[::-1][np.searchsorted(ascending, squares)]
-    return squares / np.where(at_least > 0, at_least, 1)
+    order = np.argsort(squares, kind="stable")
+    rest = np.empty_like(squares)
+    rest[order] = squares[order][::-1].cumsum()[::-1]
+    return squares / np.where(rest > 0, rest, 1)
 
 
 def _mean_power(evidence: Evidence, power: int) -> Scores:

@@ -67,12 +67,14 @@ class Batches:
         return (self.dataset.fetch(chunk, self._draw) for chunk in chunks)
 
     def _in_workers(self, chunks: Sequence[Tensor]) -> Iterator[Batch]:
-        # An own generator, or the loader would draw from the global one and the workers would change the training.
+        # An own generator, or the loader would draw from the global one and the workers would change the training. It
+        # seeds the workers, and with them what a user's data set draws itself: something else in each epoch.
+        seed = int(np.random.default_rng((self.shuffle_seed or 0, self.epoch)).integers(2**63))
         loader = DataLoader(
             _Chunks(self.dataset, chunks, self._draw),
             batch_size=None,
             num_workers=self.workers,
-            generator=torch.Generator().manual_seed(0),
+            generator=torch.Generator().manual_seed(seed),
         )
         for batch, corrupt in loader:
             self.dataset.corrupt.merge(corrupt)
@@ -102,7 +104,7 @@ class _Chunks(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
             batch = self.dataset.fetch(self.chunks[index], self.draw)
         except DataError as error:
             batch = DataError(str(error))  # raised in the parent: the loader would bury the message in a traceback
-        return batch, self.dataset.corrupt.found
+        return batch, dict(self.dataset.corrupt.found)  # the loader pickles it later, in a thread of its own
 
 
 def batches(

@@ -38,8 +38,7 @@ def mapped(dataset: Any, settings: DataSettings, feed: Feed, where: str, corrupt
         )
     if not len(dataset):
         raise DataError(f"{where}: expected images, but the data set is empty")
-    labels = _labels(dataset, where, corrupt)
-    first = _first(dataset, where, corrupt)
+    labels, first = _look(dataset, where, corrupt)
     shape = tuple(first.shape) if isinstance(first, Tensor) else None
     if shape is not None and (settings.augment != "none" or settings.mean is not None or settings.std is not None):
         raise UsageError(
@@ -71,15 +70,6 @@ def sample_bytes(part: MappedImages) -> bytes:
     return part.labels.numpy().tobytes() + part.fetch(chosen)[0].numpy().tobytes()
 
 
-def _first(dataset: MapStyle, where: str, corrupt: CorruptImages) -> Any:
-    """The first image that can be read."""
-    for index in range(len(dataset)):
-        item = _item(dataset, index, where, corrupt)
-        if item is not None:
-            return item[0]
-    raise DataError(f"{where}: expected images, but none of {len(dataset)} can be read")
-
-
 def _item(dataset: MapStyle, index: int, where: str, corrupt: CorruptImages) -> tuple[Any, int] | None:
     """Image and label; None for a corrupt image."""
     name = f"{where}: image {index}"
@@ -99,13 +89,19 @@ def _item(dataset: MapStyle, index: int, where: str, corrupt: CorruptImages) -> 
     return image, int(label)
 
 
-def _labels(dataset: Any, where: str, corrupt: CorruptImages) -> Tensor:
-    """Labels of all images, (N,) int64; that of a corrupt image is 0, and never used."""
+def _look(dataset: Any, where: str, corrupt: CorruptImages) -> tuple[Tensor, Any]:
+    """Labels of all images, (N,) int64, and the first image that can be read; a corrupt image's label is never used."""
     known = _known_labels(dataset)
-    if known is not None:
-        return known
-    items = (_item(dataset, index, where, corrupt) for index in range(len(dataset)))
-    return torch.tensor([item[1] if item else 0 for item in items])
+    labels, first = [], None
+    for index in range(len(dataset)):
+        item = _item(dataset, index, where, corrupt)
+        first = item[0] if item and first is None else first
+        if known is not None and first is not None:
+            return known, first
+        labels.append(item[1] if item else 0)
+    if first is None:
+        raise DataError(f"{where}: expected images, but none of {len(dataset)} can be read")
+    return torch.tensor(labels), first
 
 
 def _known_labels(dataset: Any) -> Tensor | None:

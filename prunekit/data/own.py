@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from prunekit.data.datasets import ImageDataset
 from prunekit.data.settings import DataSettings
 from prunekit.data.sources import source_of_parts, splits_of
-from prunekit.data.splits import Splits
-from prunekit.errors import DataError
+from prunekit.data.splits import Splits, fingerprint
+from prunekit.errors import DataError, UsageError
 from prunekit.user_code import run_factory
 
 _ADVICE = "return other data sets as a tuple (train, test)"
 PARTS = ("train", "test", "validation")
+FOR_SPLITS = ("source", "root", "name", "download", "batch", "workers", "origin")
+"""Settings that may stand beside images which are split and fed already."""
 
 
 def load_own(reference: str, settings: DataSettings) -> Splits:
@@ -24,20 +27,33 @@ def load_own(reference: str, settings: DataSettings) -> Splits:
     or (train, test, validation), or a mapping with these names. Without validation images, they are drawn from the
     training images. See `MappedImages` for what an image may be.
 
-    The fingerprint, by which earlier results are found again, is taken from the file, all labels and a few images.
+    `Splits` are taken as they are. The fingerprint, by which earlier results are found again, is taken from the file,
+    all labels and a few images; of `Splits` from the file and their own fingerprint.
 
     Raises:
         DataError: no such file or name, the code raises, or it returns something else.
+        UsageError: it returns `Splits`, and the settings say how to split or feed.
     """
     made = run_factory(reference, DataError)
+    code = Path(reference.rpartition(":")[0]).read_bytes()
     if isinstance(made, Splits):
         for part in (made.train, made.validation, made.test):
             if not isinstance(part, ImageDataset):
                 found = type(part).__name__
                 raise DataError(f"{reference}: expected Splits of prunekit.data.ImageDataset, got {found}; {_ADVICE}")
-        return made
-    code = Path(reference.rpartition(":")[0]).read_bytes()
+        _refuse_changes(settings, reference)
+        return replace(made, fingerprint=fingerprint([code, made.fingerprint.encode()]))
     return splits_of(source_of_parts(_parts(made, reference), settings, reference, code), settings)
+
+
+def _refuse_changes(settings: DataSettings, reference: str) -> None:
+    keys = [field for field in fields(settings) if field.name not in FOR_SPLITS]
+    changed = [f"data.{key.name}" for key in keys if getattr(settings, key.name) != key.default]
+    if changed:
+        raise UsageError(
+            f"{reference}: the factory returned Splits, which are split and fed already: {', '.join(changed)} would "
+            f"change nothing; leave that out, or {_ADVICE}"
+        )
 
 
 def _parts(made: Any, reference: str) -> dict[str, Any]:

@@ -11,14 +11,18 @@ import torchvision
 from prunekit.data.settings import DataSettings
 from prunekit.errors import DataError, UsageError, nearest
 
-ARGUMENTS = ("train", "split")
-TESTS = ("test", "val")
-
-
-def set_names() -> tuple[str, ...]:
-    """Data sets of torchvision that have a training and a test part."""
-    found = {name: getattr(torchvision.datasets, name) for name in torchvision.datasets.__all__}
-    return tuple(name for name, kind in found.items() if inspect.isclass(kind) and _argument(kind) is not None)
+_TRAIN = ({"train": True}, {"train": False})
+_SPLIT = ({"split": "train"}, {"split": "test"})
+_VAL = ({"split": "train"}, {"split": "val"})
+_TRAINVAL = ({"split": "trainval"}, {"split": "test"})
+SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **dict.fromkeys(("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "KMNIST", "QMNIST", "USPS"), _TRAIN),
+    **dict.fromkeys(("Country211", "DTD", "FER2013", "Flowers102", "Food101", "GTSRB", "PCAM"), _SPLIT),
+    **dict.fromkeys(("RenderedSST2", "STL10", "SVHN", "StanfordCars"), _SPLIT),
+    **dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette"), _VAL),
+    **dict.fromkeys(("FGVCAircraft", "OxfordIIITPet"), _TRAINVAL),
+}
+"""Data sets with one label for each image, and what selects their training and their test part."""
 
 
 def open_sets(settings: DataSettings) -> tuple[Any, Any]:
@@ -27,34 +31,19 @@ def open_sets(settings: DataSettings) -> tuple[Any, Any]:
     Some, such as CIFAR10, are kept as pickles, which torchvision loads after it has checked their MD5 sums.
 
     Raises:
-        UsageError: there is no such data set, or it has no training and test part.
+        UsageError: there is no such data set among those that have labels and a test part.
         DataError: files are missing or damaged, or cannot be downloaded.
     """
     name = str(settings.name)
-    if name not in set_names():
-        alike = next((known for known in set_names() if known.lower() == name.lower()), name)
+    if name not in SETS:
+        alike = next((known for known in SETS if known.lower() == name.lower()), name)
         raise UsageError(
-            f"data.name: expected a data set of torchvision with a training and a test part, got {name!r}; "
-            f"{nearest(alike, set_names())}"
+            "data.name: expected a data set of torchvision with a label for each image, and a training and a test "
+            f"part, got {name!r}; {nearest(alike, SETS)}"
         )
     kind = getattr(torchvision.datasets, name)
-    if _argument(kind) == "train":
-        return _open(kind, settings, train=True), _open(kind, settings, train=False)
-    return _open(kind, settings, split="train"), _open_split(kind, settings)
-
-
-def _argument(kind: Any) -> str | None:
-    parameters = inspect.signature(kind).parameters
-    return next((name for name in ARGUMENTS if name in parameters), None)
-
-
-def _open_split(kind: Any, settings: DataSettings) -> Any:
-    for name in TESTS:
-        try:
-            return _open(kind, settings, split=name)
-        except ValueError:  # torchvision: "Unknown value 'test' for argument split"
-            continue
-    raise UsageError(f"data.name: torchvision's {kind.__name__} has no split {' or '.join(map(repr, TESTS))}")
+    train, test = (_open(kind, settings, **part) for part in SETS[name])
+    return train, test
 
 
 def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
@@ -62,9 +51,7 @@ def _open(kind: Any, settings: DataSettings, **part: Any) -> Any:
         part["download"] = settings.download
     try:
         return kind(str(settings.root), **part)
-    except ValueError:
-        raise
-    except Exception as error:  # RuntimeError, OSError, URLError, ModuleNotFoundError: none leaves a usable data set
+    except Exception as error:  # RuntimeError, OSError, ValueError, ModuleNotFoundError: none leaves a usable data set
         raise DataError(_missing(kind, settings, part, error)) from error
 
 

@@ -8,6 +8,7 @@ from prunekit.hooks.checks import (
     never_called,
     recomputing,
     refuse_compiled,
+    refuse_nested,
 )
 from prunekit.hooks.gradients import GradientChange
 from prunekit.hooks.owned import OwnedHook
@@ -25,4 +26,5 @@ __all__ = [
     "never_called",
     "recomputing",
     "refuse_compiled",
+    "refuse_nested",
 ]

@@ -36,15 +36,21 @@ def never_called(module: nn.Module) -> bool:
     return isinstance(module, NonDynamicallyQuantizableLinear)
 
 
-def warn_if_never_called(module: nn.Module, owner: str) -> None:
-    """Warns of a hook on a module whose forward never runs."""
+def warn_if_ignored(module: nn.Module, owner: str) -> None:
+    """Warns of a hook on a module whose forward never runs, or whose hooks `torch.compile` may not see."""
     if never_called(module):
-        warnings.warn(
-            f"{owner}: hooks on nn.MultiheadAttention's out_proj never run, because attention uses its weight "
-            "functionally; hook the attention module itself",
-            HookWarning,
-            stacklevel=4,
+        problem = (
+            "hooks on nn.MultiheadAttention's out_proj never run, because attention uses its weight functionally; "
+            "hook the attention module itself"
         )
+    elif is_compiled(module):
+        problem = (
+            f"{type(module).__name__} is compiled, and hooks added after torch.compile may silently be ignored; "
+            "register them before, or set torch._dynamo.config.skip_nnmodule_hook_guards = False"
+        )
+    else:
+        return
+    warnings.warn(f"{owner}: {problem}", HookWarning, stacklevel=5)  # where the owner is entered
 
 
 def refuse_compiled(model: nn.Module, owner: str) -> None:
@@ -61,20 +67,23 @@ def refuse_compiled(model: nn.Module, owner: str) -> None:
             )
 
 
-def warn_if_compiled(module: nn.Module, owner: str) -> None:
-    """Warns of a hook on a module that is compiled already."""
-    if is_compiled(module):
-        warnings.warn(
-            f"{owner}: {type(module).__name__} is compiled, and hooks added after torch.compile may silently be "
-            "ignored; register them before, or set torch._dynamo.config.skip_nnmodule_hook_guards = False",
-            HookWarning,
-            stacklevel=4,
-        )
-
-
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled in place, or is the wrapper that `torch.compile` returns."""
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+    """Whether a module was compiled in place, by its forward, or is the wrapper that `torch.compile` returns."""
+    forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return getattr(module, "_compiled_call_impl", None) is not None or forward or "_orig_mod" in module._modules
+
+
+def refuse_nested(tensor: Tensor, where: str) -> None:
+    """Refuses a nested tensor, which has no axes to speak of.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if tensor.is_nested:
+        raise ModelError(
+            f"{where}: expected a plain tensor, got the nested one that attention's fast path makes of padded "
+            "sequences; turn that off with torch.backends.mha.set_fastpath_enabled(False)"
+        )
 
 
 def is_ours(hook: object) -> bool:

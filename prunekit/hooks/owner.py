@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from prunekit.hooks.checks import warn_if_compiled, warn_if_never_called
+from prunekit.hooks.checks import warn_if_ignored
 from prunekit.hooks.gradients import GradientChange, InputGradients, at, catch_outputs
 from prunekit.hooks.owned import OwnedHook
 
@@ -55,7 +55,7 @@ class HookOwner:
             again: whether the hook is meant to run again when activation checkpointing recomputes; without this the
                 second run is warned of.
         """
-        self._check(module)
+        warn_if_ignored(module, type(self).__name__)
         self.own(module.register_forward_pre_hook(OwnedHook(self, hook, again=again), with_kwargs=True))
 
     def own_forward(self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False) -> None:
@@ -66,7 +66,7 @@ class HookOwner:
             hook: see `After`.
             always: whether it runs also when the forward raised; the result is then None.
         """
-        self._check(module)
+        warn_if_ignored(module, type(self).__name__)
         owned = OwnedHook(self, hook, again=again)
         self.own(module.register_forward_hook(owned, with_kwargs=True, always_call=always))
 
@@ -107,10 +107,6 @@ class HookOwner:
 
     def _guarded(self, change: GradientChange) -> GradientChange:
         return lambda gradient, index: change(gradient, index) if self.active else None
-
-    def _check(self, module: nn.Module) -> None:
-        warn_if_never_called(module, type(self).__name__)
-        warn_if_compiled(module, type(self).__name__)
 
     @property
     def active(self) -> bool:

@@ -17,7 +17,7 @@ def catch(tensor: Tensor, change: Change) -> None:
 
     A hook stays with the values that a tensor had when it was registered, and that is all there is to do, unless the
     tensor is a view: whoever overwrites a view writes to its base, and the graph leads from there straight to what
-    the base was before. There the gradient is caught if it has not come by the view.
+    the base was before. There the gradient is caught then, all of it.
     """
     base = tensor._base if tensor._is_view() else None
     if base is None or base.grad_fn is None:  # nobody may overwrite a leaf, or a view of one
@@ -37,16 +37,17 @@ class _Part:
         self._base = base.shape, base.stride()
         self._place = view.shape, view.stride(), int(view.storage_offset() - base.storage_offset())
         self._values, self._version = view.detach(), view._version  # shares the version counter
-        self._seen = False
+
+    @property
+    def _overwritten(self) -> bool:
+        return self._values._version != self._version
 
     def at_view(self, gradient: Tensor) -> Tensor | None:
-        self._seen = True
-        return self._change(gradient)
+        return None if self._overwritten else self._change(gradient)
 
     def at_base(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        seen, self._seen = self._seen, False  # a graph may be run backward again
         gradient = gradients[self._output]
-        if seen or gradient is None or self._values._version == self._version:
+        if gradient is None or not self._overwritten:
             return None
         # In the layout of the values: what is a part of them is the same part of their gradient.
         shape, strides = self._base
@@ -67,16 +68,29 @@ class Read:
     view: Tensor
 
 
-_READ = "_prunekit_read"
-"""Attribute of such a view, a weak reference to its `Read`: a second owner hooks the same view, behind the first."""
+class _Mark:
+    """On such a view, what it is: a second owner hooks the same view, behind the first. Does not keep it alive."""
+
+    def __init__(self, read: Read | None) -> None:
+        self._read = None if read is None else weakref.ref(read)
+
+    def by(self, module: nn.Module) -> Read | None:
+        """The reading, if it is this module's."""
+        read = None if self._read is None else self._read()
+        return read if read is not None and read.reader is module else None
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[None]]:
+        return _Mark, (None,)  # a tensor takes its attributes along when it is saved or copied
+
+
+_MARK = "_prunekit_read"
 
 
 def read_by(module: nn.Module, tensor: Tensor) -> Read:
     """Gives a module its own view of a tensor."""
-    reference = getattr(tensor, _READ, None)
-    known: Read | None = None if reference is None else reference()
-    if known is not None and known.reader is module:
-        return known
-    read = Read(module, tensor.view_as(tensor))
-    setattr(read.view, _READ, weakref.ref(read))
+    mark: _Mark | None = getattr(tensor, _MARK, None)
+    read = None if mark is None else mark.by(module)
+    if read is None:
+        read = Read(module, tensor.view_as(tensor))
+        setattr(read.view, _MARK, _Mark(read))
     return read

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.hooks import HookOwner, recomputing, refuse_compiled
+from prunekit.hooks import HookOwner, recomputing, refuse_compiled, refuse_nested
 from prunekit.masking.counting import Tally, count_zeros
-from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path
+from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path, one_of
 from prunekit.masking.targets import BITS
-from prunekit.nested import map_tensors, tensors_in
+from prunekit.nested import gather, map_tensors
 
 Side = Literal["input", "output"]
 
@@ -55,22 +55,23 @@ class ActivationMasks(HookOwner):
         model: not compiled.
         thresholds: one for every module without children, or glob over module paths -> threshold (the last that
             matches decides), such as `calibrate_thresholds` returns. 0 leaves values as they are, and counts them.
-        side: whether what a module returns is masked, or what it is given.
+        side: whether what a module returns is masked, or what it is given; None: the side that the thresholds were
+            found for, and `output` for plain numbers.
         count: whether zeros are counted for `sparsity()`; counting costs about as much as masking.
 
     Raises:
-        UsageError: a threshold is negative, or a glob matches nothing.
+        UsageError: a threshold is negative, a glob matches nothing, or the side is not that of the thresholds.
         ModelError: on enter, when the model is compiled; in a hook, when a module has no floating-point tensor there.
     """
 
     def __init__(
-        self, model: nn.Module, thresholds: float | Mapping[str, float], *, side: Side = "output", count: bool = True
+        self, model: nn.Module, thresholds: float | Mapping[str, float], *, side: Side | None = None, count: bool = True
     ) -> None:
         super().__init__()
         self._model = model
         paths, alike = module_paths(model), leaf_paths(model)
         self._thresholds = numbers_by_path(thresholds, "thresholds", paths=paths, alike=alike)
-        self._side = side
+        self._side = _side(side, getattr(thresholds, "side", None))
         self._zeros = Tally() if count else None
 
     def register(self) -> None:
@@ -104,6 +105,14 @@ class ActivationMasks(HookOwner):
         return mask
 
 
+def _side(asked: Side | None, found_for: Side | None) -> Side:
+    if asked is not None:
+        one_of(asked, get_args(Side), "side")
+    if None not in (asked, found_for) and asked != found_for:
+        raise UsageError(f"side: the thresholds were found for {found_for!r}, got {asked!r}; leave `side` out")
+    return asked or found_for or "output"
+
+
 def change_activations(
     owner: HookOwner, model: nn.Module, path: str, side: Side, change: Callable[[Tensor], Tensor]
 ) -> None:
@@ -112,13 +121,18 @@ def change_activations(
     Raises:
         ModelError: in the hook, when there is none.
     """
-    module = model.get_submodule(path)
+    module, where = model.get_submodule(path), f"{side} of {path}"
+
+    def each(tensor: Tensor) -> Tensor:
+        return change(tensor) if tensor.is_floating_point() else tensor
 
     def before(module: nn.Module, arguments: Any, named: Any) -> Any:
-        return _change_floating((arguments, named), change, f"input of {path}")
+        require_floating((arguments, named), where)
+        return map_tensors((arguments, named), each)
 
     def after(module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
-        return _change_floating(result, change, f"output of {path}")
+        require_floating(result, where)
+        return map_tensors(result, each)
 
     if side == "input":
         owner.own_forward_pre(module, before, again=True)
@@ -126,24 +140,35 @@ def change_activations(
         owner.own_forward(module, after, again=True)
 
 
-def _change_floating(value: Any, change: Callable[[Tensor], Tensor], where: str) -> Any:
-    met = False
+def watch_activations(owner: HookOwner, model: nn.Module, path: str, side: Side) -> None:
+    """Has an owner check that there is a floating-point tensor on one side of a module.
 
-    def each(tensor: Tensor) -> Tensor:
-        nonlocal met
-        if not tensor.is_floating_point():
-            return tensor
-        met = True
-        return change(tensor)
+    Raises:
+        ModelError: in the hook, when there is none.
+    """
+    module, where = model.get_submodule(path), f"{side} of {path}"
+    if side == "input":
+        owner.own_forward_pre(module, lambda module, *given: require_floating(given, where), again=True)
+    else:
+        owner.own_forward(module, lambda module, args, named, result: require_floating(result, where), again=True)
 
-    changed = map_tensors(value, each)
-    if not met:
-        kinds = sorted({f"a tensor of {tensor.dtype}" for tensor in tensors_in(value)}) or ["no tensor"]
+
+def require_floating(value: Any, where: str) -> None:
+    """Checks that there are plain floating-point tensors in a value.
+
+    Raises:
+        ModelError: there are none, or one is a nested tensor; the message says what came.
+    """
+    found = gather(value)
+    floating = [tensor for tensor in found if tensor.is_floating_point()]
+    for tensor in floating:
+        refuse_nested(tensor, where)
+    if not floating:
+        kinds = sorted({f"a tensor of {tensor.dtype}" for tensor in found}) or ["no tensor"]
         raise ModelError(
             f"{where}: expected floating-point tensors, alone or in tuples, lists, dicts and dataclasses; got "
             f"{type(value).__name__} with {' and '.join(kinds)}; choose other modules"
         )
-    return changed
 
 
 def _largest_below(threshold: float, dtype: torch.dtype) -> float:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prunekit.errors import UsageError
 from prunekit.hooks import GradientChange, HookOwner, OwnedHook, refuse_compiled
-from prunekit.masking.activations import Side
+from prunekit.masking.activations import Side, watch_activations
 from prunekit.masking.counting import Tally
 from prunekit.masking.limiting import By, LossScale, limited, scaled
-from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path
+from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path, one_of
 from prunekit.masking.weights import inner_optimizer
 
 
@@ -55,6 +56,7 @@ class ActivationGradientClamp(GradientClamp):
         refuse_compiled(self._model, "clamp_activation_grad")
         own = self.own_output_gradients if self._side == "output" else self.own_input_gradients
         for path in self.limits:
+            watch_activations(self, self._model, path, self._side)
             own(self._model.get_submodule(path), self._clamp(path))
 
     def _clamp(self, path: str) -> GradientChange:
@@ -70,10 +72,30 @@ class WeightGradientClamp(GradientClamp):
 
     def register(self) -> None:
         """Hooks the optimizer's step."""
+        theirs = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        modules = [self._model.get_submodule(path) for path in self.limits]
+        if not any(id(p) in theirs for module in modules for p in module.parameters(recurse=False)):
+            raise UsageError(
+                f"clamp_weight_grad: expected an optimizer of this model's parameters, but this "
+                f"{type(self._optimizer).__name__} steps none of those to be clamped"
+            )
         self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before_step)))
 
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is None:
+            self._clamp(optimizer)
+            return None
+
+        def clamped() -> Any:  # the closure makes the gradient, as often as the optimizer likes
+            loss = closure()
+            self._clamp(optimizer)
+            return loss
+
+        return arguments[:1], {**named, "closure": clamped}
+
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+    def _clamp(self, optimizer: Optimizer) -> None:
         # A fused optimizer under a GradScaler is given the scale and unscales in its step; or skips that.
         scale, skipped = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if skipped is not None and skipped.device.type == "cpu" and skipped:
@@ -84,7 +106,11 @@ class WeightGradientClamp(GradientClamp):
                 if parameter is None or parameter.grad is None or id(parameter) not in left:
                     continue
                 left.discard(id(parameter))  # a parameter that modules share is clamped once
-                self._limited(path, parameter.grad, scale, inplace=True)
+                if parameter.grad.is_sparse:  # one value for each entry, and those are what is limited
+                    parameter.grad = parameter.grad.coalesce()
+                    self._limited(path, parameter.grad.values(), scale, inplace=True)
+                else:
+                    self._limited(path, parameter.grad, scale, inplace=True)
 
 
 def clamp_activation_grad(
@@ -110,9 +136,11 @@ def clamp_activation_grad(
         loss_scale: what the loss was multiplied by; limits are multiplied by it too.
 
     Raises:
-        UsageError: a limit is negative, or a glob matches nothing.
-        ModelError: on enter, when the model is compiled.
+        UsageError: a limit is negative, a glob matches nothing, or `by` or `side` is something else.
+        ModelError: on enter, when the model is compiled; in a hook, when a module has no floating-point tensor there.
     """
+    one_of(by, get_args(By), "clamp_activation_grad: by")
+    one_of(side, get_args(Side), "clamp_activation_grad: side")
     paths, alike = module_paths(model), leaf_paths(model)
     found = numbers_by_path(limits, "clamp_activation_grad", paths=paths, alike=alike)
     return ActivationGradientClamp(model, found, by, side, loss_scale)
@@ -134,8 +162,10 @@ def clamp_weight_grad(
         by: `value` limits each value to -limit..limit, `norm` the l2 norm of each parameter's gradient by itself.
 
     Raises:
-        UsageError: a limit is negative, or a glob matches no module with parameters of its own.
+        UsageError: a limit is negative, or a glob matches no module with parameters of its own; on enter, when the
+            optimizer steps none of them.
     """
+    one_of(by, get_args(By), "clamp_weight_grad: by")
     paths = [path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     key = "clamp_weight_grad, modules with parameters of their own"
     return WeightGradientClamp(model, optimizer, numbers_by_path(limits, key, paths=paths, alike=paths), by)

@@ -91,11 +91,13 @@ def _mask_channels(path: str, module: nn.Module, dropped: Tensor) -> GradientCha
                 f"{path}: expected {len(dropped)} output channels on axis {axis}, got shape {tuple(gradient.shape)}; "
                 "was the plan made for another model?"
             )
+        shape = [-1 if position == axis else 1 for position in range(gradient.ndim)]
+        if gradient.requires_grad:  # of a second-order gradient: in operations that have one
+            return gradient.masked_fill(dropped.to(gradient.device).view(shape), 0)
         bits = BITS[gradient.element_size()]
         key = (gradient.device, bits)
         if key not in masks:
             masks[key] = all_or_no_bits(~dropped, *key)
-        mask = masks[key].view([-1 if position == axis else 1 for position in range(gradient.ndim)])
-        return gradient.view(bits).bitwise_and(mask).view(gradient.dtype)
+        return gradient.view(bits).bitwise_and(masks[key].view(shape)).view(gradient.dtype)
 
     return change

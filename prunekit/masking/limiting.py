@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prunekit.masking.counting import Count, as_it_lies, count_beyond
+from prunekit.masking.counting import BLOCK, Count, as_it_lies, count_beyond, scratch_for
 
 By = Literal["value", "norm"]
 LossScale = float | Tensor | torch.amp.GradScaler | Callable[[], float | Tensor]
@@ -47,13 +47,31 @@ def scaled(limit: float, scale: LossScale | None, device: torch.device) -> float
 def _by_value(gradient: Tensor, limit: float | Tensor, inplace: bool) -> tuple[Tensor | None, Count]:
     if not isinstance(limit, Tensor) and limit > torch.finfo(gradient.dtype).max:
         return None, 0
-    if gradient.device.type == "cpu" and gradient.numel():
-        low, high = torch.aminmax(as_it_lies(gradient))
-        if -limit <= float(low) and float(high) <= limit:
+    if gradient.device.type != "cpu" or gradient.requires_grad:  # a second-order gradient needs an operation with one
+        beyond: Count = torch.count_nonzero(gradient.detach().abs() > limit)
+        return (gradient.clamp_ if inplace else gradient.clamp)(-limit, limit), beyond  # type: ignore[arg-type]
+    bound = float(limit)
+    if not inplace:
+        if _within(as_it_lies(gradient), bound):
             return None, 0
-    beyond = count_beyond(gradient, limit)
-    clamp = gradient.clamp_ if inplace else gradient.clamp
-    return clamp(-limit, limit), beyond  # type: ignore[arg-type]  # two numbers, or two tensors
+        gradient = gradient.clone()
+    flat = as_it_lies(gradient)
+    scratch, beyond = scratch_for(flat), 0
+    for block in flat.split(BLOCK):  # type: ignore[no-untyped-call]
+        if not _within(block, bound):  # what this brought into the cache is counted and clamped there
+            beyond += count_beyond(block, bound, scratch)
+            block.clamp_(-bound, bound)
+    if flat.data_ptr() != gradient.data_ptr():  # it lies with gaps, and `flat` was a copy
+        gradient.clamp_(-bound, bound)
+    return gradient, beyond
+
+
+def _within(values: Tensor, limit: float) -> bool:
+    """Whether no value is beyond a limit; NaN is."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values)
+    return -limit <= float(low) and float(high) <= limit
 
 
 def _by_norm(gradient: Tensor, limit: float | Tensor, inplace: bool) -> tuple[Tensor | None, Count]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from prunekit.errors import UsageError
 from prunekit.globs import matching
+from prunekit.hooks import never_called
 
 
 def module_paths(model: nn.Module) -> list[str]:
@@ -16,8 +17,19 @@ def module_paths(model: nn.Module) -> list[str]:
 
 
 def leaf_paths(model: nn.Module) -> list[str]:
-    """Paths of the modules without children."""
-    return [path for path, module in model.named_modules() if not any(True for _ in module.children())]
+    """Paths of the modules without children that are ever called."""
+    modules = model.named_modules()
+    return [path for path, module in modules if not any(module.children()) and not never_called(module)]
+
+
+def one_of(value: str, choices: tuple[str, ...], key: str) -> None:
+    """Checks a choice.
+
+    Raises:
+        UsageError: it is none of those that there are.
+    """
+    if value not in choices:
+        raise UsageError(f"{key}: expected {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def paths_matching(model: nn.Module, patterns: Iterable[str], key: str) -> list[str]:

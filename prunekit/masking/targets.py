@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import PlanError, nearest
+from prunekit.errors import ModelError, PlanError, nearest
 from prunekit.planning import Plan
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,6 +20,11 @@ def all_or_no_bits(keep: Tensor, device: torch.device, bits: torch.dtype) -> Ten
     All bits or none: three times faster than `masked_fill_`, and no -0.0 and no NaN as a product would leave.
     """
     return -keep.to(device, bits)  # two's complement: -1 is all ones
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor is what `torch.func.grad`, `vmap` and the like put in the place of another."""
+    return not torch.compiler.is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 class PrunedEntries:
@@ -38,7 +43,15 @@ class PrunedEntries:
 
         It goes around the autograd version counter, on purpose: the write repeats what is there already, so graphs
         that were recorded before stay valid, and a module may be called twice in one forward pass.
+
+        Raises:
+            ModelError: the tensor is one of torch.func's, which has no memory to write to.
         """
+        if is_transformed(tensor):
+            raise ModelError(
+                "masks write to the weights, and cannot to what torch.func's transforms put in their place; leave the "
+                "masks first (the zeros stay), or transform the compact model"
+            )
         bits = BITS[tensor.element_size()]
         mask = self._as(tensor, bits)
         if tensor.is_sparse:  # the gradient of an embedding: some rows, each with the index it belongs to
@@ -50,11 +63,15 @@ class PrunedEntries:
         """Bool, in the tensor's shape and on its device: True where it is pruned."""
         return ~self._keep.to(tensor.device).expand(tensor.shape)
 
-    def some(self, count: int) -> list[tuple[int, ...]]:
-        """Up to `count` pruned entries, spread evenly over all of them, as indices."""
+    def some(self, count: int, shape: torch.Size) -> list[tuple[int, ...]]:
+        """Indices of `count` pruned entries of a tensor of this shape, spread over it: over a kernel's taps too."""
         found = (~self._keep).nonzero()
-        picked = found[torch.linspace(0, len(found) - 1, min(count, len(found))).long()]
-        return [tuple(index) for index in picked.tolist()]
+        picked = found[torch.linspace(0, len(found) - 1, count).long()]
+        spread = torch.arange(count)
+        for axis, size in enumerate(shape):
+            if self._keep.shape[axis] == 1:  # any index along it is as good
+                picked[:, axis] = spread * size // count
+        return sorted({tuple(index) for index in picked.tolist()})
 
     def _as(self, tensor: Tensor, bits: torch.dtype) -> Tensor:
         if (tensor.device, bits) not in self._bits:
@@ -77,9 +94,18 @@ class MaskedTensor:
     entries: PrunedEntries
 
     def of(self, module: nn.Module) -> Tensor:
-        """The tensor, on the module that owns it (or on a copy of that module)."""
-        tensor = getattr(module, self.attribute)
-        assert isinstance(tensor, Tensor)
+        """The tensor, on the module that owns it.
+
+        Raises:
+            ModelError: the module computes it now, by a parametrization or weight norm that came later.
+        """
+        table = module._parameters if self.attribute in module._parameters else module._buffers
+        tensor = table.get(self.attribute)
+        if tensor is None:
+            raise ModelError(
+                f"{self.name} is no longer a parameter or buffer of its module, so its mask cannot hold; register "
+                "parametrizations and weight norms before the model is traced and planned"
+            )
         return tensor
 
 

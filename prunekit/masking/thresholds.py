@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +72,29 @@ class ActivationThresholds(Mapping[str, float]):
             ArtifactError: the file is missing, damaged, or something else.
         """
         found = read_json(path)
-        names = set(cls.__dataclass_fields__)
-        if not isinstance(found, dict) or set(found) != names or not isinstance(found["thresholds"], dict):
-            raise ArtifactError(f"{path}: expected activation thresholds, an object with {', '.join(sorted(names))}")
+        if not isinstance(found, dict) or found.keys() != _VALID.keys():
+            raise ArtifactError(f"{path}: expected activation thresholds, an object with {', '.join(_VALID)}")
+        for name, (valid, expected) in _VALID.items():
+            if not valid(found[name]):
+                raise ArtifactError(f"{path}: {name}: expected {expected}, got {found[name]!r}; the file is damaged")
         return cls(**found)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_number, value.values()))
+
+
+_VALID: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "thresholds": (_numbers, "numbers of at least 0 by module path"),
+    "reached": (_numbers, "shares by module path"),
+    "target": (lambda value: value is None or _number(value), "a share or null"),
+    "side": (lambda value: value in ("input", "output"), "'input' or 'output'"),
+    "rounds": (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
+}
 
 
 def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
@@ -169,9 +189,8 @@ class _Sketches(HookOwner):
 
     def _add(self, path: str) -> Callable[[Tensor], Tensor]:
         def add(tensor: Tensor) -> Tensor:
-            if not torch.isfinite(tensor).all():
+            if self.found.setdefault(path, MagnitudeSketch()).add(tensor).non_finite:
                 raise NonFiniteError(self._blame(path, tensor))
-            self.found.setdefault(path, MagnitudeSketch()).add(tensor)
             return tensor
 
         return add

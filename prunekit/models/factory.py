@@ -12,7 +12,8 @@ def load_factory(reference: str) -> nn.Module:
     """Runs `file.py:factory` and returns the model it builds. The file's code is run: name only files you trust.
 
     Args:
-        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments.
+        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; it
+            must build a new model at each call, because the file is run once.
 
     Raises:
         ModelError: no such file or name, the code raises, or what it returns is no `nn.Module`.

@@ -48,6 +48,7 @@ def render(run: Run, state: str | None = None) -> str:
         widths=figures.figure_or_none(figures.widths, layers),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
+        skipped=_skipped(run.history),
         masked=list(masked(run.metrics)),
         clamps=_by_run(run.clamps),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
@@ -59,6 +60,14 @@ def _records(frame: Any) -> list[dict[str, Any]] | None:
     if frame is None:
         return None
     return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]
+
+
+def _skipped(history: pd.DataFrame | None) -> dict[str, int]:
+    """Steps that training runs did not make, by run, where there are any."""
+    if history is None or "skipped" not in history.columns:
+        return {}
+    by_run = history.groupby("run", sort=False)["skipped"].sum()
+    return {str(run): int(steps) for run, steps in by_run.items() if steps > 0}
 
 
 def _by_run(clamps: pd.DataFrame | None) -> dict[str, Any] | None:

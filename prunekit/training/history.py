@@ -18,6 +18,7 @@ class EpochRow:
         validation_top1: percent.
         images_per_s: training images per second, validation left out.
         seconds: of the whole epoch.
+        skipped: steps that were not made, because float16 gradients overflowed or whole batches could not be read.
     """
 
     epoch: int
@@ -28,6 +29,7 @@ class EpochRow:
     validation_top1: float
     images_per_s: float
     seconds: float
+    skipped: int
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -75,7 +76,8 @@ def fit(
         UsageError: a gradient clamp's glob matches nothing.
         DataError: an image cannot be read.
         NonFiniteError: the loss became NaN or Inf; names the first module, the epoch and the step. Gradients that
-            overflow under float16's loss scale are no error: the step is skipped, and the scale halved.
+            overflow under float16's loss scale are no error: the step is skipped, which `EpochRow.skipped` counts and
+            the schedule does not, and the scale halved. An epoch of nothing else is an error.
     """
     require_trainable(model)
     model.to(device)
@@ -90,10 +92,10 @@ def fit(
     best = BestWeights(model, checkpoint)
     bar = Progress(label, settings.epochs * len(train), describe, progress)
     with seeded(seed), training_mode(model, True), one_device(device, scaler) as accelerator, wrapped, clamps, bar:
-        steps = settings.epochs * math.ceil(len(train) / settings.accumulate)
-        schedule = build_schedule(optimizer, steps, settings.warmup)
+        steps = math.ceil(len(train) / settings.accumulate)
+        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup)
         ready = accelerator.prepare(model, optimizer, schedule)
-        run = _Run(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, bar)
+        run = _Run(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, steps, bar)
         rows = run.epochs(best, on_epoch)
         best.restore()
     return History(rows, best.epoch, clamps.rows())
@@ -126,13 +128,14 @@ class _Run:
     """What stays the same from step to step; model, optimizer and schedule as Accelerate prepared them."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     accelerator: Accelerator
     settings: TrainSettings
     device: torch.device
     train: Batches
     validation: Batches
+    steps: int  # of an epoch in which none is skipped
     bar: Progress
 
     def epochs(self, best: BestWeights, on_epoch: Callable[[EpochRow], None] | None) -> tuple[EpochRow, ...]:
@@ -150,18 +153,7 @@ class _Run:
     def _epoch(self, epoch: int) -> EpochRow:
         start = time.perf_counter()
         self.bar.epoch(epoch, self.settings.epochs)
-        trained, lr, done = _Sums(), 0.0, 0
-        self.model.train()
-        for group in _groups(self.train.at_epoch(epoch), self.settings.accumulate):
-            lr = self.optimizer.param_groups[0]["lr"]
-            images = sum(len(labels) for _, labels in group)
-            for batch in group:
-                done += 1
-                self._add_gradient(batch, images, trained, f"epoch {epoch}, step {done}")
-                self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
+        trained, lr, made = self._train(epoch, start)
         training_s = time.perf_counter() - start
         validated = self._validate()
         return EpochRow(
@@ -173,7 +165,34 @@ class _Run:
             validation_top1=validated.top1,
             images_per_s=trained.images / training_s,
             seconds=time.perf_counter() - start,
+            skipped=self.steps - made,
         )
+
+    def _train(self, epoch: int, start: float) -> tuple[_Sums, float, int]:
+        """Makes the steps of an epoch; with its sums the learning rate of the last one, and how many were not skipped.
+
+        Raises:
+            NonFiniteError: all were skipped, or the loss is not finite.
+        """
+        trained, lr, done, made = _Sums(), 0.0, 0, 0
+        self.model.train()
+        for group in _groups(self.train.at_epoch(epoch), self.settings.accumulate):
+            lr = self.optimizer.param_groups[0]["lr"]
+            images = sum(len(labels) for _, labels in group)
+            for batch in group:
+                done += 1
+                self._add_gradient(batch, images, trained, f"epoch {epoch}, step {done}")
+                self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
+            self.optimizer.step()
+            made += not self.optimizer.step_was_skipped
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        if not made:
+            raise NonFiniteError(
+                f"epoch {epoch} made no step: no gradient was finite under float16's loss scale, which every skipped "
+                "step halves; try `precision: bf16`, a lower learning rate, or more steps in an epoch"
+            )
+        return trained, lr, made
 
     def _add_gradient(self, batch: Batch, of: int, sums: _Sums, when: str) -> None:
         """Adds a batch's part of the gradient of the mean loss over `of` images."""

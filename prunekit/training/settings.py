@@ -23,7 +23,8 @@ class TrainSettings:
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     weight_decay: Annotated[float, Ge(0)] = 5e-4
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
-    """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017)."""
+    """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017), or to a little above
+    it where steps are skipped: those do not move the schedule."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
     precision: Precision = "fp32"
     """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,9 @@ from prunekit.measure import accuracy
 from prunekit.workflow.calibrate import calibration_batches
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.runs import Log
+
+TOLERANCE = 0.01
+"""How far from its target a layer's share of zeros may be."""
 
 
 def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> ActivationThresholds | None:
@@ -69,9 +73,25 @@ def measure_masks(
             "module": path,
             "threshold": threshold,
             "calibrated": thresholds.reached.get(path),
-            "sparsity": sparsity.layers.get(path),
+            "sparsity": sparsity.layers[path],
         }
         for path, threshold in thresholds.items()
     ]
     target = {"side": thresholds.side, "target": thresholds.target}
     return {**target, "sparsity": sparsity.overall, **asdict(found), "layers": layers}
+
+
+def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:
+    """The layers whose zeros on the test images are more than a point off their target.
+
+    Args:
+        measured: what `measure_masks` returned; None without masks.
+    """
+    target = None if measured is None else measured["target"]
+    if measured is None or target is None:
+        return []
+    return [
+        f"activations target {target:.1%}: {row['module']} has {row['sparsity']:.1%} zeros on the test images"
+        for row in measured["layers"]
+        if abs(row["sparsity"] - target) > TOLERANCE
+    ]

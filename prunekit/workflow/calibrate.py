@@ -66,7 +66,7 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
     if path.is_file():
         try:
             stats = ChannelStats.load(path)
-            if dict(stats.provenance) == facts:
+            if facts.items() <= stats.provenance.items():
                 log(f"calibration: reused {path} (same model, weights, data and settings)")
                 return CalibrationResult(stats, path, path.with_suffix(".csv"), reused=True)
         except ArtifactError as error:
@@ -79,7 +79,7 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
     model.cpu()
     log(f"calibration: reduction {collector.form}, {collector.compile_seconds:.1f} s of compiling")
     collected.require_finite()
-    stats = replace(collected, provenance=facts)
+    stats = replace(collected, provenance={**collected.provenance, **facts})
     return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
 
 

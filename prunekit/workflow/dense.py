@@ -20,8 +20,8 @@ from prunekit.data import Splits, batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.models import ModelSettings, require_trainable
-from prunekit.training import EpochRow, check_clamps, check_fits, fit
-from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, require_sources
+from prunekit.training import ClampRow, EpochRow, check_clamps, check_fits, fit
+from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, own_structure, require_sources
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -62,11 +62,13 @@ class Baseline:
     Attributes:
         model: on the CPU.
         rows: its training, empty when the weights were given.
+        clamps: what its gradient clamps did.
         reused: whether it came from the cache.
     """
 
     model: nn.Module
     rows: tuple[EpochRow, ...]
+    clamps: tuple[ClampRow, ...]
     reused: bool
 
 
@@ -89,7 +91,8 @@ def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
         if settings is not None:
             check_clamps(model, settings)
     build = _build(job, splits)
-    return Prepared(job, splits, model, device, repr(model) if build is None else asdict(build))
+    structure = own_structure(model, str(own.model)) if build is None else asdict(build)
+    return Prepared(job, splits, model, device, structure)
 
 
 def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
@@ -102,7 +105,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
     """The dense model with weights: as given, from the cache, or trained now and put there."""
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
-        return Baseline(prepared.model, (), reused=False)
+        return Baseline(prepared.model, (), (), reused=False)
     path = _baseline_path(prepared)
     cached = cached_baseline(prepared)
     if cached is not None:
@@ -123,8 +126,8 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
         )
     prepared.model.cpu()
     save_weights(path, prepared.model)
-    write_json(path.with_suffix(".json"), [asdict(row) for row in history.rows])
-    return Baseline(prepared.model, history.rows, reused=False)
+    write_json(path.with_suffix(".json"), asdict(history))
+    return Baseline(prepared.model, history.rows, history.clamps, reused=False)
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:
@@ -136,13 +139,15 @@ def cached_baseline(prepared: Prepared) -> Baseline | None:
         return None
     try:
         tensors = load_file(path)
-        rows = tuple(EpochRow(**row) for row in read_json(path.with_suffix(".json")))
+        training = read_json(path.with_suffix(".json"))
+        rows = tuple(EpochRow(**row) for row in training["rows"])
+        clamps = tuple(ClampRow(**row) for row in training["clamps"])
         with torch.no_grad():
             for name, tensor in named_tensors(prepared.model):
                 tensor.copy_(tensors[name])
     except (OSError, KeyError, TypeError, RuntimeError, PrunekitError, SafetensorError):
         return None  # a damaged cache is a cache miss: the baseline is trained again
-    return Baseline(prepared.model, rows, reused=True)
+    return Baseline(prepared.model, rows, clamps, reused=True)
 
 
 def save_weights(path: Path, model: nn.Module) -> None:

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from prunekit.data import batches, describe_corrupt
 from prunekit.masking import masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
-from prunekit.training import EpochRow, History, fit, recalibrate_batchnorm
+from prunekit.training import ClampRow, EpochRow, History, fit, recalibrate_batchnorm
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.calibrate import calibrate_model, calibration_batches, loss_gradients
@@ -119,7 +119,7 @@ class _Journey:
         with self.clock.stage("baseline"):
             baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
         dense = baseline.model
-        self._note("baseline", baseline.rows)
+        self._note("baseline", baseline.rows, baseline.clamps)
         with self.clock.stage("calibrate"):
             calibration = calibrate_model(self.prepared, dense, log=self.log)
             calibration.stats.save(self.run.path / "statistics")
@@ -146,10 +146,9 @@ class _Journey:
         with self.clock.stage("measure"):
             share = sparsity(pruned, plan)
             measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
-            masked_activations = self._measure_activations(small)
+            measured = replace(measured, activations=self._measure_activations(small))
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
-        metrics |= {"activations": masked_activations, "clamps": clamp_summary(self.clamps)}
-        metrics["corrupt_images"] = self.prepared.splits.corrupt
+        metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
         write_json(self.run.path / "metrics.json", metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
@@ -207,10 +206,7 @@ class _Journey:
             label=name,
             checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",
         )
-        self._note(name, history.rows)
-        self.clamps += clamp_rows(name, history.clamps)
-        if self.clamps:
-            write_csv(self.run.path / "clamps.csv", self.clamps)
+        self._note(name, history.rows, history.clamps)
         return model.cpu()
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
@@ -221,7 +217,13 @@ class _Journey:
         thresholds.save(self.run.path / "activation_thresholds.json")
         return measure_masks(self.prepared, small, thresholds, log=self.log)
 
-    def _note(self, name: str, rows: tuple[EpochRow, ...]) -> None:
+    def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
+        skipped = sum(row.skipped for row in rows)
+        if skipped:
+            self.log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
+        self.clamps += clamp_rows(name, clamps)
+        if self.clamps:
+            write_csv(self.run.path / "clamps.csv", self.clamps)
         self.history += history_rows(name, rows)
         write_csv(self.run.path / "history.csv", self.history, ("run", *EpochRow.__dataclass_fields__))
         results.write_events(self.run.path / "tensorboard" / name, rows)

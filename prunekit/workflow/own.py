@@ -5,6 +5,8 @@ Code is named on the command line only: nothing that a recipe says is ever run.
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,18 @@ def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
     if job.model.weights is not None:
         load_weights(model, Path(job.model.weights))
     return model
+
+
+def own_structure(model: nn.Module, factory: str) -> list[str]:
+    """What the user's model is, as plain data: its modules, and the files of the factory and of all their classes.
+
+    The modules alone do not say what a `forward` computes.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in kinds}
+    files.add(factory.rpartition(":")[0])
+    paths = [Path(file) for file in files if file is not None and Path(file).is_file()]
+    return [repr(model), *sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)]
 
 
 def require_sources(job: JobSettings, own: Own) -> None:

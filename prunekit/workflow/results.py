@@ -23,6 +23,7 @@ from prunekit.measure import (
 )
 from prunekit.measure.verify import Verification
 from prunekit.training import EpochRow
+from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.pruning import Planned
 from prunekit.workflow.runs import Log, RunFolder, environment
@@ -35,11 +36,16 @@ LOCK_COLUMNS = ("reason", "module", "operator", "channels")
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Figures of the dense model, its control and the compact model that was loaded from its folder."""
+    """Figures of the dense model, its control and the compact model that was loaded from its folder.
+
+    Attributes:
+        activations: what the activation masks do (`measure_masks`); None without.
+    """
 
     models: dict[str, dict[str, Any]]
     accuracies: dict[str, Accuracy]
     latency: LatencyReport
+    activations: dict[str, Any] | None = None
 
 
 def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Module, *, log: Log) -> Measured:
@@ -109,6 +115,7 @@ def metrics(
             "inputs": proof.inputs,
             "dtype": proof.dtype,
         },
+        "activations": measured.activations,
         "shortfalls": shortfalls(measured, share, job),
         "seconds": sum(stages.values()),
         "stages": dict(stages),
@@ -134,7 +141,7 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
     for row in measured.latency.speedup:
         if row["high"] < 1:
             found.append(f"the pruned model is slower on {row['device']} at batch {row['batch']}: {row['median']:.2f}x")
-    return found
+    return found + missed_targets(measured.activations)
 
 
 def write_events(folder: Path, rows: tuple[EpochRow, ...]) -> None:

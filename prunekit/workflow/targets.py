@@ -57,10 +57,11 @@ def resolve(
     """Finds and builds what a command line names.
 
     Args:
-        target: a job (its dense model), a model folder, or the name of a model in torchvision; None: what `factory`
-            builds.
-        factory: `file.py:factory`, the user's own code, which is run; with a model folder it builds the dense model
-            that the folder was made from, where the folder cannot say so itself.
+        target: a job (its dense model), a model folder, or the name of a model in torchvision or of a CIFAR ResNet;
+            None: what `factory` builds.
+        factory: `file.py:factory`, the user's own code, which is run; with a job whose model is the user's own it
+            builds that, and with a model folder the dense model that the folder was made from, where the folder cannot
+            say so itself.
         weights: of a zoo's or the user's own model: a file, or for a zoo's a name such as `IMAGENET1K_V1`.
         input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required where nothing else says it.
         seed: of random weights, where there are no others.
@@ -71,12 +72,14 @@ def resolve(
         ModelError: there is no such model, or it cannot be built.
     """
     if target is None and factory is None:
-        raise UsageError("expected a model: a recipe, a model folder, a torchvision name, or --model file.py:factory")
+        raise UsageError(
+            "expected a model: a recipe, a model folder, a torchvision or CIFAR name, or --model file.py:factory"
+        )
     shape = None if input_shape is None else _sample_shape(input_shape)
     with seeded(seed):
         if isinstance(target, JobSettings):
             _refuse_weights(weights, "a recipe", "set model.weights=... in it")
-            return _from_job(target, Own(data=data), shape)
+            return _from_job(target, Own(factory, data), shape)
         if target is None:
             return _from_factory(str(factory), weights, shape)
         if Path(target).exists():

@@ -13,6 +13,7 @@ from prunekit.calibration import LayerStats, combine
 from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS
 from prunekit.calibration.reduce import summarise as rows_of
+from prunekit.calibration.sums import eager_sums
 
 Summarise = Callable[[torch.Tensor, int], LayerStats]
 
@@ -170,3 +171,9 @@ def test_merge_equals_one_pass_in_any_grouping(values: np.ndarray, cuts: list[in
         np.testing.assert_allclose(merged.mean, values.mean(0), rtol=1e-12, atol=1e-14 * scale)
         np.testing.assert_allclose(merged.mean_abs, np.abs(values).mean(0), rtol=1e-12)
         np.testing.assert_allclose(merged.variance, values.var(0), rtol=1e-9, atol=1e-13 * scale**2)
+
+
+def test_zeros_are_counted_exactly_beyond_what_float32_counts() -> None:
+    values = torch.zeros(1, 1, 2**24 + 4, dtype=torch.bfloat16)
+    values[0, 0, 5] = 1
+    assert eager_sums(values).zeros.tolist() == [2**24 + 3]

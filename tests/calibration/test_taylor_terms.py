@@ -69,7 +69,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_an_error_leaves_the_model_as_it_was() -> None:
     model = Net().train()
     model.fc.weight.requires_grad_(False)
-    with pytest.raises(UsageError, match="batch 1: expected images and labels for the loss, got Tensor"):
+    with pytest.raises(UsageError, match="batch 2: expected images and labels for the loss, got Tensor"):
         collect_gradients(model, [batches()[0], torch.randn(5, 4)], CPU, F.cross_entropy)  # type: ignore[list-item]
     with pytest.raises(UsageError, match="no batch was given"):
         collect_gradients(model, [], CPU, F.cross_entropy)
@@ -92,11 +92,11 @@ def test_losses_without_a_gradient(loss: Any, got: str) -> None:
 
 def test_what_is_not_finite_is_named() -> None:
     first, (x, y) = batches()
-    with pytest.raises(NonFiniteError, match=r"gradient of parameter '.*' .* NaN or Inf in batch 1"):
+    with pytest.raises(NonFiniteError, match=r"gradient of parameter '.*' .* NaN or Inf in batch 2"):
         collect_gradients(Net(), [first, (x * torch.inf, y)], CPU, F.cross_entropy)
     model = Net()
     with torch.no_grad():
         model.unused.weight[0, 0] = torch.nan  # the loss does not depend on it
         model.fc.weight[0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"in batch 0"):
+    with pytest.raises(NonFiniteError, match=r"in batch 1"):
         collect_gradients(model, [first], CPU, F.cross_entropy)

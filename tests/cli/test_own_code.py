@@ -94,6 +94,19 @@ def test_images_alone(here: Path) -> None:
     assert json.loads(planned.stdout)["recipe"]["data"]["source"] == "own"
 
 
+def test_a_recipe_whose_model_is_the_users_own(here: Path) -> None:
+    (here / "own.yaml").write_text(RECIPE.replace("{name: squeezenet1_1}", "{name: net, zoo: own}"))
+    (here / "own.py").write_text(CODE.replace("nn.Linear(8, 2)", "nn.Linear(8, 10)"))
+    for recipe in ("own.yaml", "mine.yaml"):
+        shown = run("inspect", recipe, "--model", "own.py:net", "--json")
+        payload = json.loads(shown.stdout)
+        assert (payload["architecture"], payload["input_shape"]) == ("Sequential", [1, 3, 8, 8])
+    timed = run("bench", "own.yaml", "mine.yaml", "--model", "own.py:net", "--batch", "1", "--repeats", "5",
+                "--device", "cpu", "--json")  # fmt: skip
+    assert list(json.loads(timed.stdout)["models"]) == ["mine (1)", "mine (2)"]
+    assert run("evaluate", "own.yaml", "--model", "own.py:net").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -114,6 +127,8 @@ def test_images_alone(here: Path) -> None:
             "--data own.py:images changes a recipe, and no recipe was given",
         ),
         (["inspect", "mine.yaml", "model.zoo=own"], "model.zoo is 'own' and --model was not given"),
+        (["inspect", "resnet20", "--model", "own.py:net"], "got two: resnet20 and --model own.py:net"),
+        (["bench", "mine.yaml", "--model", "own.py:net", "--weights", "a.pt"], "--weights goes with a zoo's name"),
     ],
 )
 def test_what_does_not_go_together(arguments: list[str], expected: str, here: Path) -> None:

@@ -15,6 +15,7 @@ from torchvision import models
 from prunekit.calibration import TaylorTerms, collect
 from prunekit.channels import trace
 from prunekit.criteria import get_criterion, score
+from prunekit.criteria.activation import ACTIVATIONS
 from prunekit.errors import NonFiniteError, UsageError
 
 
@@ -47,6 +48,18 @@ def test_a_channel_that_nothing_reads_scores_zero_by_taylor_and_counts_as_dead_b
     net = scored(model, data())
     assert net.along("taylor", "conv1.weight")[2] == 0
     assert net.along("apoz", "conv1.weight")[4] == 0
+
+
+def test_subclasses_of_activation_functions_are_ones_and_attention_is_none() -> None:
+    class Rectifier(nn.ReLU):
+        pass
+
+    plain, own = small_net(), small_net()
+    own.relu1, own.relu2 = Rectifier(), Rectifier()
+    for name in ("activation", "apoz"):
+        np.testing.assert_array_equal(scored(own, data())(name), scored(plain, data())(name))
+    assert not issubclass(nn.MultiheadAttention, ACTIVATIONS)
+    assert issubclass(nn.ReLU6, ACTIVATIONS)
 
 
 def test_a_functional_relu_is_judged_by_what_reads_its_output() -> None:

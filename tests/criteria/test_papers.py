@@ -96,6 +96,20 @@ def test_lamp_is_lee_et_al_2021(net: Scored) -> None:
         assert lamp[group.labels].max() == 1
 
 
+def test_lamp_counts_equal_ones_by_their_index() -> None:
+    model = small_net()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        model.conv2.weight[:, 2:4] = 0.25
+        model.conv1.weight[2:4], model.norm1.weight[2:4], model.norm1.bias[2:4] = 0.25, 0.25, 0.25
+        model.conv1.bias[2:4] = 0.25  # type: ignore[index]
+    net = scored(model, data())
+    along = net.along("lamp", "conv1.weight")
+    np.testing.assert_allclose(along, [1 / 4, 1 / 3, 1 / 18, 1 / 17, 1 / 2, 1], rtol=1e-9)
+    np.testing.assert_allclose(net.along("lamp", "conv2.weight"), [1 / 5, 1 / 4, 1 / 3, 1 / 2, 1], rtol=1e-9)
+
+
 def test_apoz_is_hu_et_al_2016(net: Scored) -> None:
     outputs: dict[tuple[str, int], list[np.ndarray]] = {}
 

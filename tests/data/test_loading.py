@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
-from prunekit.data import Batches, Feed, FolderImages, TensorImages, batches
+from prunekit.data import Batches, CorruptImages, Feed, FolderImages, TensorImages, batches
+from prunekit.data.augment import Draw
+from prunekit.data.loading import _Chunks
 from prunekit.errors import DataError, UsageError
 
 
@@ -62,6 +66,36 @@ def test_workers_give_the_same_batches() -> None:
     for (a, b), (c, d) in zip(one, other, strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, d)
+
+
+@dataclass(frozen=True, eq=False)
+class Noisy(TensorImages):
+    """Draws from torch's and NumPy's global generators, as many people's transforms do."""
+
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+        return torch.rand(len(indices)) + float(np.random.rand()), indices
+
+
+def test_random_transforms_in_workers_differ_between_epochs_and_can_be_repeated() -> None:
+    plain = numbered(8)
+    dataset = Noisy(plain.pixels, plain.labels, plain.feed)
+
+    def drawn(seed: int, epoch: int) -> list[float]:
+        return torch.cat(
+            [images for images, _ in batches(dataset, 4, shuffle_seed=seed, workers=2).at_epoch(epoch)]
+        ).tolist()
+
+    assert drawn(1, 0) == drawn(1, 0)
+    assert len({tuple(drawn(*draw)) for draw in ((1, 0), (1, 1), (2, 0))}) == 3
+
+
+def test_what_a_worker_reports_does_not_change_afterwards(tmp_path: Path) -> None:
+    paths = tuple(tmp_path / name for name in ("a.png", "b.png"))
+    dataset = FolderImages(paths, torch.tensor([0, 1]), Feed(8), CorruptImages(2))
+    chunks = _Chunks(dataset, torch.arange(2).split(1), None)
+    _, first = chunks[0]
+    _, both = chunks[1]
+    assert (list(first), list(both)) == ([str(paths[0])], [str(path) for path in paths])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

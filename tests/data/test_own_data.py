@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from prunekit.data import DataSettings, Splits, batches, load_own, load_splits
 from prunekit.errors import DataError, UsageError
@@ -158,16 +160,38 @@ def test_float_tensors_are_fed_as_they_are(file: Path, name: str) -> None:
 
 
 def test_splits_are_taken_as_they_are(file: Path) -> None:
-    splits = loaded(file, "splits")
+    settings = DataSettings(source="own", batch=8, workers=1)
+    splits = load_own(f"{file}:splits", settings)
     assert isinstance(splits, Splits)
     assert splits.sample_shape == (3, 8, 8)
+    file.write_text(CODE + "\n# changed\n", encoding="utf-8")
+    assert load_own(f"{file}:splits", settings).fingerprint != splits.fingerprint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"image_size": 8}, {"mean": (0.0,) * 3}, {"std": (1.0,) * 3}, {"augment": "flip"}, {"max_corrupt": 1},
+     {"test_share": 0.2}, {"validation_share": 0.2}, {"split_seed": 1}],
+)  # fmt: skip
+def test_settings_that_splits_would_ignore_are_refused(file: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(
+        UsageError, match=rf"returned Splits, .*: data\.{next(iter(change))} would change nothing; leave"
+    ):
+        load_own(f"{file}:splits", replace(DataSettings(source="own"), **change))
+
+
+def test_workers_that_are_spawned_find_the_users_classes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prunekit.data.loading.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
+    splits = loaded(file, "two")
+    (_, labels), _ = batches(splits.test, 8, shuffle_seed=None, workers=1)
+    assert labels.tolist() == splits.test.labels[:8].tolist()
 
 
 def test_known_labels_need_no_images(file: Path) -> None:
     splits = loaded(file, "known")
     seen = splits.train.dataset.dataset.seen  # type: ignore[attr-defined]
     assert seen == 1 + 16  # the first, and those that the fingerprint is taken from
-    assert loaded(file, "two").train.dataset.dataset.seen == 30 + 1 + 16  # type: ignore[attr-defined]
+    assert loaded(file, "two").train.dataset.dataset.seen == 30 + 16  # type: ignore[attr-defined]
 
 
 def test_images_are_augmented_for_training_alone(file: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from prunekit.data import DataSettings, batches, load_splits
-from prunekit.data.torchvision_sets import set_names
+from prunekit.data.torchvision_sets import SETS
 from prunekit.errors import DataError, UsageError
 
 Array = np.ndarray[Any, Any]
@@ -146,8 +146,37 @@ def test_a_corrupt_image_of_a_set_is_skipped(tmp_path: Path) -> None:
 
 
 def test_names() -> None:
-    assert {"CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "SVHN", "ImageNet"} <= set(set_names())
-    assert not {"FakeData", "ImageFolder", "CocoDetection"} & set(set_names())
     for name, near in (("CIFAR11", "CIFAR10"), ("cifar10", "CIFAR10"), ("fashionmnist", "FashionMNIST")):
         with pytest.raises(UsageError, match=f"a training and a test part, got '{name}'; did you mean '{near}'"):
             load_splits(settings(Path(__file__).parent, name))
+
+
+@pytest.mark.parametrize("name", ["EMNIST", "Places365", "HMDB51", "LFWPairs", "FakeData", "CocoDetection"])
+def test_sets_of_another_form_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"a label for each image, .* got '{name}'; "):
+        load_splits(settings(tmp_path, name))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_set_is_opened_in_a_way_that_it_understands(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"torchvision's {name} \(") as caught:
+        load_splits(settings(tmp_path, name))
+    cause = caught.value.__cause__
+    assert not isinstance(cause, TypeError | ValueError | AttributeError), cause
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_has_both_parts(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A part that a set does not know is refused before its files are looked for."""
+    second = SETS[name][1]
+    monkeypatch.setitem(SETS, name, (second, second))
+    with pytest.raises(DataError) as caught:
+        load_splits(settings(tmp_path, name))
+    assert not isinstance(caught.value.__cause__, TypeError | ValueError | AttributeError)
+
+
+def test_a_damaged_file_of_a_set_is_said(mnist: dict[str, Array], tmp_path: Path) -> None:
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:999])
+    with pytest.raises(DataError, match=r"MNIST \(train=True, .* cannot be used: "):
+        load_splits(settings(tmp_path, "MNIST"))

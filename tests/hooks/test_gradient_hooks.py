@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +107,36 @@ def test_every_module_gives_the_gradients_it_has_without_in_place_operations(nam
     assert len(leaves) > 10
 
 
+class Native(Every):
+    """The same by PyTorch's own full-backward hooks, which need a model without in-place operations."""
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def note(module: nn.Module, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
+            for side, gradients in (("input", inputs), ("output", outputs)):
+                for index, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        self._note(path, side, index, gradient)
+
+        if not any(module.children()) and not isinstance(module, nn.Identity):
+            self.own(module.register_full_backward_hook(note))
+
+
+@pytest.mark.parametrize("name", ["vgg11_bn", "resnet18", "densenet121", "mobilenet_v2", "efficientnet_b0", "swin_t"])
+def test_equal_to_pytorchs_own_hooks_where_those_can_be_used(name: str) -> None:
+    model, x = build(name), image(name).requires_grad_()  # PyTorch warns of hooks on a module without such an input
+    if name == "vgg11_bn":
+        model(x)
+    seen, _ = run(model, x, in_place=True)
+    torch.manual_seed(1)
+    model.zero_grad()
+    with out_of_place(model), Native(model) as native:
+        model(x).square().sum().backward()
+    assert len(native.seen) > 40
+    for key, gradients in native.seen.items():
+        assert len(seen[key]) == len(gradients), key
+        assert all(torch.equal(one, two) for one, two in zip(seen[key], gradients, strict=True)), key
+
+
 def test_hooks_change_no_gradient_of_a_parameter() -> None:
     model, x = build("resnet18"), image("resnet18")
     _, hooked = run(model, x, in_place=True)
@@ -179,6 +212,17 @@ def test_an_overwritten_input_and_parts_of_one(part: object, inside: bool) -> No
     torch.testing.assert_close(base.grad, expected)
 
 
+def test_a_view_that_is_read_and_then_overwritten_has_one_gradient_from_both() -> None:
+    module, x = nn.Flatten(), torch.randn(2, 2, 2, requires_grad=True)
+    with Scaled(module, "output", 10.0) as owner:
+        result = module(x * 1)
+        read = result.sum()
+        (read + result.mul_(2).sum()).backward()
+    assert [gradient.unique().tolist() for gradient in owner.seen] == [[3.0]]
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [30.0]
+
+
 def test_modules_that_hand_their_input_through_before_it_is_overwritten() -> None:
     module, x = nn.Identity(), torch.randn(4, requires_grad=True)
     with Scaled(module, "output") as outer, Scaled(module, "input") as inner:
@@ -200,6 +244,37 @@ def test_a_graph_recorded_inside_is_left_alone_outside(side: str) -> None:
     assert module.bias.grad is not None
     assert module.bias.grad.tolist() == [4.0, 4.0]
     assert owner.seen == []
+
+
+@dataclass(slots=True)
+class Boxed:
+    """What has no `__dict__`."""
+
+    x: Tensor
+    name: str
+
+
+class Plain:
+    """What is no dataclass."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("box", [lambda x: Boxed(x, "a"), Plain, lambda x: {"x": Plain(x)}])
+def test_tensors_in_objects_are_hooked_as_they_are_found(box: Callable[[Tensor], Any]) -> None:
+    class Open(nn.Module):
+        def forward(self, given: Any) -> Tensor:
+            return (given["x"] if isinstance(given, dict) else given).x * 2
+
+    x = torch.ones(3, requires_grad=True)
+    with Scaled(Open(), "input", 10.0) as owner:
+        given = box(x)
+        owner.module(given).sum().backward()
+    assert [gradient.tolist() for gradient in owner.seen] == [[2.0] * 3]
+    assert x.grad is not None
+    assert x.grad.tolist() == [20.0] * 3
+    assert (given["x"] if isinstance(given, dict) else given).x is x
 
 
 class Nested(nn.Module):

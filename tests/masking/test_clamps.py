@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torchvision.models import resnet18
 
-from prunekit.errors import UsageError
+from prunekit.errors import ModelError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.masking import clamp_activation_grad, clamp_weight_grad
 from prunekit.masking.limiting import limited, scaled
@@ -263,3 +263,99 @@ def test_clamps_are_removed_on_an_error() -> None:
         (net(x) - torch.zeros(3, 3)).sum().backward()
     assert count_hooks(net) == 0
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_second_order_gradients_pass_a_clamp() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(5, 3, dtype=DOUBLE, requires_grad=True)
+
+    def penalty() -> Tensor:
+        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return second
+
+    weight = model[2].weight.detach()
+    limit = float(weight.abs().median())  # clamps some of what flows into Tanh's backward
+    with clamp_activation_grad(model, {"1": limit}) as owner:
+        clamped = penalty()
+    assert 0 < owner.shares()["1"] < 1
+    with torch.no_grad():
+        model[2].weight.clamp_(-limit, limit)  # a linear layer's backward is its weight: the same, without hooks
+    torch.testing.assert_close(clamped, penalty(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("by", ["value", "norm"])
+def test_the_sparse_gradient_of_an_embedding_is_clamped(by: Any) -> None:
+    torch.manual_seed(0)
+    found = []
+    for sparse in (True, False):
+        table = nn.Embedding.from_pretrained(torch.arange(12.0).view(4, 3), freeze=False, sparse=sparse)
+        optimizer = SGD(table.parameters(), lr=1.0)
+        table(torch.tensor([1, 3, 3])).square().sum().backward()
+        with clamp_weight_grad(table, optimizer, 15.0, by=by):
+            optimizer.step()
+        found.append(table.weight.detach())
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.equal(found[0], torch.arange(12.0).view(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, DOUBLE])
+@pytest.mark.parametrize("by", ["value", "norm"])
+def test_every_precision_is_clamped(dtype: torch.dtype, by: Any) -> None:
+    gradient = torch.linspace(-2, 2, 41).to(dtype).view(1, 41)
+    found, beyond = limited(gradient, 0.5, by)
+    assert found is not None
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, clamp(gradient.double(), 0.5, by).to(dtype))
+    assert beyond == (int((gradient.double().abs() > 0.5).sum()) if by == "value" else 1)
+
+
+def test_a_closure_makes_the_gradient_that_is_clamped() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(4, 3)
+    for kind in (SGD, torch.optim.LBFGS):
+        optimizer = kind(model.parameters(), lr=1.0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def closure(optimizer: Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = 100 * model(x).square().sum()
+            loss.backward()
+            return loss
+
+        with clamp_weight_grad(model, optimizer, 1e-3) as owner:
+            optimizer.step(closure)
+        assert owner.shares()[""] == 1.0
+        if kind is SGD:
+            moved = [(p.detach() - b).abs().max() for p, b in zip(model.parameters(), before, strict=True)]
+            torch.testing.assert_close(torch.stack(moved), torch.full((2,), 1e-3), rtol=1e-3, atol=0.0)
+
+
+def test_wrong_words_and_wrong_optimizers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="side: expected 'input' or 'output', got 'outputs'"):
+        clamp_activation_grad(model, 1.0, side="outputs")  # type: ignore[arg-type]
+    for call in (
+        lambda by: clamp_activation_grad(model, 1.0, by=by),
+        lambda by: clamp_weight_grad(model, optimizer, 1.0, by=by),
+    ):
+        with pytest.raises(UsageError, match="by: expected 'value' or 'norm', got 'Value'"):
+            call("Value")
+    other = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="expected an optimizer of this model's parameters, but this SGD steps none"):
+        clamp_weight_grad(model, other, 1.0).__enter__()
+
+
+def test_a_module_without_floating_point_tensors_is_named() -> None:
+    class Index(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.argmax(1)
+
+    model = nn.Sequential(nn.Linear(3, 3), Index())
+    with (
+        clamp_activation_grad(model, {"1": 1.0}),
+        pytest.raises(ModelError, match=r"output of 1: .* got Tensor with a tensor of torch\.int64"),
+    ):
+        model(torch.randn(2, 3))
+    assert count_hooks(model) == 0

@@ -208,3 +208,25 @@ def test_sparse_gradients_are_masked() -> None:
         2 * table.weight.detach() * torch.bincount(torch.tensor([1, 3, 3]), None, 10)[:, None],
     )
     torch.testing.assert_close(dense, expected * keep)
+
+
+def test_second_order_gradients_pass_the_masks() -> None:
+    model, plan = randomised(SmallNet()).double().eval(), handmade_plan(2, 5)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True)
+
+    def penalty() -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), list(model.parameters()), allow_unused=True)
+
+    with WeightMasks(model, plan):
+        plain = penalty()
+        with GradientMasks(model, plan):
+            masked_ = penalty()
+    names = [name for name, _ in model.named_parameters()]
+    compared = 0
+    for name, one, two in zip(names, plain, masked_, strict=True):
+        if one is not None and (mask := plan.mask(name)) is not None:
+            kept = mask.expand(one.shape)
+            torch.testing.assert_close(two[kept], one[kept], rtol=1e-9, atol=1e-12)
+            compared += int(kept.sum())
+    assert compared > 0

@@ -19,6 +19,7 @@ from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
 from prunekit.masking.targets import PrunedEntries
 from prunekit.planning import Plan
+from prunekit.training.device import one_device
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
@@ -135,6 +136,32 @@ def test_a_forward_writes_nothing_where_nothing_was_written(monkeypatch: pytest.
         model.conv1.weight.data.add_(1.0)  # type: ignore[union-attr, operator]
         model(torch.randn(2, 3, 8, 8))
         assert len(written) == 2 * on_enter + 2  # the weight and the bias of that module
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_an_optimizer_that_nobody_told_of_cannot_bring_weights_back(kind: type[Optimizer]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1, bias=False))
+    keep = (torch.arange(8) % 2 == 0).view(8, 1, 1, 1)
+    names = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    chart = type(handmade_plan().channel_map)(dict.fromkeys(names, (None,) * 4), names, 1, (), (), {}, (), None)
+    plan = Plan(chart, np.array([True]), element_masks=dict.fromkeys(names, keep))
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)  # on images of one pixel only a kernel's centre moves
+    with WeightMasks(model, plan):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, 1, 1)).sum().backward()
+            optimizer.step()
+            assert any((p[~keep.flatten()] != 0).any() for p in model.parameters())
+            model(torch.randn(4, 3, 1, 1))
+            assert all((p[~keep.flatten()] == 0).all() for p in model.parameters())
+
+
+def test_probes_are_spread_over_a_kernels_taps() -> None:
+    shape = torch.Size((8, 8, 3, 3))
+    found = PrunedEntries((torch.arange(8) > 3).view(8, 1, 1, 1)).some(8, shape)
+    assert len(found) >= 4
+    assert {index[0] for index in found} <= {0, 1, 2, 3}
+    assert {index[2:] for index in found} == {(0, 0), (1, 1), (2, 2)}
 
 
 def test_load_state_dict_cannot_bring_pruned_weights_back() -> None:
@@ -318,13 +345,19 @@ def test_wrapped_optimizers() -> None:
 
 
 def test_accelerate_wraps_the_optimizer_and_it_still_holds() -> None:
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    assert issubclass(AcceleratedOptimizer, Optimizer)
-    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    wrapped = AcceleratedOptimizer.__new__(AcceleratedOptimizer)
-    wrapped.optimizer = optimizer
-    assert inner_optimizer(wrapped) is optimizer
+    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    warmed(model, optimizer)
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    with one_device(torch.device("cpu")) as accelerator:
+        wrapped = accelerator.prepare(optimizer)
+        assert wrapped is not optimizer
+        assert inner_optimizer(wrapped) is optimizer
+        with WeightMasks(model, plan, wrapped):
+            for _ in range(3):
+                step(model, wrapped)
+                assert_pruned_are_zero(model, plan)
+    assert not any(torch.equal(old, new) for old, new in zip(kept, model.parameters(), strict=True))
 
 
 def test_a_model_compiled_inside_is_masked() -> None:
@@ -356,3 +389,23 @@ def test_attentions_output_projection_is_masked_before_attention_reads_it() -> N
         assert (model[0].out_proj.weight[~keep] == 0).all()
         assert (model[0].out_proj.weight[keep] == 7).all()
     assert expected.shape == x.shape
+
+
+def test_a_parametrization_that_comes_later_is_refused() -> None:
+    model, plan = randomised(SmallNet()), handmade_plan(2, 5)
+    with WeightMasks(model, plan):
+        nn.utils.parametrizations.weight_norm(model.conv1)  # type: ignore[arg-type]
+        with pytest.raises(ModelError, match=r"conv1\.weight is no longer a parameter"):
+            model(torch.randn(2, 3, 8, 8))
+
+
+def test_transforms_of_torch_func_are_refused_in_plain_words() -> None:
+    model, plan, x = randomised(SmallNet()).eval(), handmade_plan(2, 5), torch.randn(2, 3, 8, 8)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with WeightMasks(model, plan), pytest.raises(ModelError, match=r"torch\.func's transforms"):
+        torch.func.grad(loss)(values)
+    assert torch.func.grad(loss)(values).keys() == values.keys()

@@ -153,6 +153,16 @@ def test_a_part_of_a_run_says_what_is_missing(kept: tuple[str, ...], tmp_path: P
         assert "This run has no" in page.text[section]
 
 
+def test_skipped_steps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:
+    assert "skipped" not in page.text["curves"]
+    run = write_run(tmp_path / "runs" / "skipping", groups=2)
+    history = pd.read_csv(run / "history.csv")
+    history["skipped"] = (history["run"] != "control") * (history["epoch"] < 2)
+    history.to_csv(run / "history.csv", index=False)
+    text = Page(write(run).read_text(encoding="utf-8")).text["curves"]
+    assert "Steps that were skipped: baseline 2, pruned 2." in " ".join(text.split())
+
+
 def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:
     assert page.text["activations"] == page.text["clamps"] == ""
     run = write_run(tmp_path / "runs" / "hooks", groups=2)

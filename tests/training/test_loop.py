@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from training_models import CPU, images, net, splits
 
-from prunekit.data import Feed, batches
+from prunekit.data import Feed, TensorImages, batches
 from prunekit.errors import ModelError, NonFiniteError
 from prunekit.hooks import count_hooks
 from prunekit.measure import accuracy
@@ -83,6 +83,25 @@ def test_it_does_what_a_plain_loop_does() -> None:
         torch.testing.assert_close(a, b)
     assert history.rows[0].train_loss == pytest.approx(total / 4, rel=1e-6)
     assert history.rows[0].lr == pytest.approx(0.05)
+
+
+def test_batches_that_cannot_be_read_are_counted_as_skipped_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = TensorImages.fetch
+
+    def fetch(self: TensorImages, indices: Tensor, draw: Any = None) -> tuple[Tensor, Tensor]:
+        found = read(self, indices, draw)
+        return found if 5 not in indices or len(indices) < 16 else (found[0][:1], found[1][:1])
+
+    monkeypatch.setattr(TensorImages, "fetch", fetch)
+    rows = train(net()).rows
+    assert [row.skipped for row in rows] == [1 - int(5 in left_out(epoch)) for epoch in (1, 2, 3)]
+    assert any(row.skipped for row in rows)
+
+
+def left_out(epoch: int) -> list[int]:
+    """The images of the last batch, which is not full."""
+    chosen = batches(splits().train, 16, shuffle_seed=1, drop_last=True).at_epoch(epoch)
+    return chosen.order()[64:].tolist()  # type: ignore[no-any-return]
 
 
 def test_validation_is_plain_cross_entropy_in_eval_mode() -> None:

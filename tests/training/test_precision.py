@@ -32,7 +32,7 @@ def train(model: nn.Module, settings: TrainSettings, **options: Any) -> History:
 @pytest.fixture
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> torch.amp.GradScaler:
     """A loss scale under which the first steps overflow."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
     monkeypatch.setattr(loop, "loss_scaler", lambda precision, device: scaler)
     return scaler
 
@@ -104,11 +104,22 @@ def test_steps_that_overflow_are_skipped_and_are_no_error(overflowing: torch.amp
     history = train(model, settings, wrap_optimizer=lambda found: checked(model, plan, found, steps))
     skipped = 20 - len(steps)
     assert skipped > 1
-    assert overflowing.get_scale() == 2.0 ** (26 - skipped)
+    assert [row.skipped for row in history.rows] == [skipped, 0, 0, 0, 0]
+    assert history.rows[-1].lr > 0.0001  # the schedule waited for the skipped steps
+    assert overflowing.get_scale() == 2.0 ** (18 - skipped)
     assert steps == [steps[0]] * len(steps)
     assert not torch.equal(model[5].weight, before)
     assert all(math.isfinite(row.train_loss) for row in history.rows)
     assert 0 < max(row.share for row in history.clamps) < 1
+
+
+def test_an_epoch_without_a_step_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    monkeypatch.setattr(loop, "loss_scaler", lambda precision, device: scaler)
+    model = net()
+    with pytest.raises(NonFiniteError, match=r"epoch 1 made no step: .* float16's loss scale.*try `precision: bf16`"):
+        train(model, replace(SETTINGS, precision="fp16"))
+    assert count_hooks(model) == 0
 
 
 def test_a_loss_that_is_not_finite_is_still_an_error() -> None:

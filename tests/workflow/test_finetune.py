@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import prunekit
-from prunekit.calibration import CalibrationSettings
+from prunekit.calibration import CalibrationSettings, ChannelStats
 from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
@@ -21,9 +22,12 @@ from prunekit.masking import ActivationSettings, ActivationThresholds, ClampSett
 from prunekit.measure import LatencyReport, LatencySettings, accuracy, count_macs
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.training import TrainSettings
+from prunekit.training import EpochRow, TrainSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
+from prunekit.workflow.dense import prepare, train_baseline
+from prunekit.workflow.finetune import _Journey
 from prunekit.workflow.results import Measured, shortfalls
+from prunekit.workflow.runs import RunFolder
 
 CPU = torch.device("cpu")
 
@@ -129,6 +133,9 @@ def test_second_run_reuses_baseline_and_statistics(finished: tuple[Path, dict[st
     assert calibrate(changed, log=log.append).reused
     assert first.path.is_file()
     assert first.csv.is_file()
+    provenance = ChannelStats.load(first.path).provenance
+    assert provenance["reduction"] == "eager (too few values for compiling to pay off)"
+    assert set(provenance) == {"model", "weights", "data", "calibration", "reduction"}
 
     calibrate(job(output, calibration=CalibrationSettings(images=64, fused=True)), log=log.append)
     fused = re.compile(r"calibration: reduction (fused|eager \(compiling failed: .*\)), \d+\.\d s of compiling")
@@ -206,6 +213,29 @@ def test_clamped_shares_are_kept_for_each_run_and_layer(
         assert row["share"] == same["share"].max()
 
 
+def test_the_baselines_clamps_are_kept_also_where_it_comes_from_the_cache(tmp_path: Path) -> None:
+    clamped = TrainSettings(epochs=1, lr=0.02, clamp_weight_grad=ClampSettings(1e-4, modules=("conv1", "fc")))
+    once = job(tmp_path, baseline=clamped, finetune=TrainSettings(epochs=0), data=DataSettings(image_size=8))
+    trained = train_baseline(prepare(once), log=lambda _: None, progress=False)
+    assert [row.module for row in trained.clamps] == ["conv1", "fc"]
+    assert all(row.share > 0 for row in trained.clamps)
+    log: list[str] = []
+    result = finetune(once, log=log.append)
+    assert any(line.startswith("baseline: reused") for line in log)
+    rows = [{"run": "baseline", **asdict(row)} for row in trained.clamps]
+    assert pd.read_csv(result.folder / "clamps.csv").to_dict("records") == rows
+    assert result.metrics["clamps"] == [max(rows, key=lambda row: row["share"])]
+
+
+def test_skipped_steps_are_logged_and_kept(tmp_path: Path) -> None:
+    log: list[str] = []
+    run = RunFolder(tmp_path, "", log.append)
+    journey = _Journey(SimpleNamespace(job=None), None, run, False)  # type: ignore[arg-type]
+    journey._note("pruned", (EpochRow(1, 0.1, 1.0, 50.0, 1.0, 50.0, 10.0, 1.0, skipped=3),), ())
+    assert log == ["pruned: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
+    assert list(pd.read_csv(tmp_path / "history.csv")["skipped"]) == [3]
+
+
 def test_a_fixed_threshold_is_used_as_it_is(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
     fixed = ActivationSettings(("layer1.*.conv1", "fc"), side="input", threshold=0.05)
     short = job(finished[0].parent.parent, finetune=TrainSettings(epochs=0), activations=fixed)
@@ -257,6 +287,12 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
     halves = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(channels=0.5)))
     quick = replace(measured, latency=LatencyReport((), ({**row, "high": 1.2},), (), ()))
     assert shortfalls(quick, Sparsity(weights=0.5, channels=0.5), halves) == []
+    layers = [{"module": path, "sparsity": share} for path, share in (("a", 0.692), ("b", 0.712), ("c", 0.5))]
+    masks = {"target": 0.7, "sparsity": 0.7, "layers": layers}
+    assert shortfalls(replace(quick, activations=masks), Sparsity(weights=0.5, channels=0.5), halves) == [
+        "activations target 70.0%: b has 71.2% zeros on the test images",
+        "activations target 70.0%: c has 50.0% zeros on the test images",
+    ]
     assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
 
 

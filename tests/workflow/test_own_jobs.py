@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,29 @@ def test_another_model_of_the_user_is_not_taken_for_the_same(file: Path, tmp_pat
     assert calibrate(settings, log=silent, own=own).reused
     file.write_text(CODE.replace("nn.ReLU(), nn.Conv2d", "nn.Tanh(), nn.Conv2d"), encoding="utf-8")
     assert not calibrate(settings, log=silent, own=own).reused
+
+
+@pytest.mark.parametrize("edited", ["own.py", "nets.py"])
+def test_what_forward_computes_counts(edited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither modules nor weights change, and still neither baseline nor statistics may be used again."""
+    code = CODE.replace("classes=3", "classes=10")
+    (tmp_path / "own.py").write_text("from nets import Net\n" if edited == "nets.py" else code, encoding="utf-8")
+    (tmp_path / "nets.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = DataSettings(image_size=8, batch=64)
+    settings = job(tmp_path / "runs", data=data, baseline=TrainSettings(epochs=0))
+
+    def reused() -> tuple[bool, bool]:
+        for name in [name for name in sys.modules if name.startswith(("nets", "prunekit_user_own"))]:
+            monkeypatch.delitem(sys.modules, name)  # as in another process
+        log: list[str] = []
+        statistics = calibrate(settings, log=log.append, own=Own(f"{tmp_path / 'own.py'}:Net")).reused
+        return any(line.startswith("baseline: reused") for line in log), statistics
+
+    assert [reused(), reused()] == [(False, False), (True, True)]
+    changed = code.replace("self.head(self.body(x)", "self.head(self.body(x).tanh()")
+    (tmp_path / edited).write_text(changed, encoding="utf-8")
+    assert [reused(), reused()] == [(False, False), (True, True)]
 
 
 def test_own_weights_come_from_the_factory_or_a_file(file: Path, tmp_path: Path) -> None:
