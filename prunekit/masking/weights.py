@@ -18,8 +18,8 @@ class WeightMasks(HookOwner):
     """Keeps the pruned entries of a model's parameters and buffers at exactly 0.0, as a context manager.
 
     They are zeroed on enter, after every step of `optimizer`, after `load_state_dict`, and before every forward of the
-    module that owns them if they may have been written to since (see `Untouched`): by another optimizer, by `.data` and
-    EMA writes, by whoever. Where nothing was, a forward pass on the CPU costs what it costs without masks; on other
+    model, or of a module that is called by itself, if they may have been written to since (see `Untouched`): by another
+    optimizer, by `.data` and EMA writes, by whoever. Where nothing was, a forward pass on the CPU costs what it costs without masks; on other
     devices every forward writes.
 
     Buffers count too: `running_mean` is 0 where a channel is pruned, `running_var` is left as it is.
@@ -53,12 +53,26 @@ class WeightMasks(HookOwner):
         refuse_compiled(self._model, type(self).__name__)
         if self._restore:
             self.own(_DenseValues(list(self._found.values())))
+        self._running = 0
+        self.own_forward_pre(self._model, self._begin, again=True)
         for path, masked in self._masked.items():
             self._watch(path, masked)
+        self.own_forward(self._model, self._end, again=True, always=True)
         if self._optimizer is not None:
             self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._zero)))
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_any_step)))
         self._zero()
+
+    def _begin(self, *_: Any) -> None:
+        # All at once, and not each before its own module: among the convolutions the same few reads take ten times
+        # as long, because nothing is in the cache any more.
+        if self._running == 0:
+            for masked in self._masked.values():
+                masked.zero_if_touched_()
+        self._running += 1  # a model may call itself
+
+    def _end(self, *_: Any) -> None:
+        self._running = max(0, self._running - 1)  # the masks may have been entered while the model ran
 
     def _after_any_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if optimizer is not self._optimizer:
@@ -71,16 +85,14 @@ class WeightMasks(HookOwner):
 
     def _watch(self, path: str, masked: MaskedModule) -> None:
         def before(*_: Any) -> None:
-            masked.zero_if_touched_()
-
-        def loaded(*_: Any) -> None:
-            masked.zero_()
+            if self._running == 0:  # called by itself, or recomputed by activation checkpointing
+                masked.zero_if_touched_()
 
         # A module that is only read from, as attention reads its output projection, is masked before its parent runs.
         unread = never_called(masked.module)
         runs = self._model.get_submodule(path.rpartition(".")[0]) if unread else masked.module
         self.own_forward_pre(runs, before, again=True)
-        self.own(masked.module.register_load_state_dict_post_hook(OwnedHook(self, loaded)))  # type: ignore[no-untyped-call]
+        self.own(masked.module.register_load_state_dict_post_hook(OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
 
 
 class _DenseValues:

@@ -159,7 +159,6 @@ def test_an_optimizer_that_nobody_told_of_cannot_bring_weights_back(kind: type[O
 def test_probes_are_spread_over_a_kernels_taps() -> None:
     shape = torch.Size((8, 8, 3, 3))
     found = PrunedEntries((torch.arange(8) > 3).view(8, 1, 1, 1)).some(8, shape)
-    assert len(found) >= 4
     assert {index[0] for index in found} <= {0, 1, 2, 3}
     assert {index[2:] for index in found} == {(0, 0), (1, 1), (2, 2)}
 
