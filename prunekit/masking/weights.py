@@ -19,8 +19,8 @@ class WeightMasks(HookOwner):
 
     They are zeroed on enter, after every step of `optimizer`, after `load_state_dict`, and before every forward of the
     model, or of a module that is called by itself, if they may have been written to since (see `Untouched`): by another
-    optimizer, by `.data` and EMA writes, by whoever. Where nothing was, a forward pass on the CPU costs what it costs without masks; on other
-    devices every forward writes.
+    optimizer, by `.data` and EMA writes, by whoever. Where nothing was, a forward pass on the CPU costs nearly what it
+    costs without masks; on other devices every forward writes.
 
     Buffers count too: `running_mean` is 0 where a channel is pruned, `running_var` is left as it is.
 
