@@ -32,8 +32,8 @@ from prunekit.measure.timing import alternate, warm_up
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 
 Hooks = Callable[[nn.Module, SGD], AbstractContextManager[Any]]
-LIMIT = 0.01
-"""Of a clamped gradient: at these random weights some values lie above it in most layers."""
+OFTEN, RARELY = 0.01, 1.0
+"""Limits of clamped gradients: at these random weights some values of most layers lie above the first."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ def torch_prune(model: nn.Module, plan: Plan) -> None:
 def cases(plan: Plan) -> Iterator[Case]:
     """What is timed, ours first."""
 
-    def clamps(model: nn.Module, optimizer: SGD) -> AbstractContextManager[Any]:
+    def clamps(model: nn.Module, optimizer: SGD, limit: float = OFTEN) -> AbstractContextManager[Any]:
         stack = ExitStack()
-        stack.enter_context(clamp_activation_grad(model, LIMIT))
-        stack.enter_context(clamp_weight_grad(model, optimizer, LIMIT))
+        stack.enter_context(clamp_activation_grad(model, limit))
+        stack.enter_context(clamp_weight_grad(model, optimizer, limit))
         return stack
 
-    def everything(model: nn.Module, optimizer: SGD) -> AbstractContextManager[Any]:
+    def everything(model: nn.Module, optimizer: SGD, limit: float = OFTEN) -> AbstractContextManager[Any]:
         stack = ExitStack()
         stack.enter_context(masked(model, plan, optimizer))
-        stack.enter_context(clamps(model, optimizer))
+        stack.enter_context(clamps(model, optimizer, limit))
         return stack
 
     def activations(model: nn.Module, optimizer: SGD) -> AbstractContextManager[Any]:
@@ -91,6 +91,7 @@ def cases(plan: Plan) -> Iterator[Case]:
     yield Case("gradient/masks", True, lambda model, optimizer: GradientMasks(model, plan))
     yield Case("gradient/clamps", True, clamps)
     yield Case("mask+gradient/training-step", True, everything)
+    yield Case("mask+gradient/rarely-clamped-step", True, lambda model, optimizer: everything(model, optimizer, RARELY))
     yield Case("torch/prune/training-step", True, by_torch)
 
 

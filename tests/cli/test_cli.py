@@ -125,7 +125,7 @@ def test_debug_shows_the_traceback_on_either_side_of_the_command(
         (["inspect", "--seed", "-1"], "not in the range"),
         (["finetune"], "Missing argument 'RECIPE.yaml'"),
         (["finetune", "nowhere.yaml"], "nowhere.yaml: expected a recipe (a YAML file), but there is no such file"),
-        (["inspect"], "expected a model: a recipe, a model folder, a torchvision name, or --model"),
+        (["inspect"], "expected a model: a recipe, a model folder, a torchvision or CIFAR name, or --model"),
         (["inspect", "resnet18", "resnet34"], "expected one model, got 2: resnet18, resnet34"),
         (
             ["inspect", "resnet18", "--model", "own.py:build"],
