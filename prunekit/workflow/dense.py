@@ -107,7 +107,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
     path = _baseline_path(prepared)
-    cached = cached_baseline(prepared)
+    cached = _read_baseline(prepared, path)
     if cached is not None:
         log(f"baseline: reused {path} (same model, data, settings and seed)")
         return cached
@@ -132,9 +132,10 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:
     """The trained dense model, when an earlier run left it in the cache."""
-    if prepared.job.baseline is None:
-        return None
-    path = _baseline_path(prepared)
+    return None if prepared.job.baseline is None else _read_baseline(prepared, _baseline_path(prepared))
+
+
+def _read_baseline(prepared: Prepared, path: Path) -> Baseline | None:
     if not path.is_file():
         return None
     try:

@@ -8,33 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from in_place import out_of_place
+from in_place import CNN_FAMILIES, out_of_place
 from torch import Tensor, nn
 from torchvision import models
 
 from prunekit.context import paused_garbage_collection
 from prunekit.hooks import HookOwner, count_hooks
 
-FAMILIES = [
-    "alexnet",
-    "vgg11_bn",
-    "resnet18",
-    "resnext50_32x4d",
-    "densenet121",
-    "googlenet",
-    "squeezenet1_1",
-    "mobilenet_v2",
-    "mobilenet_v3_small",
-    "mnasnet0_5",
-    "shufflenet_v2_x0_5",
-    "efficientnet_b0",
-    "regnet_y_400mf",
-    "convnext_tiny",
-    "swin_t",
-    "vit_b_32",
-    "lraspp_mobilenet_v3_large",
-    "r2plus1d_18",
-]
+FAMILIES = [*CNN_FAMILIES, "convnext_tiny", "swin_t", "vit_b_32", "lraspp_mobilenet_v3_large", "r2plus1d_18"]
 
 Gradients = dict[tuple[str, str, int], list[Tensor]]
 

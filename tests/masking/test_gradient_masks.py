@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from in_place import out_of_place
+from in_place import CNN_FAMILIES, out_of_place
 from small_nets import SmallNet, handmade_plan, random_plan, randomised
 from torch import Tensor, nn
 from torchvision import models
@@ -14,22 +14,6 @@ from prunekit.errors import PlanError
 from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, masked, sparsity
 from prunekit.planning import Plan
-
-FAMILIES = [
-    "alexnet",
-    "vgg11_bn",
-    "resnet18",
-    "resnext50_32x4d",
-    "densenet121",
-    "googlenet",
-    "squeezenet1_1",
-    "mobilenet_v2",
-    "mobilenet_v3_small",
-    "mnasnet0_5",
-    "shufflenet_v2_x0_5",
-    "efficientnet_b0",
-    "regnet_y_400mf",
-]
 
 
 def build(name: str) -> nn.Module:
@@ -110,7 +94,7 @@ def test_nan_in_a_pruned_channel_does_not_spread() -> None:
     assert_masked(found, plan)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CNN_FAMILIES)
 def test_masked_on_every_family_and_equal_without_in_place_operations(name: str) -> None:
     model = build(name).double()
     size = 64 if name in {"alexnet", "googlenet"} else 32
