@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.hooks.owned import Active
 from prunekit.hooks.reading import Change, Read, catch, read_by
 from prunekit.nested import map_tensors, tensors_in
 
@@ -20,11 +21,28 @@ GradientChange = Callable[[Tensor, int], Tensor | None]
 """Takes a gradient and which tensor it belongs to (0 is the first); returns the one to use in its place, or None."""
 
 
-def catch_outputs(change: GradientChange, result: Any) -> None:
-    """Passes the gradients of a module's results through `change`."""
-    for index, tensor in differentiable(result):
-        if tensor.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
-            catch(tensor, at(change, index))
+Check = Callable[[Any], object]
+"""Looks at what a module returned, or was given, and raises if that is not what its gradients were meant of."""
+
+
+class OutputGradients:
+    """A forward hook that catches the gradients of a module's results, while its owner is active."""
+
+    def __init__(self, owner: Active, change: GradientChange, check: Check | None) -> None:
+        self._owner, self._change, self._check = owner, change, check
+        self._first = at(owner, change, 0)
+
+    def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+        """Hooks the tensors of a result; a single one, as nearly always, without looking for others."""
+        if self._check is not None:
+            self._check(result)
+        if isinstance(result, Tensor):
+            if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
+                catch(result, self._first)
+            return
+        for index, tensor in differentiable(result):
+            if tensor.grad_fn is not None:
+                catch(tensor, at(self._owner, self._change, index))
 
 
 def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
@@ -36,9 +54,9 @@ def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
             yield index, tensor
 
 
-def at(change: GradientChange, index: int) -> Change:
-    """A tensor hook for the tensor at a position."""
-    return lambda gradient: change(gradient, index)
+def at(owner: Active, change: GradientChange, index: int) -> Change:
+    """A tensor hook for the tensor at a position, which does nothing any more once its owner has left."""
+    return lambda gradient: change(gradient, index) if owner.active else None
 
 
 class InputGradients:
@@ -48,17 +66,19 @@ class InputGradients:
     itself would give the sum over all its readers.
     """
 
-    def __init__(self, change: GradientChange) -> None:
-        self._change = change
+    def __init__(self, owner: Active, change: GradientChange, check: Check | None) -> None:
+        self._owner, self._change, self._check = owner, change, check
         self._running: list[list[Read]] = []  # a module may call itself
 
     def before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
         """Exchanges the inputs."""
+        if self._check is not None:
+            self._check((arguments, named))
         reads: dict[int, Read] = {}
         if torch.is_grad_enabled():
             for index, tensor in differentiable((arguments, named)):
                 read = reads[id(tensor)] = read_by(module, tensor)
-                catch(read.view, at(self._change, index))
+                catch(read.view, at(self._owner, self._change, index))
         self._running.append(list(reads.values()))  # known to other owners while the module runs
         if not reads:
             return None

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor, nn
 
 from prunekit.hooks.checks import warn_if_ignored
-from prunekit.hooks.gradients import GradientChange, InputGradients, at, catch_outputs
+from prunekit.hooks.gradients import Check, GradientChange, InputGradients, OutputGradients, at
 from prunekit.hooks.owned import OwnedHook
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
@@ -70,7 +70,7 @@ class HookOwner:
         owned = OwnedHook(self, hook, again=again)
         self.own(module.register_forward_hook(owned, with_kwargs=True, always_call=always))
 
-    def own_output_gradients(self, module: nn.Module, change: GradientChange) -> None:
+    def own_output_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
         """Passes the gradients of a module's results through `change`, before its own backward sees them.
 
         What a full-backward pre-hook does, for every module: see `prunekit.hooks.gradients`. A tensor that a module
@@ -79,11 +79,11 @@ class HookOwner:
         Args:
             module: its result may be a tensor, or tensors nested in tuples, lists and dictionaries.
             change: see `GradientChange`.
+            check: gets each result first, and raises if it won't do.
         """
-        guarded = self._guarded(change)
-        self.own_forward(module, lambda module, args, named, result: catch_outputs(guarded, result), again=True)
+        self.own_forward(module, OutputGradients(self, change, check).after, again=True)
 
-    def own_input_gradients(self, module: nn.Module, change: GradientChange) -> None:
+    def own_input_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
         """Passes the gradients that a module sends back to its inputs through `change`.
 
         What a full-backward hook does to `grad_input`, for every module: see `prunekit.hooks.gradients`. Gradients of
@@ -92,21 +92,19 @@ class HookOwner:
         Args:
             module: its arguments may be tensors, or tensors nested in tuples, lists and dictionaries.
             change: see `GradientChange`.
+            check: gets a pair of the arguments and the named ones first, and raises if they won't do.
         """
-        inputs = InputGradients(self._guarded(change))
+        inputs = InputGradients(self, change, check)
         self.own_forward_pre(module, inputs.before, again=True)
         self.own_forward(module, inputs.after, again=True, always=True)
 
     def own_tensor_gradient(self, tensor: Tensor, change: GradientChange) -> None:
         """Passes the gradient of one tensor through `change`; for a parameter, each batch's before it is added up."""
-        self.own(tensor.register_hook(at(self._guarded(change), 0)))  # type: ignore[no-untyped-call]
+        self.own(tensor.register_hook(at(self, change, 0)))  # type: ignore[no-untyped-call]
 
     def own_parameter_gradient(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Runs a hook on a parameter each time its `.grad` has been added to; it may write to that."""
         self.own(parameter.register_post_accumulate_grad_hook(OwnedHook(self, hook)))  # type: ignore[no-untyped-call]
-
-    def _guarded(self, change: GradientChange) -> GradientChange:
-        return lambda gradient, index: change(gradient, index) if self.active else None
 
     @property
     def active(self) -> bool:

@@ -140,25 +140,14 @@ def change_activations(
         owner.own_forward(module, after, again=True)
 
 
-def watch_activations(owner: HookOwner, model: nn.Module, path: str, side: Side) -> None:
-    """Has an owner check that there is a floating-point tensor on one side of a module.
-
-    Raises:
-        ModelError: in the hook, when there is none.
-    """
-    module, where = model.get_submodule(path), f"{side} of {path}"
-    if side == "input":
-        owner.own_forward_pre(module, lambda module, *given: require_floating(given, where), again=True)
-    else:
-        owner.own_forward(module, lambda module, args, named, result: require_floating(result, where), again=True)
-
-
 def require_floating(value: Any, where: str) -> None:
     """Checks that there are plain floating-point tensors in a value.
 
     Raises:
         ModelError: there are none, or one is a nested tensor; the message says what came.
     """
+    if isinstance(value, Tensor) and value.is_floating_point() and not value.is_nested:
+        return
     found = gather(value)
     floating = [tensor for tensor in found if tensor.is_floating_point()]
     for tensor in floating:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from prunekit.errors import UsageError
 from prunekit.hooks import GradientChange, HookOwner, OwnedHook, refuse_compiled
-from prunekit.masking.activations import Side, watch_activations
+from prunekit.masking.activations import Side, require_floating
 from prunekit.masking.counting import Tally
 from prunekit.masking.limiting import By, LossScale, limited, scaled
 from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path, one_of
@@ -56,8 +57,8 @@ class ActivationGradientClamp(GradientClamp):
         refuse_compiled(self._model, "clamp_activation_grad")
         own = self.own_output_gradients if self._side == "output" else self.own_input_gradients
         for path in self.limits:
-            watch_activations(self, self._model, path, self._side)
-            own(self._model.get_submodule(path), self._clamp(path))
+            where = f"{self._side} of {path}"
+            own(self._model.get_submodule(path), self._clamp(path), partial(require_floating, where=where))
 
     def _clamp(self, path: str) -> GradientChange:
         return lambda gradient, index: self._limited(path, gradient, self._scale, inplace=False)

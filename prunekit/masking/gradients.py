@@ -56,7 +56,7 @@ class GradientMasks(HookOwner):
 
         def zero(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                masked.entries.zero_(parameter.grad)
+                masked.entries.zero_gradient_(parameter.grad)
 
         def watch(*_: Any) -> None:
             nonlocal hooked
@@ -80,24 +80,25 @@ def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
 
 
 def _mask_channels(path: str, module: nn.Module, dropped: Tensor) -> GradientChange:
-    masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    masks: dict[tuple[torch.device, torch.dtype, int], tuple[int, Tensor]] = {}
 
     def change(gradient: Tensor, index: int) -> Tensor | None:
         if index:  # the plan knows the channels of a module's first result
             return None
-        axis = channel_axis(module, gradient.ndim)
+        key = gradient.device, gradient.dtype, gradient.ndim
+        if key not in masks:
+            axis = channel_axis(module, gradient.ndim)
+            shape = [-1 if position == axis else 1 for position in range(gradient.ndim)]
+            bits = all_or_no_bits(~dropped, gradient.device, BITS[gradient.element_size()])
+            masks[key] = axis, bits.view(shape)
+        axis, mask = masks[key]
         if gradient.shape[axis] != len(dropped):
             raise PlanError(
                 f"{path}: expected {len(dropped)} output channels on axis {axis}, got shape {tuple(gradient.shape)}; "
                 "was the plan made for another model?"
             )
-        shape = [-1 if position == axis else 1 for position in range(gradient.ndim)]
         if gradient.requires_grad:  # of a second-order gradient: in operations that have one
-            return gradient.masked_fill(dropped.to(gradient.device).view(shape), 0)
-        bits = BITS[gradient.element_size()]
-        key = (gradient.device, bits)
-        if key not in masks:
-            masks[key] = all_or_no_bits(~dropped, *key)
-        return gradient.view(bits).bitwise_and(masks[key].view(shape)).view(gradient.dtype)
+            return gradient.masked_fill(mask == 0, 0)
+        return gradient.view(mask.dtype).bitwise_and(mask).view(gradient.dtype)
 
     return change

@@ -56,9 +56,10 @@ def _by_value(gradient: Tensor, limit: float | Tensor, inplace: bool) -> tuple[T
             return None, 0
         gradient = gradient.clone()
     flat = as_it_lies(gradient)
-    scratch, beyond = scratch_for(flat), 0
-    for block in flat.split(BLOCK):  # type: ignore[no-untyped-call]
+    scratch, beyond = None, 0
+    for block in torch.split(flat, BLOCK) if len(flat) > BLOCK else (flat,):
         if not _within(block, bound):  # what this brought into the cache is counted and clamped there
+            scratch = scratch_for(flat) if scratch is None else scratch
             beyond += count_beyond(block, bound, scratch)
             block.clamp_(-bound, bound)
     if flat.data_ptr() != gradient.data_ptr():  # it lies with gaps, and `flat` was a copy

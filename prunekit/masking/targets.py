@@ -36,7 +36,7 @@ class PrunedEntries:
 
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep
-        self._bits: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def zero_(self, tensor: Tensor) -> None:
         """Overwrites the pruned entries with +0.0, whatever they were (NaN too).
@@ -52,12 +52,15 @@ class PrunedEntries:
                 "masks write to the weights, and cannot to what torch.func's transforms put in their place; leave the "
                 "masks first (the zeros stay), or transform the compact model"
             )
-        bits = BITS[tensor.element_size()]
-        mask = self._as(tensor, bits)
+        self.zero_gradient_(tensor)
+
+    def zero_gradient_(self, tensor: Tensor) -> None:
+        """The same for a tensor that is known to have memory: what autograd adds gradients up in."""
+        mask = self.mask(tensor)
         if tensor.is_sparse:  # the gradient of an embedding: some rows, each with the index it belongs to
-            tensor._values().data.view(bits).bitwise_and_(mask.expand(tensor.shape)[tuple(tensor._indices())])
+            tensor._values().data.view(mask.dtype).bitwise_and_(mask.expand(tensor.shape)[tuple(tensor._indices())])
         else:
-            tensor.data.view(bits).bitwise_and_(mask)
+            tensor.data.view(mask.dtype).bitwise_and_(mask)
 
     def dropped(self, tensor: Tensor) -> Tensor:
         """Bool, in the tensor's shape and on its device: True where it is pruned."""
@@ -73,13 +76,15 @@ class PrunedEntries:
                 picked[:, axis] = spread * size // count
         return sorted({tuple(index) for index in picked.tolist()})
 
-    def _as(self, tensor: Tensor, bits: torch.dtype) -> Tensor:
-        if (tensor.device, bits) not in self._bits:
+    def mask(self, tensor: Tensor) -> Tensor:
+        """What `bitwise_and` zeroes the pruned entries with, for tensors of this one's type and device."""
+        key = tensor.device, tensor.dtype
+        if key not in self._masks:
             keep = self._keep
             if tensor.device.type == "cpu":
                 keep = keep.expand(tensor.shape)  # a kernel's few taps are too short an inner loop: twice as fast
-            self._bits[tensor.device, bits] = all_or_no_bits(keep, tensor.device, bits)
-        return self._bits[tensor.device, bits]
+            self._masks[key] = all_or_no_bits(keep, tensor.device, BITS[tensor.element_size()])
+        return self._masks[key]
 
 
 @dataclass(frozen=True)

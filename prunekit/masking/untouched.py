@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.masking.targets import BITS, MaskedTensor, PrunedEntries, is_transformed
+from prunekit.masking.targets import MaskedTensor, PrunedEntries, is_transformed
 
 PROBES = 2
 """Pruned entries that are looked at before every forward; each may cost a read from memory."""
@@ -28,34 +28,49 @@ class Untouched:
     queued work), subclasses (the shards of a distributed tensor), and those without memory or counter of their own.
     """
 
-    __slots__ = ("_address", "_entries", "_indices", "_tensor", "_values", "_version")
+    __slots__ = ("_address", "_bits", "_entries", "_indices", "_mask", "_tensor", "_values", "_version")
 
     def __init__(self, entries: PrunedEntries) -> None:
         self._entries = entries
         self._indices: list[tuple[int, ...]] = []
-        self.forget()
+        self._tensor: weakref.ref[Tensor] | None = None
+        self._address = self._version = -1
+        self._bits: Tensor
+        self._mask: Tensor
+        self._values: Any
 
     def forget(self) -> None:
         """Takes it that the tensor was written to."""
-        self._tensor: weakref.ref[Tensor] | None = None
-        self._address = self._version = -1
-        self._values: Any = None
+        self._version = -1
 
-    def remember(self, tensor: Tensor) -> None:
-        """Notes that the pruned entries have just been zeroed."""
+    def zero_(self, tensor: Tensor) -> None:
+        """Writes exact zeros into the pruned entries, and remembers the tensor."""
+        if torch.compiler.is_compiling():  # what is remembered would have each version compiled anew
+            self._entries.zero_(tensor)
+        elif self._is(tensor):  # as after nearly every step: all is at hand
+            self._bits.bitwise_and_(self._mask)
+            self._version = tensor._version
+        else:
+            self._entries.zero_(tensor)
+            self._remember(tensor)
+
+    def _is(self, tensor: Tensor) -> bool:
+        return self._tensor is not None and self._tensor() is tensor and tensor.data_ptr() == self._address
+
+    def _remember(self, tensor: Tensor) -> None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and not tensor.is_inference()
         if not plain or is_transformed(tensor):
-            self.forget()
+            self._tensor = None
             return
         self._indices = self._indices or self._entries.some(PROBES, tensor.shape)
         self._tensor, self._address, self._version = weakref.ref(tensor), tensor.data_ptr(), tensor._version
-        self._values = tensor.detach().view(BITS[tensor.element_size()]).numpy()
+        self._mask = self._entries.mask(tensor)
+        self._bits = tensor.data.view(self._mask.dtype)
+        self._values = self._bits.numpy()
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether nothing can have been written to the tensor since then."""
-        if self._tensor is None or self._tensor() is not tensor:
-            return False
-        if tensor._version != self._version or tensor.data_ptr() != self._address:
+        if not self._is(tensor) or tensor._version != self._version:
             return False
         for index in self._indices:  # noqa: SIM110  # `all` over a generator takes twice as long
             if self._values[index]:
@@ -70,14 +85,10 @@ class MaskedModule:
         self.module = module
         self._masked = [(tensor, Untouched(tensor.entries)) for tensor in masked]
 
-    @torch.no_grad()
     def zero_(self, *_: Any) -> None:
         """Writes exact zeros into the pruned entries."""
         for masked, untouched in self._masked:
-            tensor = masked.of(self.module)
-            masked.entries.zero_(tensor)
-            if not torch.compiler.is_compiling():  # each version would be compiled anew
-                untouched.remember(tensor)
+            untouched.zero_(masked.of(self.module))
 
     def forget(self) -> None:
         """Takes it that everything was written to."""

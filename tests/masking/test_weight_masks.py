@@ -18,6 +18,7 @@ from prunekit.errors import ModelError, PlanError
 from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
 from prunekit.masking.targets import PrunedEntries
+from prunekit.masking.untouched import Untouched
 from prunekit.planning import Plan
 from prunekit.training.device import one_device
 
@@ -123,8 +124,8 @@ def test_one_pruned_entry_written_by_any_counted_operation_is_undone(dtype: torc
 def test_a_forward_writes_nothing_where_nothing_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plan = randomised(SmallNet()), handmade_plan(3)
     written: list[tuple[int, ...]] = []
-    real = PrunedEntries.zero_
-    monkeypatch.setattr(PrunedEntries, "zero_", lambda self, tensor: (written.append(tensor.shape), real(self, tensor)))
+    real = Untouched.zero_
+    monkeypatch.setattr(Untouched, "zero_", lambda self, tensor: (written.append(tensor.shape), real(self, tensor)))
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     with WeightMasks(model, plan, optimizer):
         on_enter = len(written)
