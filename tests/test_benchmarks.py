@@ -1,4 +1,4 @@
-"""The benchmark of hooks prints what it says it prints."""
+"""Benchmarks print what they say they print."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def test_one_object_a_line() -> None:
     assert [row["name"] for row in rows] == ["mask/inference/resnet34"]
     assert {"ratio", "low", "high", "median_ms", "baseline_ms", "threads", "batch", "dtype"} <= rows[0].keys()
     assert 0 < rows[0]["low"] <= rows[0]["ratio"] <= rows[0]["high"]
+
+
+def test_time_per_operator_is_measured_for_both_nets() -> None:
+    command = [sys.executable, str(SCRIPT.with_name("scaling.py")), "--json", "--sizes", "24", "--repeats", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["net"] for row in rows] == ["residual", "chain"]
+    assert all(row["operators"] >= 24 and 0 < row["trace_seconds"] and 0 < row["prune_seconds"] for row in rows)

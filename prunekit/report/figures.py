@@ -22,6 +22,7 @@ COLOURS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pru
 SPARE_COLOURS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
 WIDTH = 10.4
 MAX_GROUPS = 24
+MAX_COUPLED = 40
 METADATA = ("Creator", "Date", "Format", "Type")
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -115,6 +116,30 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
 
 def _shortened(text: str, length: int = 34) -> str:
     return text if len(text) <= length else f"…{text[1 - length :]}"
+
+
+def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
+    """Which modules carry the channels of each group: a row for each group, a column for each module.
+
+    Returns:
+        The figure, how many groups it shows (those on the most modules), and how many there are.
+    """
+    names = list(slots["group"].drop_duplicates())
+    spread = slots.groupby("group")["module"].nunique()
+    chosen = sorted(sorted(names, key=lambda name: -int(spread[name]))[:MAX_COUPLED], key=names.index)
+    with _canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling") as (figure, (axes,)):
+        for made, colour, label in ((True, COLOURS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
+            part = slots[((slots["axis"] == 0) == made) & slots["group"].isin(chosen)]
+            rows = part["group"].map(chosen.index)
+            offset = -0.16 if made else 0.16  # a module may do both
+            axes.scatter(part["position"], rows + offset, s=9, marker="s", color=colour, label=label)
+        first = slots.drop_duplicates("group").set_index("group")
+        labels = [f"{name} ({first['kept'][name]} of {first['channels'][name]})" for name in chosen]
+        axes.set_yticks(range(len(chosen)), labels=[_shortened(label, 44) for label in labels], fontsize=7.5)
+        axes.set(xlabel="module that has the channels, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.legend(loc="outside upper right", ncols=2, markerscale=2)
+        return _svg(figure, "Channel groups and the modules that make or read their channels"), len(chosen), len(names)
 
 
 def curves(history: pd.DataFrame) -> Markup:

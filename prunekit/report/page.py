@@ -46,6 +46,7 @@ def render(run: Run, state: str | None = None) -> str:
         layers=_records(layers),
         locks=_records(run.locks),
         widths=figures.figure_or_none(figures.widths, layers),
+        coupling=figures.figure_or_none(figures.coupling, run.coupling),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
         skipped=_skipped(run.history),

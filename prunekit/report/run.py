@@ -16,6 +16,7 @@ COLUMNS = {
     "layers": ("module", "kind", *(f"{name}_{when}" for name in LAYER_COLUMNS for when in ("before", "after"))),
     "history": ("run", "epoch", "train_loss", "validation_loss", "validation_top1"),
     "scores": ("group", "score", "kept"),
+    "coupling": ("group", "channels", "kept", "module", "axis", "position"),
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
@@ -48,6 +49,7 @@ class Run:
     layers: pd.DataFrame | None
     history: pd.DataFrame | None
     scores: pd.DataFrame | None
+    coupling: pd.DataFrame | None
     locks: pd.DataFrame | None
     latency_samples: pd.DataFrame | None
     clamps: pd.DataFrame | None
@@ -72,6 +74,7 @@ def read_run(folder: Path) -> Run:
         layers=tables["layers"],
         history=tables["history"],
         scores=tables["scores"],
+        coupling=tables["coupling"],
         locks=tables["locks"],
         latency_samples=tables["latency_samples"],
         clamps=tables["clamps"],

@@ -34,6 +34,7 @@ from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import (
     clamp_rows,
     clamp_summary,
+    coupling_rows,
     history_rows,
     layer_rows,
     lock_rows,
@@ -160,6 +161,7 @@ class _Journey:
         planned.plan.save(self.run.path)
         write_csv(self.run.path / "scores.csv", score_rows(planned.plan, planned.scores), results.SCORE_COLUMNS)
         write_csv(self.run.path / "locks.csv", lock_rows(planned.plan), results.LOCK_COLUMNS)
+        write_csv(self.run.path / "coupling.csv", coupling_rows(planned.plan), results.COUPLING_COLUMNS)
         chart = planned.plan.channel_map
         left = chart.macs(planned.plan.keep) / chart.macs()
         self.log(

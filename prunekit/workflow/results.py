@@ -31,6 +31,7 @@ from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
 
 SCORE_COLUMNS = ("group", "channel", "score", "kept")
+COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")
 LOCK_COLUMNS = ("reason", "module", "operator", "channels")
 
 

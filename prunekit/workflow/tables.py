@@ -59,6 +59,22 @@ def score_rows(plan: Plan, scores: Scores) -> list[dict[str, Any]]:
     ]
 
 
+def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Every axis that carries channels of a group: axis 0 of a weight is what a module makes, the others what it reads.
+
+    Transposed convolutions have the two the other way round.
+    """
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in plan.channel_map.labels))
+    rows = []
+    for group in plan.channel_map.groups:
+        kept = int(np.count_nonzero(plan.keep[group.labels]))
+        for name, axis in group.slots:
+            module, _, tensor = name.rpartition(".")
+            row = {"group": group.name, "channels": len(group.labels), "kept": kept, "module": module}
+            rows.append(row | {"tensor": tensor, "axis": axis, "position": modules.index(module)})
+    return rows
+
+
 def lock_rows(plan: Plan) -> list[dict[str, Any]]:
     """Every lock with its module, operator and reason."""
     return [asdict(lock) for lock in plan.channel_map.locks]

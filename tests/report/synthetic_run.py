@@ -84,6 +84,14 @@ def tables(random: np.random.Generator, groups: int) -> dict[str, list[dict[str,
             for index in range(groups)
             for channel, score in enumerate(random.normal(1, 0.2, 64))
         ],
+        "coupling": [
+            {"group": f"layer{index * 4 // groups + 1}.{index}.conv1", "channels": 64, "kept": 40}
+            | {"module": f"layer{at * 4 // groups + 1}.{at}.conv1", "tensor": "weight"}
+            | {"axis": at - index, "position": at}
+            for index in range(groups)
+            for at in (index, index + 1)
+            if at < groups
+        ],
         "locks": [
             {"module": "fc", "operator": "aten.addmm", "channels": 10, "reason": "output of the model"},
             {"module": "", "operator": "", "channels": 3, "reason": "input <of> the model & its 'channels'"},

@@ -25,6 +25,7 @@ SECTIONS = (
     "clamps",
     "widths",
     "scores",
+    "coupling",
     "locks",
     "environment",
     "recipe",
@@ -80,7 +81,7 @@ def test_the_page_is_whole_and_asks_for_nothing(page: Page, run: Path) -> None:
     assert page.open == []
     assert page.requests == []
     assert not re.search(r"@import|url\((?!['\"]?#)|<script", html)
-    assert page.svgs == 4
+    assert page.svgs == 5
 
 
 def test_ids_of_figures_do_not_collide(page: Page) -> None:
@@ -111,6 +112,7 @@ def test_headline_gives_values_with_units_and_intervals(page: Page) -> None:
         ("curves", "Validation top-1"),
         ("widths", "layer4.29.conv1"),
         ("scores", "24 of 30 groups are shown"),
+        ("coupling", "layer1.0.conv1 (40 of 64)"),
         ("locks", "output of the model"),
         ("environment", "torch.version"),
         ("recipe", "macs: 0.45"),
@@ -149,7 +151,7 @@ def test_a_part_of_a_run_says_what_is_missing(kept: tuple[str, ...], tmp_path: P
     assert "This run has not finished" in page.text[""]
     assert "This run has no measurements." in page.text["result"]
     assert ("This run has no training history." in page.text["curves"]) == ("history.csv" not in kept)
-    for section in ("latency", "widths", "scores", "locks", "environment"):
+    for section in ("latency", "widths", "scores", "coupling", "locks", "environment"):
         assert "This run has no" in page.text[section]
 
 

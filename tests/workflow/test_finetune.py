@@ -99,6 +99,9 @@ def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[st
     kept, gone = (scores[scores["kept"] == value]["score"] for value in (1, 0))
     assert kept.median() > gone.median()
     assert len(pd.read_csv(folder / "locks.csv"))
+    coupling = pd.read_csv(folder / "coupling.csv")
+    assert set(coupling["group"]) == set(scores["group"])
+    assert coupling.groupby("group")["kept"].first().sum() == scores["kept"].sum()
     assert list((folder / "tensorboard" / "pruned").iterdir())
     assert (folder / "log.txt").read_text().count("\n") == len(log)
     assert prunekit.load_plan(folder).provenance["prune"]["budget"]["macs"] == 0.45
