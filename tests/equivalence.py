@@ -4,6 +4,7 @@ masking, so that masked == compact is judged by something that shares no code wi
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -79,6 +80,8 @@ def doubled(value: Any) -> Any:
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
         return {key: doubled(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **doubled(vars(value)))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(doubled(item) for item in value))
     if isinstance(value, (tuple, list)):
@@ -104,6 +107,8 @@ def masked_double(model: nn.Module, plan: Plan) -> nn.Module:
 def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (tuple, list)):

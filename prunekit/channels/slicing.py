@@ -157,3 +157,14 @@ def _prelu(module: nn.PReLU) -> None:
 @resizer(nn.Embedding)
 def _embedding(module: nn.Embedding) -> None:
     module.num_embeddings, module.embedding_dim = module.weight.shape
+
+
+@resizer(nn.RNNBase, nn.RNNCellBase)
+def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
+    weight = module.weight_ih_l0 if isinstance(module, nn.RNNBase) else module.weight_ih
+    module.input_size = weight.shape[1]
+
+
+@resizer(nn.EmbeddingBag)
+def _embedding_bag(module: nn.EmbeddingBag) -> None:
+    module.num_embeddings, module.embedding_dim = module.weight.shape

@@ -16,6 +16,8 @@ from prunekit.hooks import count_hooks
 from prunekit.measure import count_macs
 
 NOT_COUNTED = {
+    "lstm": "torch's counter does not know the CPU's recurrent kernel",
+    "lstm_of_two_directions_and_layers": "torch's counter does not know the CPU's recurrent kernel",
     "spectral_norm": "torch's counter knows no matrix times vector",
     "attention_module": "the map does not count operators without a label",
     "mask_of_the_lowest_number_before_a_width": "the map does not count operators without a label",
@@ -54,7 +56,7 @@ LOCKED_BY_RULE = {
     "shifted_channels": ("", "aten.constant_pad_nd"),
     "first_half_of_the_channels_overwritten": ("", "aten.slice"),
     "plain_tensor_attribute": ("", "aten.mul"),
-    "operator_without_a_rule": ("2", "aten.pixel_shuffle"),
+    "operator_without_a_rule": ("", "aten.renorm"),
     "layer_norm_locks_its_channels": ("1", "aten.native_layer_norm"),
     "group_norm_locks_its_channels": ("1", "aten.native_group_norm"),
 }
