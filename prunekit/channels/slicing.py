@@ -161,8 +161,8 @@ def _embedding(module: nn.Embedding) -> None:
 
 @resizer(nn.RNNBase, nn.RNNCellBase)
 def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
-    weight = module.weight_ih_l0 if isinstance(module, nn.RNNBase) else module.weight_ih
-    module.input_size = weight.shape[1]
+    name = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
+    module.input_size = module.get_parameter(name).shape[1]
 
 
 @resizer(nn.EmbeddingBag)
