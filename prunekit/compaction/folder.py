@@ -25,6 +25,8 @@ from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan
 
 FORMAT = 1
+SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
+"""Models whose own initialisation takes seconds, for weights that are replaced at once."""
 WEIGHTS = "model.safetensors"
 MANIFEST = "prunekit.json"
 
@@ -149,8 +151,8 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
         return model()
     build = manifest["build"]
     match build:
-        case {"name": str(name), "zoo": "torchvision" | "cifar" as zoo, "arguments": dict(arguments)}:
-            quiet = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
+        case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(arguments)}:
+            quiet = {"init_weights": False} if (zoo, name) in SLOW_TO_START else {}
         case _:
             raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}")
     try:
