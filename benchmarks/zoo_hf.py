@@ -19,6 +19,7 @@ Build = Callable[[], nn.Module]
 
 WORDS = 99
 LENGTH = 12
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
 
 
 class Outputs(nn.Module):
@@ -94,18 +95,16 @@ def _pair(batch: int) -> dict[str, Tensor]:
 
 
 def _encoder(config: str, **more: Any) -> Callable[[], Any]:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    return lambda: getattr(transformers, config)(**{**sizes, **more})
+    return lambda: getattr(transformers, config)(**{**SIZES, **more})
 
 
 def _decoder(config: str, **more: Any) -> Callable[[], Any]:
     """Four query heads on two key and value heads."""
-    grouped = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": WORDS, "max_position_embeddings": 64}
+    grouped = {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": WORDS, "max_position_embeddings": 64}
     return _encoder(config, **{**grouped, "pad_token_id": 0, **more})
 
 
 def _clip() -> Any:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     text = {
         **sizes,
         "vocab_size": WORDS,
@@ -113,8 +112,8 @@ def _clip() -> Any:
         "bos_token_id": 0,
         "eos_token_id": WORDS - 1,
     }
-    vision = {**sizes, "image_size": 32, "patch_size": 8}
-    return transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
+    vision = {**SIZES, "image_size": 32, "patch_size": 8}
+    return transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=48)
 
 
 def _detr() -> Any:
@@ -124,9 +123,9 @@ def _detr() -> Any:
     layers = {
         f"{side}_{key}": value
         for side in ("encoder", "decoder")
-        for key, value in (("layers", 2), ("ffn_dim", 64), ("attention_heads", 4))
+        for key, value in (("layers", 3), ("ffn_dim", 256), ("attention_heads", 4))
     }
-    return transformers.DetrConfig(backbone_config=backbone, num_queries=6, d_model=32, **layers)
+    return transformers.DetrConfig(backbone_config=backbone, num_queries=6, d_model=64, **layers)
 
 
 def _segformer() -> Any:
@@ -145,28 +144,28 @@ def _whisper() -> Any:
     layers = {
         f"{side}_{key}": value
         for side in ("encoder", "decoder")
-        for key, value in (("layers", 2), ("ffn_dim", 64), ("attention_heads", 4))
+        for key, value in (("layers", 3), ("ffn_dim", 256), ("attention_heads", 4))
     }
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
     lengths = {"max_source_positions": 30, "max_target_positions": 64, "num_mel_bins": 16}
-    return transformers.WhisperConfig(vocab_size=WORDS, d_model=32, **layers, **lengths, **special)
+    return transformers.WhisperConfig(vocab_size=WORDS, d_model=64, **layers, **lengths, **special)
 
 
 def _t5() -> Any:
     return transformers.T5Config(
-        vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=WORDS, d_model=64, d_kv=16, d_ff=256, num_layers=3, num_heads=4, decoder_start_token_id=0
     )
 
 
 def _gpt2() -> Any:
     return transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=WORDS, n_positions=64, n_embd=64, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0
     )
 
 
 PATCHES = {"image_size": 32, "patch_size": 8}
 TEXT = {"vocab_size": WORDS, "max_position_embeddings": 64}
-CONVNEXT = {"hidden_sizes": [16, 24, 32, 40], "depths": [1, 1, 2, 1]}
+CONVNEXT = {"hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 2, 1]}
 ENTRIES = {
     "vit": Entry("ViTForImageClassification", _encoder("ViTConfig", **PATCHES), _image),
     "deit": Entry("DeiTForImageClassification", _encoder("DeiTConfig", **PATCHES), _image),
