@@ -52,6 +52,10 @@ class Flow:
     """State of one trace, handed to every rule.
 
     Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
+
+    Attributes:
+        substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
+        module, operator: what runs now.
     """
 
     def __init__(self) -> None:
@@ -61,6 +65,7 @@ class Flow:
         self.macs: list[MacTerm] = []
         self.count_macs = True
         self.batch = 1
+        self.substituted: set[str] = set()
         self.module = ""
         self.operator = ""
 
@@ -79,6 +84,18 @@ class Flow:
             if labels is not None and labels.size:
                 self.union.lock(labels)
                 self.locks.append(LockRecord(reason, self.module, self.operator, labels.reshape(-1)))
+
+    def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
+        """Locks labels once an operator or the model's output takes a tensor, which few callers of attention do."""
+        record = LockRecord(reason, self.module, self.operator, labels.reshape(-1))
+        tensor._prunekit_unread = record  # type: ignore[attr-defined]
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Notes that something takes a tensor."""
+        record = getattr(tensor, "_prunekit_unread", None)
+        if record is not None:
+            self.union.lock(record.labels)
+            self.locks.append(record)
 
     def fix(self, labels: Labels | None) -> None:
         """Locks labels that no user would expect to prune, such as a kernel's height: not reported."""

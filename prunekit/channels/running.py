@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prunekit.hooks import HookOwner
 
@@ -116,10 +117,11 @@ class TrainModeWatch:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Attention's fast path off: it would hide the projections from the trace."""
+    """Attention's fast path and fused kernels off: they would hide the projections and the scores from the trace."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

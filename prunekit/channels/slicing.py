@@ -15,6 +15,7 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.rules.compute import whole_groups
+from prunekit.channels.substitutes import SizedAttention, heads_left, set_heads
 
 KeptIndices = Mapping[str, tuple[Labels | None, ...]]
 
@@ -79,7 +80,9 @@ def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
 
 
 def narrow(model: nn.Module, kept: KeptIndices, widths: Mapping[str, int] | None = None) -> nn.Module:
-    """A new model of the same class with only the kept entries; the given model is not changed.
+    """A new model with only the kept entries; the given model is not changed.
+
+    Of the same classes, but for attention whose sizes its own class cannot express.
 
     Args:
         model: the dense model.
@@ -89,6 +92,7 @@ def narrow(model: nn.Module, kept: KeptIndices, widths: Mapping[str, int] | None
     source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
     compact = with_tensors(model, everything)
+    set_heads(compact, heads_left(model, kept))
     resize(compact)
     set_bare_widths(compact, widths or {})
     return compact
@@ -147,6 +151,13 @@ def _batch_norm(module: _NormBase) -> None:
 def _layer_norm(module: nn.LayerNorm) -> None:
     if module.weight is not None:
         module.normalized_shape = tuple(module.weight.shape)
+
+
+@resizer(nn.TransformerEncoder)
+def _encoder(module: nn.TransformerEncoder) -> None:
+    # Its nested tensors are for the fast path of torch's own attention.
+    if any(isinstance(part, SizedAttention) for part in module.modules()):
+        module.use_nested_tensor = False
 
 
 @resizer(nn.PReLU)

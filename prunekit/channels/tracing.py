@@ -16,6 +16,7 @@ from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
+from prunekit.channels.substitutes import substitute_all
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PrunekitError
 from prunekit.nested import gather, map_tensors, tensors_in
@@ -37,7 +38,7 @@ class Operator:
     module: str
     outputs: tuple[tuple[Field, ...], ...]
     inputs: tuple[Field, ...]
-    counted: bool  # neither a view nor a plain copy, which a model may need or not depending on its widths
+    counted: bool  # no view or plain copy, which a model needs or not depending on its widths; not of a substitute
     call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
 
 
@@ -97,6 +98,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flow = self.flow
         flow.module, flow.operator = self.stack.current, name
         inputs = gather((args, kwargs))
+        for tensor in inputs:
+            flow.read(tensor)
         outs = tuple(gather(out))
         before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
@@ -108,7 +111,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._guard_views(target, known)
         self._follow_storage(target, inputs, outs)
         fields = tuple([flow.fields(o) for o in outs])
-        self.run.operators.append(Operator(name, flow.module, fields, before, is_counted(func, name), call))
+        counted = is_counted(func, name) and flow.module not in flow.substituted
+        self.run.operators.append(Operator(name, flow.module, fields, before, counted, call))
         return out
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
@@ -180,6 +184,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
     clone = with_tensors(model, stand_ins)
     flow = Flow()
+    flow.substituted = substitute_all(clone)
     fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
     labels = {}
     for name, tensor in named_tensors(clone):
@@ -242,6 +247,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):
+        flow.read(tensor)
         flow.lock(flow.fields(tensor), "output of the model")
     earlier = trace.runs[-1] if run.training else None
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)

@@ -5,11 +5,15 @@ from prunekit.models.factory import load_factory
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import load_weights
+from prunekit.models.window_attention import SizedRelativeAttention, SizedWindowAttention, SizedWindowAttentionV2
 from prunekit.models.zoo import ZOOS, build_model, is_weights_file, missing_weights, zoo_names
 
 __all__ = [
     "ZOOS",
     "ModelSettings",
+    "SizedRelativeAttention",
+    "SizedWindowAttention",
+    "SizedWindowAttentionV2",
     "auxiliary",
     "build_model",
     "is_frozen",

@@ -206,10 +206,14 @@ def reduction(flow: Flow, call: Call) -> None:
         shared = reduced & set(field.span)
         if not shared:
             kept.append(field)
-        elif call.name != "aten.sum" or not field.zero:
-            flow.lock([field], f"{call.name} over these channels: their number or their zeros would change it")
-        elif set(field.span) - reduced:
+        elif set(field.span) - reduced:  # what is left has all of the reduced axes
             kept.append(field.with_labels(flow.union.tie(field.labels, sorted(shared))))
+        elif call.name != "aten.sum" or not field.zero:
+            reason = f"{call.name} over these channels: their number or their zeros would change it"
+            if flow.module in flow.substituted:
+                flow.lock_if_read(call.out, field.labels, reason)
+            else:
+                flow.lock([field], reason)
     for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
         squeeze = out.dim() != ndim
         axes = tuple(sorted(reduced)) if squeeze else ()
@@ -222,12 +226,14 @@ _ALONG_AXIS = "_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"
 
 @rule(*[f"aten.{name}" for name in _ALONG_AXIS.split()])
 def along_axis(flow: Flow, call: Call) -> None:
-    """Mixes all positions of one axis: that axis is locked, others pass."""
+    """Mixes all positions of one axis: that axis is locked, or tied where it is labelled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
     fields = flow.fields(source)
-    flow.lock([field for field in fields if axis in field.span], f"{call.name} mixes these channels")
-    flow.set(call.out, [Field(field.labels, zero=False) for field in fields if axis not in field.span])
+    flow.lock([field for field in fields if field.span == (axis,)], f"{call.name} mixes these channels")
+    rest = [field for field in fields if field.span != (axis,)]
+    tied = [flow.union.tie(f.labels, [axis]) if axis in f.span else f.labels for f in rest]
+    flow.set(call.out, [Field(labels, zero=False) for labels in tied])
 
 
 @rule("aten.glu")
