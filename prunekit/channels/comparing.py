@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
+from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
 from prunekit.nested import gather, map_tensors, tensors_in
@@ -33,17 +32,22 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first operator at which masked and compact model part."""
+    """The first operator at which masked and compact model part.
+
+    `line` is the line of Python that ran, as file:number: text; `agreed` the number of operators before it.
+    """
 
     module: str
     operator: str
     key: Key
     difference: float
     detail: str
+    line: str = ""
+    agreed: int = 0
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
-        return f"{self.operator or 'the Python code'} in {where}: {self.detail}"
+        return f"{self.operator or 'the Python code'} in {where}: {self.detail}{self.line and f' at {self.line}'}"
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -138,9 +142,10 @@ def compare(
         reference[key] = (name, fresh)
 
     worst = peak = 0.0
+    agreed = 0
 
     def check(key: Key, name: str, out: Any) -> None:
-        nonlocal worst, peak
+        nonlocal worst, peak, agreed
         expected = reference.pop(key, None)
         if expected is None or expected[0] != name:
             return
@@ -149,6 +154,7 @@ def compare(
             worst = max(worst, difference)
             if not difference <= tolerance:
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
+        agreed += 1
 
     try:
         wanted = _forward(masked, example, run.training, record)
@@ -157,7 +163,7 @@ def compare(
     try:
         outputs = _forward(compact, example, run.training, check)
     except _Parted as parted:
-        return parted.divergence.difference, parted.divergence
+        return parted.divergence.difference, replace(parted.divergence, line=line_of(parted), agreed=agreed)
     if len(wanted) != len(outputs):
         detail = f"{len(outputs)} tensors in the output, expected {len(wanted)}"
         return float("inf"), Divergence("", "", ("", "", -1), float("inf"), detail)
@@ -221,9 +227,8 @@ def _forward(
             raise
         except Exception as error:
             module = stack.current
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} ({frame.name})"
-            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail)) from None
+            detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail)) from error
     return gather(output)
 
 

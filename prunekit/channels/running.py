@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,3 +127,19 @@ def plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_AROUND_MODELS = tuple(
+    f"{_TORCH}/{part}" for part in ("utils", "_dynamo", "_ops.py", "_compile.py", "nn/modules/module.py")
+)
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of a model's own code, else of torch's modules, from which an error came."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
+    models = [frame for frame in outside if not frame.filename.startswith(_TORCH)]
+    for frame in reversed(models or [frame for frame in outside if not frame.filename.startswith(_AROUND_MODELS)]):
+        return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+    return ""

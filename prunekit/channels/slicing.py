@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from prunekit.channels.attributes import Values, set_attributes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
@@ -79,7 +80,12 @@ def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
         modules[path].num_features = width
 
 
-def narrow(model: nn.Module, kept: KeptIndices, widths: Mapping[str, int] | None = None) -> nn.Module:
+def narrow(
+    model: nn.Module,
+    kept: KeptIndices,
+    widths: Mapping[str, int] | None = None,
+    attributes: Values | None = None,
+) -> nn.Module:
     """A new model with only the kept entries; the given model is not changed.
 
     Of the same classes, but for attention whose sizes its own class cannot express.
@@ -88,6 +94,7 @@ def narrow(model: nn.Module, kept: KeptIndices, widths: Mapping[str, int] | None
         model: the dense model.
         kept: as made by `kept_indices`.
         widths: as made by `bare_widths`.
+        attributes: as made by `attribute_values`.
     """
     source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
@@ -95,6 +102,7 @@ def narrow(model: nn.Module, kept: KeptIndices, widths: Mapping[str, int] | None
     set_heads(compact, heads_left(model, kept))
     resize(compact)
     set_bare_widths(compact, widths or {})
+    set_attributes(compact, attributes or {})
     return compact
 
 

@@ -44,7 +44,7 @@ class Operator:
 
 def is_counted(func: Any, name: str) -> bool:
     """Whether an operator has a number of its own in the trial: views and plain copies do not."""
-    return not func.is_view and name not in {"aten.clone", "aten._to_copy", "aten.contiguous"}
+    return not func.is_view and name not in {"aten.clone", "aten._to_copy", "aten.contiguous", "aten._unsafe_view"}
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:

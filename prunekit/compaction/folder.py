@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from prunekit.artifacts import atomic_folder, read_json, sha256, write_json
+from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
@@ -62,6 +63,7 @@ def save(
             "build": None if build is None else {"name": build.name, "zoo": build.zoo, "arguments": build.arguments},
             "kept": kept,
             "attention_heads": {path: list(entry) for path, entry in heads_of(model).items()},
+            "attributes": attribute_values(model, plan.channel_map, plan.keep),
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(plan.channel_map.shapes[name]) for name in kept},
             "example": {"shapes": input_shapes},
@@ -116,8 +118,9 @@ def load(folder: str | Path, model: nn.Module | Callable[[], nn.Module] | None =
         set_heads(loaded, _heads(manifest))
         resize(loaded)
         set_bare_widths(loaded, _widths(manifest))
-    except (KeyError, TypeError, ValueError) as error:
-        reason = "attention_heads or widths_of_bare_norms does not fit the model"
+        set_attributes(loaded, manifest.get("attributes", {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = "attention_heads, widths_of_bare_norms or attributes: does not fit the model"
         raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
     return loaded.eval()
 

@@ -18,7 +18,7 @@ from prunekit.artifacts import atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
 from prunekit.channels.flow import MacTerm
 from prunekit.channels.labels import Labels
-from prunekit.channels.map import Keep, group_labels
+from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.slicing import kept_indices
 from prunekit.errors import ArtifactError, PlanError
 
@@ -97,6 +97,7 @@ class Plan:
         tensors |= {f"activation/{i}": np.ascontiguousarray(labels) for i, (_, labels) in enumerate(activations)}
         for i, term in enumerate(chart.mac_terms):
             tensors |= {f"macs/{i}/{j}": np.ascontiguousarray(factor) for j, factor in enumerate(term.factors)}
+        tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
         tensors |= {f"element/{name}": mask.numpy() for name, mask in self.element_masks.items()}
         with atomic_file(folder / "plan.safetensors") as temporary:
             save_file(tensors, temporary)
@@ -107,6 +108,7 @@ class Plan:
             "shapes": {name: list(shape) for name, shape in chart.shapes.items()},
             "locks": [[lock.reason, lock.module, lock.operator, lock.channels] for lock in chart.locks],
             "activations": [list(key) for key, _ in activations],
+            "sizes": [[size.module, size.name, size.position] for size in chart.sizes],
             "macs": [[term.module, term.operator, term.constant, len(term.factors)] for term in chart.mac_terms],
             "sha256": sha256(folder / "plan.safetensors"),
         }
@@ -164,4 +166,8 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
             for i, (module, operator, constant, count) in enumerate(text["macs"])
         ),
         source=None,
+        sizes=tuple(
+            SizeAttribute(path, name, position, tensors[f"size/{i}"])
+            for i, (path, name, position) in enumerate(text.get("sizes", []))
+        ),
     )

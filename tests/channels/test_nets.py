@@ -17,7 +17,6 @@ from prunekit.measure import count_macs
 
 NOT_COUNTED = {
     "spectral_norm": "torch's counter knows no matrix times vector",
-    "attention_module": "the map does not count operators without a label",
     "mask_of_the_lowest_number_before_a_width": "the map does not count operators without a label",
 }
 
@@ -73,10 +72,8 @@ def test_locks_name_module_and_operator(name: str) -> None:
 FOUND_BY_TRIAL = {
     "split_of_a_fixed_size": "",
     "split_of_a_fixed_size_that_raises_nothing": "",
-    "fixed_size_in_a_module": "3",
     "fixed_groups_in_a_function": "",
     "scale_by_the_width": "",
-    "attention_with_fixed_sizes": "",
 }
 
 

@@ -1,4 +1,4 @@
-"""Folders of models with substituted attention: the same model again, and no number of heads that does not fit."""
+"""Folders of models with substituted attention or attributes set: the same model again, and nothing that misfits."""
 
 from __future__ import annotations
 
@@ -71,3 +71,38 @@ def test_heads_that_do_not_fit_are_refused(entry: Any, tmp_path: Path) -> None:
         (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
         with pytest.raises(ArtifactError, match="does not fit the model"):
             load(tmp_path / "model", small_vit)
+
+
+class Own(nn.Module):
+    """Attention of somebody's own, with its sizes in an attribute and in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.heads = 12, (4, 3)
+        self.first, self.last = nn.Linear(6, 36), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(*x.shape[:2], *self.heads).transpose(1, 2) for part in self.first(x).chunk(3, -1))
+        mixed = ((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2)
+        return self.last(mixed.reshape(*x.shape[:2], self.width))
+
+
+def test_attributes_that_were_set_are_set_again(tmp_path: Path) -> None:
+    example = (torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(0)),)
+    dense = randomised(Own()).eval()
+    plan = settled_plan(dense, example, share=0.5)
+    small: Any = compact(dense, plan)
+    assert (small.width, small.heads) == (6, (2, 3))
+    save(tmp_path / "model", small, plan, input_shapes=[[2, 7, 6]])
+    manifest = read_manifest(tmp_path / "model")
+    assert manifest["attributes"] == {"": {"width": 6, "heads": [2, 3]}}
+    loaded: Any = load(tmp_path / "model", Own)
+    assert (loaded.width, loaded.heads) == (6, (2, 3))
+    with torch.no_grad():
+        assert torch.equal(loaded(*example), small(*example))
+    for wrong in (5, [], {"": 5}, {"": {"width": "6"}}, {"": {"forward": 6}}, {"nowhere": {"width": 6}},
+                  {"": {"heads": [2]}}, {"": {"__class__": 6}}, {"": {"training": 1}}):  # fmt: skip
+        manifest["attributes"] = wrong
+        (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
+        with pytest.raises(ArtifactError, match="does not fit the model"):
+            load(tmp_path / "model", Own)
