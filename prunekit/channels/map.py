@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.flow import LockRecord, MacTerm
 from prunekit.channels.labels import Field, Labels
+from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace
 
 Keep = NDArray[np.bool_]
@@ -52,6 +53,7 @@ class ChannelMap:
         groups: free labels by the set of axes they lie on, in the order of the model's parameters.
         locks: why the locked ones are locked.
         activations: (module path, "input" or "output", call) -> labels along that activation's channel axis.
+        norms: module path -> over which labels the module takes statistics; masked runs let it see kept ones only.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -62,6 +64,7 @@ class ChannelMap:
     activations: Mapping[ActivationKey, Labels]
     mac_terms: tuple[MacTerm, ...]
     source: Resolved | None
+    norms: Mapping[str, Norm] = field(default_factory=dict)
 
     def macs(self, keep: Keep | None = None) -> int:
         """Multiply-accumulates for one sample with the labels in `keep` (bool, (n_labels,)); dense without."""

@@ -11,6 +11,7 @@ from prunekit.channels.copying import named_tensors
 from prunekit.channels.flow import LockRecord, MacTerm, Rectangle
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, group_labels
+from prunekit.channels.norms import resolved
 from prunekit.channels.tracing import Trace
 
 
@@ -61,6 +62,7 @@ def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ..
             for term in trace.flow.macs
         ),
         source=Resolved(trace, tuple(extra), final),
+        norms=resolved(trace.norms.norms, final),
     )
 
 
