@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.map import ChannelMap, Keep
+from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
@@ -130,7 +132,7 @@ def compare(
     Raises:
         ModelError: already the masked model does not run.
     """
-    operators = keyed(run)
+    operators = {key: operator for key, operator in keyed(run).items() if not _inside(key[0], channel_map.norms)}
     reference: dict[Key, tuple[str, list[Any]]] = {}
 
     def record(key: Key, name: str, out: Any) -> None:
@@ -157,8 +159,11 @@ def compare(
         agreed += 1
 
     try:
-        wanted = _forward(masked, example, run.training, record)
+        with NarrowNorms(masked, channel_map, keep):
+            wanted = _forward(masked, example, run.training, record)
     except _Parted as parted:
+        if parted.divergence.module in channel_map.norms:  # its narrow copy
+            return parted.divergence.difference, parted.divergence
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
     try:
         outputs = _forward(compact, example, run.training, check)
@@ -173,6 +178,11 @@ def compare(
         if not difference <= tolerance:
             return difference, Divergence("", "", ("", "", -1), difference, f"only the model's outputs part: {detail}")
     return worst, None
+
+
+def _inside(path: str, norms: Container[str]) -> bool:
+    """Whether a module is a norm or a part of one: under masks a narrow copy runs in its place."""
+    return any(prefix in norms for prefix in accumulate(path.split("."), "{}.{}".format))
 
 
 class _Parted(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.flow import LockRecord, MacTerm
 from prunekit.channels.labels import Field, Labels
+from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace
 
 Keep = NDArray[np.bool_]
@@ -70,6 +71,7 @@ class ChannelMap:
         locks: why the locked ones are locked.
         activations: (module path, "input" or "output", call) -> labels along that activation's channel axis.
         sizes: attributes of modules that a trial found to be sizes.
+        norms: module path -> over which labels the module takes statistics; masked runs let it see kept ones only.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -80,6 +82,7 @@ class ChannelMap:
     activations: Mapping[ActivationKey, Labels]
     mac_terms: tuple[MacTerm, ...]
     source: Resolved | None
+    norms: Mapping[str, Norm] = field(default_factory=dict)
     sizes: tuple[SizeAttribute, ...] = ()
 
     def macs(self, keep: Keep | None = None) -> int:

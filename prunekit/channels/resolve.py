@@ -12,6 +12,7 @@ from prunekit.channels.copying import named_tensors
 from prunekit.channels.flow import LockRecord, MacTerm, Rectangle
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
+from prunekit.channels.norms import resolved
 from prunekit.channels.tracing import Trace
 
 
@@ -78,6 +79,7 @@ def build(
             for term in trace.flow.macs
         ),
         source=Resolved(trace, tuple(extra), sizes, final),
+        norms=resolved(trace.norms.norms, final),
         sizes=_renumbered(sizes, final),
     )
 

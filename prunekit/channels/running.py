@@ -16,13 +16,18 @@ from prunekit.hooks import HookOwner
 
 
 class ModuleStack(HookOwner):
-    """Knows at every operator which module is running, and tells when one begins and ends."""
+    """Knows at every operator which module is running, and tells when one begins and ends.
+
+    Args:
+        on_enter: gets path, module, and its arguments and named arguments.
+        on_exit: the same and the result.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         on_enter: Callable[[str, nn.Module, Any], None] | None = None,
-        on_exit: Callable[[str, nn.Module, Any], None] | None = None,
+        on_exit: Callable[[str, nn.Module, Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
@@ -36,21 +41,21 @@ class ModuleStack(HookOwner):
     def register(self) -> None:
         """Adds a forward-pre and a forward hook to every module."""
         for path, module in self.model.named_modules():
-            self.own(module.register_forward_pre_hook(self._enter(path)))
-            self.own(module.register_forward_hook(self._leave(path)))
+            self.own(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            self.own(module.register_forward_hook(self._leave(path), with_kwargs=True))
 
-    def _enter(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
+    def _enter(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, named: Any) -> None:
             self.paths.append(path)
             if self.on_enter is not None:
-                self.on_enter(path, module, args)
+                self.on_enter(path, module, (args, named))
 
         return hook
 
-    def _leave(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, path: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
             if self.on_exit is not None:
-                self.on_exit(path, module, output)
+                self.on_exit(path, module, (args, named), output)
             self.paths.pop()
 
         return hook

@@ -56,19 +56,24 @@ def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[s
     """Channels that norms without tensors of their own will see, by module path: only the trace knows."""
     widths = {}
     for path, module in model.named_modules():
-        labels = channel_map.activations.get((path, "input", 0))
-        if labels is not None and _is_bare(module):
-            widths[path] = int(np.count_nonzero(keep[labels]))
+        if _is_bare(module):
+            norm = channel_map.norms.get(path)
+            labels = channel_map.activations.get((path, "input", 0)) if norm is None else norm.inputs[0][1]
+            if labels is not None:
+                widths[path] = int(np.count_nonzero(keep[labels]))
     return widths
+
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def _is_bare(module: nn.Module) -> bool:
     tables = (module._parameters, module._buffers)
-    return isinstance(module, _NormBase) and all(tensor is None for table in tables for tensor in table.values())
+    return isinstance(module, _NORMS) and all(tensor is None for table in tables for tensor in table.values())
 
 
 def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
-    """Sets `num_features` of norms without tensors, in place.
+    """Sets the size attributes of norms without tensors, in place.
 
     Raises:
         KeyError: there is no such norm at a path.
@@ -77,7 +82,23 @@ def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
     for path, width in widths.items():
         if path not in modules or not _is_bare(modules[path]):
             raise KeyError(path)
-        modules[path].num_features = width
+        _set_width(modules[path], width)
+
+
+def _set_width(norm: nn.Module, width: int) -> None:
+    if isinstance(norm, nn.GroupNorm):
+        _set_groups(norm, width)
+    elif isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
+        norm.normalized_shape = (*norm.normalized_shape[:-1], width)
+    elif isinstance(norm, _NormBase):
+        norm.num_features = width
+
+
+def _set_groups(norm: nn.GroupNorm, width: int) -> None:
+    """The number of groups stays, unless every channel was a group of its own."""
+    if norm.num_groups == norm.num_channels:
+        norm.num_groups = width
+    norm.num_channels = width
 
 
 def narrow(
@@ -159,6 +180,12 @@ def _batch_norm(module: _NormBase) -> None:
 def _layer_norm(module: nn.LayerNorm) -> None:
     if module.weight is not None:
         module.normalized_shape = tuple(module.weight.shape)
+
+
+@resizer(nn.GroupNorm)
+def _group_norm(module: nn.GroupNorm) -> None:
+    if module.weight is not None:
+        _set_groups(module, module.weight.numel())
 
 
 @resizer(nn.TransformerEncoder)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow, LockRecord
 from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
@@ -79,6 +80,7 @@ class Trace:
     labels: dict[str, tuple[Labels | None, ...]]
     runs: list[Run]
     activations: dict[ActivationKey, Labels]
+    norms: NormWatch
 
 
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -189,7 +191,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     labels = {}
     for name, tensor in named_tensors(clone):
         labels[name], fresh = _label(flow, tensor, fresh)
-    trace = Trace(flow, labels, [], {})
+    trace = Trace(flow, labels, [], {}, NormWatch(flow))
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
@@ -203,6 +205,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
                     raise
                 reason = f"train mode does not run on this example ({_first_line(error)}); what only it uses stays"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
+                trace.norms.abandon()
     return trace
 
 
@@ -235,11 +238,11 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
             if on_tensor.span == (axis,):
                 trace.activations[path, kind, ordinal] = on_tensor.labels.reshape(-1)
 
-    stack = ModuleStack(
-        clone,
-        lambda path, module, args: note(path, "input", module, args),
-        lambda path, module, output: note(path, "output", module, output),
-    )
+    def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        trace.norms.leave(path, module, inputs, output)
+        note(path, "output", module, output)
+
+    stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
     mode = LabelMode(flow, run, stack, trace.runs[-1] if run.training else None)
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.attributes import SizeSearch, attribute_values
+from prunekit.channels.attributes import attribute_values
 from prunekit.channels.comparing import TOLERANCE, Divergence, as_double, compare, keyed
 from prunekit.channels.doubled import DoubledWhileRunning, as_it_is, doubled, to_double, with_zeros
 from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks, with_sizes
+from prunekit.channels.searching import SizeSearch
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.channels.tracing import Operator, Run
 from prunekit.context import seeded

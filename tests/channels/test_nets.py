@@ -54,8 +54,7 @@ LOCKED_BY_RULE = {
     "first_half_of_the_channels_overwritten": ("", "aten.slice"),
     "plain_tensor_attribute": ("", "aten.mul"),
     "operator_without_a_rule": ("2", "aten.pixel_shuffle"),
-    "layer_norm_locks_its_channels": ("1", "aten.native_layer_norm"),
-    "group_norm_locks_its_channels": ("1", "aten.native_group_norm"),
+    "layer_norm_as_a_function_locks_its_channels": ("", "aten.native_layer_norm"),
 }
 
 

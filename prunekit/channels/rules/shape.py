@@ -113,6 +113,15 @@ def permute(flow: Flow, call: Call) -> None:
     flow.set(call.out, [field.with_labels(np.transpose(field.labels, order)) for field in flow.fields(call.args[0])])
 
 
+@rule("aten.as_strided_")
+def layout(flow: Flow, call: Call) -> None:
+    """Pooling to one position writes other strides for its axes of size 1 in place; anything more locks."""
+    fields, shape = flow.fields(call.out), call.out.shape
+    fits = all(f.labels.ndim == len(shape) and all(f.labels.shape[a] == shape[a] for a in f.span) for f in fields)
+    if not (fits and call.out.is_contiguous()):
+        flow.lock(fields, "strides written in place")
+
+
 @rule("aten.expand")
 def expand(flow: Flow, call: Call) -> None:
     """Repeats axes of size 1: the labels do not depend on them."""
