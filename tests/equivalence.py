@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import Keep
+from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.trial import settle
 from prunekit.compaction import compact
 from prunekit.planning import Plan
@@ -132,11 +133,15 @@ def difference(want: Any, got: Any) -> float:
 
 @torch.no_grad()
 def parity(model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> float:
-    """How far masked and compact model are apart in eval mode and float64."""
+    """How far masked and compact model are apart in eval mode and float64.
+
+    Norms over channels run as prunekit lets them: what they must compute, `test_norms.py` writes out by hand.
+    """
     masked = masked_double(model, plan).eval()
     small = compact(copy.deepcopy(model).double(), plan).eval()
     inputs = doubled(example)
-    return difference(masked(*inputs), small(*inputs))
+    with NarrowNorms(masked, plan.channel_map, plan.keep):
+        return difference(masked(*inputs), small(*inputs))
 
 
 def settled_plan(model: nn.Module, example: tuple[Any, ...], seed: int = 0, share: float = 1 / 3) -> Plan:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.channels.attention import SizedMultiheadAttention
 from prunekit.channels.map import ChannelGroup, ChannelMap, Lock
 from prunekit.channels.resolve import channel_map
 from prunekit.channels.tracing import channel_axis, trace_model
@@ -33,4 +34,4 @@ def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tup
     return channel_map(model, trace_model(model, [example_inputs, *more_examples]))
 
 
-__all__ = ["ChannelGroup", "ChannelMap", "Lock", "channel_axis", "trace"]
+__all__ = ["ChannelGroup", "ChannelMap", "Lock", "SizedMultiheadAttention", "channel_axis", "trace"]

@@ -6,12 +6,16 @@ from prunekit.models.optional import OPTIONAL_ZOOS, image_shape
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import load_weights
+from prunekit.models.window_attention import SizedRelativeAttention, SizedWindowAttention, SizedWindowAttentionV2
 from prunekit.models.zoo import ZOOS, build_model, is_weights_file, missing_weights, zoo_names
 
 __all__ = [
     "OPTIONAL_ZOOS",
     "ZOOS",
     "ModelSettings",
+    "SizedRelativeAttention",
+    "SizedWindowAttention",
+    "SizedWindowAttentionV2",
     "auxiliary",
     "build_model",
     "image_shape",

@@ -1,6 +1,6 @@
 """Rules by operator family; importing this package fills the table."""
 
-from prunekit.channels.rules import compute, lookup, pointwise, shape, vision
+from prunekit.channels.rules import compute, lookup, norms, parts, pointwise, shape, vision
 from prunekit.channels.rules.compute import COUNTED, whole_groups
 from prunekit.channels.rules.registry import RULES, Call, Rule, rule
 
@@ -11,6 +11,8 @@ __all__ = [
     "Rule",
     "compute",
     "lookup",
+    "norms",
+    "parts",
     "pointwise",
     "rule",
     "shape",
