@@ -1,122 +1,146 @@
-"""Every CNN of torchvision: traced, planned at half of the channels, tried in float64, compacted. One process a model.
+"""Every model of a zoo: traced, planned at half of the channels, compacted, trained a step, saved and loaded again.
 
-A model passes when masked == compact to 1e-9 at every operator, at least 95 % of its parameters lie on a free axis and
-at most 32 % of its MACs are left at a uniform share of 0.5. BatchNorm statistics, affines and biases are randomised, so
-that nothing is trivially zero. One image at the size the model was made for, one thread, float32 weights.
+A model passes when the masked model equals the compact one to 1e-9 in float64, in the trial at every operator; when the
+compact model runs forward and backward in train and in eval mode, and comes back from its folder bit for bit; when at
+least 95 % of its parameters lie on a free axis and at most 32 % of its MACs are left at a uniform share of 0.5. What is
+exact but reaches less is `partly`. Weights are random, and what would be zero or one is randomised, so that nothing is
+equal by chance. One process a model, one thread; inputs have the size the model was made for.
 
-    python benchmarks/coverage.py [--json] [--models A,B] [--limit SECONDS] [--keep]
+    python benchmarks/coverage.py [--zoo torchvision|timm|hf] [--models A,B] [--size 96] [--limit SECONDS] [--json]
+                                  [--keep]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import os
-import subprocess
+import math
+import multiprocessing
+import resource
+import signal
 import sys
-import time
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-FAMILIES = (
-    "alexnet", "vgg", "resnet", "resnext", "wide_resnet", "densenet", "googlenet", "inception", "squeezenet",
-    "mobilenet", "mnasnet", "shufflenet", "efficientnet", "regnet",
-)  # fmt: skip
-SIZES = {"inception_v3": 299, "efficientnet_v2_s": 384, "efficientnet_v2_m": 480, "efficientnet_v2_l": 480} | {
-    f"efficientnet_b{i}": size for i, size in enumerate((224, 240, 288, 300, 380, 456, 528, 600))
+import torch
+from common import RESULTS, keep, show
+from coverage_check import check, failed, where_from
+from zoo_cases import Zoo
+
+FORK = multiprocessing.get_context("fork")
+"""A child has all modules already: importing them takes longer than most models do."""
+
+ZOOS = ("torchvision", "timm", "hf")
+COLUMNS = {
+    "model": "model",
+    "verdict": "verdict",
+    "max_relative_difference": "largest difference",
+    "free_parameter_share": "parameters free",
+    "free_macs_share": "MACs free",
+    "macs_left": "MACs left",
+    "seconds": "seconds",
+    "reason": "reason",
 }
 
 
-def models() -> list[str]:
-    """Names of torchvision's CNN classifiers."""
-    import torchvision
-
-    names = torchvision.models.list_models(module=torchvision.models)
-    return [name for name in names if any(name.startswith(family) for family in FAMILIES)]
-
-
-def check(name: str) -> dict[str, Any]:
+def check_one(zoo: Zoo, name: str, side: int | None) -> dict[str, Any]:
     """One model, in this process."""
-    import torch
-    import torchvision
-    from torch.nn.modules.batchnorm import _BatchNorm
-
-    import prunekit
-
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    quiet = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    model = torchvision.models.get_model(name, weights=None, **quiet)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, _BatchNorm):
-                module.weight.uniform_(0.5, 1.5)
-                module.running_mean.normal_(0, 0.5)
-                module.running_var.uniform_(0.5, 2)
-            if isinstance(getattr(module, "bias", None), torch.nn.Parameter):
-                module.bias.normal_(0, 0.5)
-    size = SIZES.get(name, 224)
-    start = time.perf_counter()
-    pruned = prunekit.prune(model, (torch.randn(1, 3, size, size),), channels=0.5)
-    seconds = time.perf_counter() - start
-    chart = pruned.plan.channel_map
-    free = chart.free_share([name for name, _ in model.named_parameters()])
-    left = chart.macs(pruned.plan.keep) / chart.macs()
-    exact = pruned.max_relative_difference <= 1e-9
-    reasons = [] if exact else ["masked and compact differ"]
-    if free < 0.95:
-        reasons.append(f"{free:.1%} of the parameters are on a free axis")
-    if left > 0.32:
-        dense, kept = chart.layer_macs(), chart.layer_macs(pruned.plan.keep)
-        most = sorted(dense, key=lambda path: dense[path] / 4 - kept[path])[:3]
-        reasons.append("more than a quarter stays in " + ", ".join(f"{p} ({kept[p] / dense[p]:.0%})" for p in most))
-    added = [lock for lock in chart.locks if lock.reason.startswith("the trial")]
-    reasons += [f"{lock.module}: {lock.reason}" for lock in added[:3]]
-    return {
-        "model": name,
-        "passed": exact and free >= 0.95 and left <= 0.32,
-        "max_relative_difference": pruned.max_relative_difference,
-        "free_parameter_share": round(free, 5),
-        "macs_left": round(left, 4),
-        "seconds": round(seconds, 2),
-        "reason": "; ".join(reasons),
-    }
-
-
-def in_process(name: str, limit: float) -> dict[str, Any]:
-    """One model in a process of its own, with a time limit."""
-    command = [sys.executable, "-W", "ignore", __file__, "--once", name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"model": name, "passed": False, "reason": f"not done after {limit:.0f} s"}
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return {"model": name, "passed": False, "reason": last}
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+        case = zoo.build(name, side)
+    except Exception as error:  # a constructor of the zoo fails
+        return failed(f"not built: {where_from(error)}")
+    return check(case)
+
+
+def in_process(zoo: Zoo, name: str, side: int | None, limit: float) -> dict[str, Any]:
+    """One model in a process of its own, with a limit on its processor time, and on ten times that by the clock."""
+    receiver, sender = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit) + 5))
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        sender.send(check_one(zoo, name, side))
+
+    process = FORK.Process(target=run)
+    process.start()
+    sender.close()
+    try:
+        row: dict[str, Any] = (
+            receiver.recv() if receiver.poll(10 * limit) else failed(f"not done after {10 * limit:.0f} s")
+        )
+    except EOFError:  # the process has ended without a row
+        process.join()
+        late = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        row = failed(f"not done after {limit:.0f} s" if late else f"ended with exit status {process.exitcode}")
+    process.kill()
+    process.join()
+    return {"model": name, **row}
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows, each as soon as it is known."""
+    zoo = importlib.import_module(f"zoo_{options.zoo}")
+    for name in options.models.split(",") if options.models else zoo.names():
+        row = in_process(zoo, name, options.size, options.limit)
+        if options.json:
+            print(json.dumps(row), flush=True)
+        yield row
+
+
+def as_markdown(found: Sequence[dict[str, Any]], zoo: str) -> str:
+    """A table with a line for each model, failures first."""
+    order = ("failed", "partly", "passed")
+    lines = [f"# {zoo}: {_summary(found)}", "", "| " + " | ".join(COLUMNS.values()) + " |", "|---" * len(COLUMNS) + "|"]
+    for row in sorted(found, key=lambda row: order.index(row["verdict"])):
+        lines.append("| " + " | ".join(_cell(column, row.get(column)) for column in COLUMNS) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(column: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if column == "max_relative_difference":
+        return f"{value:.1e}"
+    if isinstance(value, float) and column != "seconds":
+        return f"{value:.1%}"
+    return str(value).replace("|", "\\|")
+
+
+def _summary(found: Sequence[dict[str, Any]]) -> str:
+    counts = {verdict: sum(row["verdict"] == verdict for row in found) for verdict in ("passed", "partly", "failed")}
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f" of {len(found)}"
 
 
 def main() -> None:
     """Checks the models and prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zoo", choices=ZOOS, default="torchvision")
     parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--models", help="comma-separated; all CNNs when not given")
+    parser.add_argument("--models", help="comma-separated; all of the zoo when not given")
+    parser.add_argument(
+        "--size", type=int, help="side of the images, for models that take any; their own when not given"
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds for a model")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/coverage.json")
-    parser.add_argument("--once", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/coverage_ZOO.json and .md")
     options = parser.parse_args()
-    if options.once:
-        print(json.dumps(check(options.once)))
-        return
-    from common import keep, show
-
-    rows = [in_process(name, options.limit) for name in (options.models.split(",") if options.models else models())]
-    show(rows, as_json=options.json)
-    print(f"{sum(row['passed'] for row in rows)} of {len(rows)} passed", file=sys.stderr)
+    found = list(rows(options))
+    if not options.json:
+        show(found, as_json=False)
+    print(_summary(found), file=sys.stderr)
     if options.keep:
-        setting = {"batch": 1, "threads": 1, "dtype": "float64 trial of float32 weights", "share": 0.5}
-        print(keep("coverage", rows, setting), file=sys.stderr)
+        setting = {
+            "zoo": options.zoo,
+            "size": options.size or "the model's own",
+            "batch": 1,
+            "threads": 1,
+            "share": 0.5,
+        }
+        print(keep(f"coverage_{options.zoo}", found, setting), file=sys.stderr)
+        (RESULTS / f"coverage_{options.zoo}.md").write_text(as_markdown(found, options.zoo), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote
 from prunekit.errors import UsageError, nearest
 
 _PREFIX = "prunekit_user_"
+_INSTALLED = "python:"
 
 
 def run_factory(reference: str, error: type[UsageError]) -> Any:
@@ -26,19 +27,23 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     sets may import their neighbours late, and worker processes that are spawned take the path over.
 
     Args:
-        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments.
+        reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; or
+            `python:`, a module that can be imported, a colon, and that name.
         error: what to raise.
 
     Raises:
-        UsageError: of the type `error`: no such file or name, or the code raises.
+        UsageError: of the type `error`: no such file, module or name, or the code raises.
     """
     file, colon, name = reference.rpartition(":")
-    if not colon or not file.endswith(".py") or not name:
-        raise error(f"expected file.py:factory, got {reference!r}; for example own.py:build")
+    installed = file.startswith(_INSTALLED)
+    if not colon or not (installed or file.endswith(".py")) or not name:
+        raise error(
+            f"expected file.py:factory, got {reference!r}; for example own.py:build or python:package.module:build"
+        )
     path = Path(file)
-    if not path.is_file():
+    if not installed and not path.is_file():
         raise error(f"{path}: there is no such file; expected file.py:factory, got {reference!r}")
-    module = _run(path.resolve(), error)
+    module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)
     factory = getattr(module, name, None)
     if not callable(factory):
         names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -57,8 +62,12 @@ def _run(path: Path, error: type[UsageError]) -> ModuleType:
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    return _import(_module_name(path), path, error)
+
+
+def _import(name: str, path: Path, error: type[UsageError]) -> ModuleType:
     try:
-        return importlib.import_module(_module_name(path))
+        return importlib.import_module(name)
     except (Exception, SystemExit) as raised:
         raise error(f"{path}: running this file raised {_raised(raised, path)}") from raised
 

@@ -38,6 +38,7 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.channels.attention import SizedMultiheadAttention
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, along
 from prunekit.channels.map import ChannelGroup, ChannelMap, Lock
@@ -68,4 +69,16 @@ def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tup
     return channel_map(model, trace_model(model, [example_inputs, *more_examples]))
 
 
-__all__ = ["Call", "ChannelGroup", "ChannelMap", "Field", "Flow", "Lock", "along", "channel_axis", "rule", "trace"]
+__all__ = [
+    "Call",
+    "ChannelGroup",
+    "ChannelMap",
+    "Field",
+    "Flow",
+    "Lock",
+    "SizedMultiheadAttention",
+    "along",
+    "channel_axis",
+    "rule",
+    "trace",
+]

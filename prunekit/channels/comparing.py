@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
+from prunekit.channels.narrowed import NarrowNorms
+from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
 from prunekit.nested import gather, map_tensors, tensors_in
@@ -33,17 +34,22 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first operator at which masked and compact model part."""
+    """The first operator at which masked and compact model part.
+
+    `line` is the line of Python that ran, as file:number: text; `agreed` the number of operators before it.
+    """
 
     module: str
     operator: str
     key: Key
     difference: float
     detail: str
+    line: str = ""
+    agreed: int = 0
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
-        return f"{self.operator or 'the Python code'} in {where}: {self.detail}"
+        return f"{self.operator or 'the Python code'} in {where}: {self.detail}{self.line and f' at {self.line}'}"
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,6 +79,8 @@ def without_chance(name: str, out: Any) -> Any:
     if isinstance(out, torch.Tensor):
         if name in RANDOM:
             out.fill_(1.0)
+        elif name == "aten.randperm":
+            torch.arange(out.numel(), out=out)
         elif "empty" in name:
             out.zero_()
     return out
@@ -126,7 +134,7 @@ def compare(
     Raises:
         ModelError: already the masked model does not run.
     """
-    operators = keyed(run)
+    operators = {key: operator for key, operator in keyed(run).items() if not _inside(key[0], channel_map.norms)}
     reference: dict[Key, tuple[str, list[Any]]] = {}
 
     def record(key: Key, name: str, out: Any) -> None:
@@ -138,9 +146,10 @@ def compare(
         reference[key] = (name, fresh)
 
     worst = peak = 0.0
+    agreed = 0
 
     def check(key: Key, name: str, out: Any) -> None:
-        nonlocal worst, peak
+        nonlocal worst, peak, agreed
         expected = reference.pop(key, None)
         if expected is None or expected[0] != name:
             return
@@ -149,15 +158,19 @@ def compare(
             worst = max(worst, difference)
             if not difference <= tolerance:
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
+        agreed += 1
 
     try:
-        wanted = _forward(masked, example, run.training, record)
+        with NarrowNorms(masked, channel_map, keep):
+            wanted = _forward(masked, example, run.training, record)
     except _Parted as parted:
+        if parted.divergence.module in channel_map.norms:  # its narrow copy
+            return parted.divergence.difference, parted.divergence
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
     try:
         outputs = _forward(compact, example, run.training, check)
     except _Parted as parted:
-        return parted.divergence.difference, parted.divergence
+        return parted.divergence.difference, replace(parted.divergence, line=line_of(parted), agreed=agreed)
     if len(wanted) != len(outputs):
         detail = f"{len(outputs)} tensors in the output, expected {len(wanted)}"
         return float("inf"), Divergence("", "", ("", "", -1), float("inf"), detail)
@@ -167,6 +180,11 @@ def compare(
         if not difference <= tolerance:
             return difference, Divergence("", "", ("", "", -1), difference, f"only the model's outputs part: {detail}")
     return worst, None
+
+
+def _inside(path: str, norms: Container[str]) -> bool:
+    """Whether a module is a norm or a part of one: under masks a narrow copy runs in its place."""
+    return any(prefix in norms for prefix in accumulate(path.split("."), "{}.{}".format))
 
 
 class _Parted(Exception):
@@ -221,9 +239,8 @@ def _forward(
             raise
         except Exception as error:
             module = stack.current
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} ({frame.name})"
-            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail)) from None
+            detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail)) from error
     return gather(output)
 
 

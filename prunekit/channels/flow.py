@@ -52,15 +52,21 @@ class Flow:
     """State of one trace, handed to every rule.
 
     Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
+
+    Attributes:
+        substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
+        module, operator: what runs now.
     """
 
     def __init__(self) -> None:
         self.union = LabelUnion()
         self.locks: list[LockRecord] = []
         self.constraints: list[Rectangle | EqualParts] = []
+        self.statistics: dict[str, list[LockRecord]] = {}
         self.macs: list[MacTerm] = []
         self.count_macs = True
         self.batch = 1
+        self.substituted: set[str] = set()
         self.module = ""
         self.operator = ""
 
@@ -79,6 +85,28 @@ class Flow:
             if labels is not None and labels.size:
                 self.union.lock(labels)
                 self.locks.append(LockRecord(reason, self.module, self.operator, labels.reshape(-1)))
+
+    def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
+        """Locks labels once an operator or the model's output takes a tensor, which few callers of attention do."""
+        record = LockRecord(reason, self.module, self.operator, labels.reshape(-1))
+        tensor._prunekit_unread = record  # type: ignore[attr-defined]
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Notes that something takes a tensor."""
+        record = getattr(tensor, "_prunekit_unread", None)
+        if record is not None:
+            self.union.lock(record.labels)
+            self.locks.append(record)
+
+    def take_statistics(self, field: Field, reason: str | None) -> None:
+        """Notes that the running module reduces over all of a labelled axis: its end decides, see `NormWatch`.
+
+        Args:
+            reason: for the lock if the module is not a norm; None where removed zeros do no harm then.
+        """
+        taken = self.statistics.setdefault(self.module, [])
+        if reason is not None:
+            taken.append(LockRecord(reason, self.module, self.operator, field.labels.reshape(-1)))
 
     def fix(self, labels: Labels | None) -> None:
         """Locks labels that no user would expect to prune, such as a kernel's height: not reported."""
@@ -126,15 +154,18 @@ class Flow:
                 for other in range(len(operands)):
                     if other != index:
                         self._meet(field, operands[other], shape, forward=other > index)
-        by_span: dict[tuple[int, ...], dict[int, Field]] = {}
+        by_span: dict[tuple[int, ...], dict[int, list[Field]]] = {}
         for index, (_, fields) in enumerate(operands):
             for field in fields:
-                by_span.setdefault(field.span, {})[index] = field
+                by_span.setdefault(field.span, {}).setdefault(index, []).append(field)
         result = []
         for parts in by_span.values():
-            zeros = [field.zero for field in parts.values()]
-            zero = any(zeros) if product else all(zeros) and len(parts) == len(operands) and others_zero
-            result.append(Field(next(iter(parts.values())).labels, zero))
+            most = max(parts.values(), key=len)  # a flattened kernel has several on one axis
+            others = [fields[0].zero for fields in parts.values() if fields is not most]
+            for field in most:
+                zeros = [field.zero, *others]
+                zero = any(zeros) if product else all(zeros) and len(parts) == len(operands) and others_zero
+                result.append(Field(field.labels, zero))
         return result
 
     def _meet(self, field: Field, other: tuple[Shape, Sequence[Field]], shape: Shape, *, forward: bool) -> None:
@@ -167,7 +198,7 @@ class Flow:
         kept = []
         for field in fields:
             contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
-            if contracted and not field.zero:
+            if contracted == field.span and contracted and not field.zero:
                 self.lock([field], "sums over values that are not exactly zero where the channel is removed")
             if contracted == field.span:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.flow import LockRecord, MacTerm
 from prunekit.channels.labels import Field, Labels
+from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace
 
 Keep = NDArray[np.bool_]
@@ -42,6 +43,23 @@ class ChannelGroup:
 
 
 @dataclass(frozen=True, eq=False)
+class SizeAttribute:
+    """An integer attribute of a module that is the size of a labelled axis, or one element of a list or tuple of such.
+
+    `labels` has a row for each position of the axis, (size, n): a position is left if any of its labels is.
+    """
+
+    module: str
+    name: str
+    position: int | None
+    labels: Labels
+
+    def kept(self, keep: Keep) -> int:
+        """The size under a plan."""
+        return int(np.count_nonzero(keep[self.labels].any(axis=1)))
+
+
+@dataclass(frozen=True, eq=False)
 class ChannelMap:
     """Labels of every parameter and buffer axis; the one thing that knows how channels hang together.
 
@@ -52,6 +70,8 @@ class ChannelMap:
         groups: free labels by the set of axes they lie on, in the order of the model's parameters.
         locks: why the locked ones are locked.
         activations: (module path, "input" or "output", call) -> labels along that activation's channel axis.
+        sizes: attributes of modules that a trial found to be sizes.
+        norms: module path -> over which labels the module takes statistics; masked runs let it see kept ones only.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -62,6 +82,8 @@ class ChannelMap:
     activations: Mapping[ActivationKey, Labels]
     mac_terms: tuple[MacTerm, ...]
     source: Resolved | None
+    norms: Mapping[str, Norm] = field(default_factory=dict)
+    sizes: tuple[SizeAttribute, ...] = ()
 
     def macs(self, keep: Keep | None = None) -> int:
         """Multiply-accumulates for one sample with the labels in `keep` (bool, (n_labels,)); dense without."""
@@ -129,10 +151,11 @@ class ChannelMap:
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """What a map was made from: the trace, locks added since, and trace label -> final label."""
+    """What a map was made from: the trace, what trials added in its numbering, and trace label -> final label."""
 
     trace: Trace
     extra: tuple[LockRecord, ...]
+    sizes: tuple[SizeAttribute, ...]
     final: Labels
 
 

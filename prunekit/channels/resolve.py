@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from torch import nn
@@ -10,7 +11,8 @@ from torch import nn
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.flow import LockRecord, MacTerm, Rectangle
 from prunekit.channels.labels import Labels, LabelUnion
-from prunekit.channels.map import ChannelMap, Lock, Resolved, group_labels
+from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
+from prunekit.channels.norms import resolved
 from prunekit.channels.tracing import Trace
 
 
@@ -22,10 +24,26 @@ def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
 def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> ChannelMap:
     """A new map in which further labels, of the trace's own numbering, are locked."""
     source = channel_map.traced
-    return build(source.trace, [*source.extra, *records], dict(channel_map.shapes))
+    return build(source.trace, [*source.extra, *records], dict(channel_map.shapes), source.sizes)
 
 
-def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ...]]) -> ChannelMap:
+def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:
+    """A new map that knows further attributes, with labels in the trace's own numbering, to be sizes."""
+    source = channel_map.traced
+    known = (*source.sizes, *sizes)
+    return replace(channel_map, sizes=_renumbered(known, source.final), source=replace(source, sizes=known))
+
+
+def _renumbered(sizes: Iterable[SizeAttribute], final: Labels) -> tuple[SizeAttribute, ...]:
+    return tuple(replace(size, labels=final[size.labels]) for size in sizes)
+
+
+def build(
+    trace: Trace,
+    extra: list[LockRecord],
+    shapes: dict[str, tuple[int, ...]],
+    sizes: tuple[SizeAttribute, ...] = (),
+) -> ChannelMap:
     """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
     union = trace.flow.union.copy()  # a trace serves several maps, and one map's locks are not another's
     records = [*trace.flow.locks, *extra]
@@ -60,7 +78,9 @@ def build(trace: Trace, extra: list[LockRecord], shapes: dict[str, tuple[int, ..
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
             for term in trace.flow.macs
         ),
-        source=Resolved(trace, tuple(extra), final),
+        source=Resolved(trace, tuple(extra), sizes, final),
+        norms=resolved(trace.norms.norms, final),
+        sizes=_renumbered(sizes, final),
     )
 
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prunekit.hooks import HookOwner
 
 
 class ModuleStack(HookOwner):
-    """Knows at every operator which module is running, and tells when one begins and ends."""
+    """Knows at every operator which module is running, and tells when one begins and ends.
+
+    Args:
+        on_enter: gets path, module, and its arguments and named arguments.
+        on_exit: the same and the result.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         on_enter: Callable[[str, nn.Module, Any], None] | None = None,
-        on_exit: Callable[[str, nn.Module, Any], None] | None = None,
+        on_exit: Callable[[str, nn.Module, Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
@@ -33,21 +41,21 @@ class ModuleStack(HookOwner):
     def register(self) -> None:
         """Adds a forward-pre and a forward hook to every module."""
         for path, module in self.model.named_modules():
-            self.own(module.register_forward_pre_hook(self._enter(path)))
-            self.own(module.register_forward_hook(self._leave(path)))
+            self.own(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
+            self.own(module.register_forward_hook(self._leave(path), with_kwargs=True))
 
-    def _enter(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
+    def _enter(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, named: Any) -> None:
             self.paths.append(path)
             if self.on_enter is not None:
-                self.on_enter(path, module, args)
+                self.on_enter(path, module, (args, named))
 
         return hook
 
-    def _leave(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, path: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
             if self.on_exit is not None:
-                self.on_exit(path, module, output)
+                self.on_exit(path, module, (args, named), output)
             self.paths.pop()
 
         return hook
@@ -116,10 +124,27 @@ class TrainModeWatch:
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Attention's fast path off: it would hide the projections from the trace."""
+    """Attention's fast path and fused kernels off: they would hide the projections and the scores from the trace."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_AROUND_MODELS = tuple(
+    f"{_TORCH}/{part}" for part in ("utils", "_dynamo", "_ops.py", "_compile.py", "nn/modules/module.py")
+)
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of a model's own code, else of torch's modules, from which an error came."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
+    models = [frame for frame in outside if not frame.filename.startswith(_TORCH)]
+    for frame in reversed(models or [frame for frame in outside if not frame.filename.startswith(_AROUND_MODELS)]):
+        return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+    return ""

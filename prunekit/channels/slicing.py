@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from prunekit.channels.attributes import Values, set_attributes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.rules.compute import whole_groups
+from prunekit.channels.substitutes import SizedAttention, heads_left, set_heads
 
 KeptIndices = Mapping[str, tuple[Labels | None, ...]]
 
@@ -54,19 +56,24 @@ def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[s
     """Channels that norms without tensors of their own will see, by module path: only the trace knows."""
     widths = {}
     for path, module in model.named_modules():
-        labels = channel_map.activations.get((path, "input", 0))
-        if labels is not None and _is_bare(module):
-            widths[path] = int(np.count_nonzero(keep[labels]))
+        if _is_bare(module):
+            norm = channel_map.norms.get(path)
+            labels = channel_map.activations.get((path, "input", 0)) if norm is None else norm.inputs[0][1]
+            if labels is not None:
+                widths[path] = int(np.count_nonzero(keep[labels]))
     return widths
+
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def _is_bare(module: nn.Module) -> bool:
     tables = (module._parameters, module._buffers)
-    return isinstance(module, _NormBase) and all(tensor is None for table in tables for tensor in table.values())
+    return isinstance(module, _NORMS) and all(tensor is None for table in tables for tensor in table.values())
 
 
 def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
-    """Sets `num_features` of norms without tensors, in place.
+    """Sets the size attributes of norms without tensors, in place.
 
     Raises:
         KeyError: there is no such norm at a path.
@@ -75,22 +82,48 @@ def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
     for path, width in widths.items():
         if path not in modules or not _is_bare(modules[path]):
             raise KeyError(path)
-        modules[path].num_features = width
+        _set_width(modules[path], width)
 
 
-def narrow(model: nn.Module, kept: KeptIndices, widths: Mapping[str, int] | None = None) -> nn.Module:
-    """A new model of the same class with only the kept entries; the given model is not changed.
+def _set_width(norm: nn.Module, width: int) -> None:
+    if isinstance(norm, nn.GroupNorm):
+        _set_groups(norm, width)
+    elif isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
+        norm.normalized_shape = (*norm.normalized_shape[:-1], width)
+    elif isinstance(norm, _NormBase):
+        norm.num_features = width
+
+
+def _set_groups(norm: nn.GroupNorm, width: int) -> None:
+    """The number of groups stays, unless every channel was a group of its own."""
+    if norm.num_groups == norm.num_channels:
+        norm.num_groups = width
+    norm.num_channels = width
+
+
+def narrow(
+    model: nn.Module,
+    kept: KeptIndices,
+    widths: Mapping[str, int] | None = None,
+    attributes: Values | None = None,
+) -> nn.Module:
+    """A new model with only the kept entries; the given model is not changed.
+
+    Of the same classes, but for attention whose sizes its own class cannot express.
 
     Args:
         model: the dense model.
         kept: as made by `kept_indices`.
         widths: as made by `bare_widths`.
+        attributes: as made by `attribute_values`.
     """
     source = {name: tensor.detach() for name, tensor in named_tensors(model)}
     everything = {name: cut(t, kept[name]) if name in kept else t.clone() for name, t in source.items()}
     compact = with_tensors(model, everything)
+    set_heads(compact, heads_left(model, kept))
     resize(compact)
     set_bare_widths(compact, widths or {})
+    set_attributes(compact, attributes or {})
     return compact
 
 
@@ -149,6 +182,19 @@ def _layer_norm(module: nn.LayerNorm) -> None:
         module.normalized_shape = tuple(module.weight.shape)
 
 
+@resizer(nn.GroupNorm)
+def _group_norm(module: nn.GroupNorm) -> None:
+    if module.weight is not None:
+        _set_groups(module, module.weight.numel())
+
+
+@resizer(nn.TransformerEncoder)
+def _encoder(module: nn.TransformerEncoder) -> None:
+    # Its nested tensors are for the fast path of torch's own attention.
+    if any(isinstance(part, SizedAttention) for part in module.modules()):
+        module.use_nested_tensor = False
+
+
 @resizer(nn.PReLU)
 def _prelu(module: nn.PReLU) -> None:
     module.num_parameters = module.weight.numel()
@@ -156,4 +202,15 @@ def _prelu(module: nn.PReLU) -> None:
 
 @resizer(nn.Embedding)
 def _embedding(module: nn.Embedding) -> None:
+    module.num_embeddings, module.embedding_dim = module.weight.shape
+
+
+@resizer(nn.RNNBase, nn.RNNCellBase)
+def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
+    name = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
+    module.input_size = module.get_parameter(name).shape[1]
+
+
+@resizer(nn.EmbeddingBag)
+def _embedding_bag(module: nn.EmbeddingBag) -> None:
     module.num_embeddings, module.embedding_dim = module.weight.shape

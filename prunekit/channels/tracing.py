@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow, LockRecord
 from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
+from prunekit.channels.substitutes import substitute_all
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PrunekitError
 from prunekit.nested import gather, map_tensors, tensors_in
@@ -37,13 +39,13 @@ class Operator:
     module: str
     outputs: tuple[tuple[Field, ...], ...]
     inputs: tuple[Field, ...]
-    counted: bool  # neither a view nor a plain copy, which a model may need or not depending on its widths
+    counted: bool  # no view or plain copy, which a model needs or not depending on its widths; not of a substitute
     call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
 
 
 def is_counted(func: Any, name: str) -> bool:
     """Whether an operator has a number of its own in the trial: views and plain copies do not."""
-    return not func.is_view and name not in {"aten.clone", "aten._to_copy", "aten.contiguous"}
+    return not func.is_view and name not in {"aten.clone", "aten._to_copy", "aten.contiguous", "aten._unsafe_view"}
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -78,6 +80,7 @@ class Trace:
     labels: dict[str, tuple[Labels | None, ...]]
     runs: list[Run]
     activations: dict[ActivationKey, Labels]
+    norms: NormWatch
 
 
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,6 +100,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flow = self.flow
         flow.module, flow.operator = self.stack.current, name
         inputs = gather((args, kwargs))
+        for tensor in inputs:
+            flow.read(tensor)
         outs = tuple(gather(out))
         before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
@@ -108,7 +113,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._guard_views(target, known)
         self._follow_storage(target, inputs, outs)
         fields = tuple([flow.fields(o) for o in outs])
-        self.run.operators.append(Operator(name, flow.module, fields, before, is_counted(func, name), call))
+        counted = is_counted(func, name) and flow.module not in flow.substituted
+        self.run.operators.append(Operator(name, flow.module, fields, before, counted, call))
         return out
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
@@ -180,11 +186,12 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
     clone = with_tensors(model, stand_ins)
     flow = Flow()
+    flow.substituted = substitute_all(clone)
     fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
     labels = {}
     for name, tensor in named_tensors(clone):
         labels[name], fresh = _label(flow, tensor, fresh)
-    trace = Trace(flow, labels, [], {})
+    trace = Trace(flow, labels, [], {}, NormWatch(flow))
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
@@ -198,6 +205,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
                     raise
                 reason = f"train mode does not run on this example ({_first_line(error)}); what only it uses stays"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
+                trace.norms.abandon()
     return trace
 
 
@@ -230,11 +238,11 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
             if on_tensor.span == (axis,):
                 trace.activations[path, kind, ordinal] = on_tensor.labels.reshape(-1)
 
-    stack = ModuleStack(
-        clone,
-        lambda path, module, args: note(path, "input", module, args),
-        lambda path, module, output: note(path, "output", module, output),
-    )
+    def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        trace.norms.leave(path, module, inputs, output)
+        note(path, "output", module, output)
+
+    stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
     mode = LabelMode(flow, run, stack, trace.runs[-1] if run.training else None)
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
@@ -242,6 +250,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):
+        flow.read(tensor)
         flow.lock(flow.fields(tensor), "output of the model")
     earlier = trace.runs[-1] if run.training else None
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)

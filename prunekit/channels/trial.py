@@ -10,16 +10,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.channels.attributes import attribute_values
 from prunekit.channels.comparing import TOLERANCE, Divergence, as_double, compare, keyed
 from prunekit.channels.doubled import DoubledWhileRunning, as_it_is, doubled, to_double, with_zeros
 from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.resolve import with_locks
+from prunekit.channels.resolve import with_locks, with_sizes
+from prunekit.channels.searching import SizeSearch
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.channels.tracing import Operator, Run
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PlanError
+
+Trial = tuple[float, tuple[Divergence, Run] | None]
+"""The largest difference, and where the models parted, if they did."""
 
 OWN_PRECISION = 1e-4
 """Tolerance of a trial in the model's own precision, for models whose code does not let them run in float64."""
@@ -63,13 +68,20 @@ def settle(
     for _ in range(attempts):
         keep = choose(channel_map)
         kept = kept_indices(channel_map, keep)
-        compact = narrow(model, kept, bare_widths(model, channel_map, keep))
-        with seeded(0):
-            worst, found = _try(model, compact, kept, channel_map, keep, examples)
+        widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
+        compact = narrow(model, kept, widths, attributes)
+
+        def attempt(compact: nn.Module = compact, chart: ChannelMap = channel_map, keep: Keep = keep) -> Trial:
+            with seeded(0):
+                return _try(model, compact, kept_indices(chart, keep), chart, keep, examples)
+
+        worst, found = attempt()
         if found is None:
             return Settled(channel_map, keep, compact, worst)
         divergence, run = found
-        channel_map = with_locks(channel_map, _locks_for(divergence, run))
+        sizes = SizeSearch(model, compact, channel_map, keep, lambda: attempt()[1]).after(found)
+        locks = () if sizes else _locks_for(divergence, run)
+        channel_map = with_locks(with_sizes(channel_map, sizes), locks)
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
@@ -130,7 +142,7 @@ def _locks_for(divergence: Divergence, run: Run) -> list[LockRecord]:
     labels = next((found for found in map(_labels_at, candidates) if found), None)
     if not labels:
         raise PlanError(f"the compact model fails where no channel is known: {divergence}")
-    reason = f"the trial found a difference: {divergence.detail}"
+    reason = f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
     return [LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))]
 
 

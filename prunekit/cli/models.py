@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prunekit.cli.options import is_recipe, load_job
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
+    from prunekit.models import ModelSettings
     from prunekit.workflow.targets import Target
+
+Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """`--model`, `--weights`, `--input-shape`, `--seed` and `--data`."""
+    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data` and `--zoo`."""
 
     factory: str | None = None
     weights: str | None = None
     input_shape: tuple[int, ...] | None = None
     seed: int | None = None
     data: str | None = None
+    zoo: Zoo | None = None
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> Target:
@@ -44,7 +48,7 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
     it takes the place of a recipe's.
     """
     alone = not names or (options.factory is not None and not any(map(is_recipe, names)))
-    own = [_resolve(None, overrides, options)] if alone else []
+    own = [_resolve(None, overrides, replace(options, zoo=None) if names else options)] if alone else []
     others = replace(options, weights=None) if own else options
     return own + [_resolve(name, overrides, others) for name in names]
 
@@ -53,16 +57,28 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
     from prunekit.workflow.targets import resolve
 
     recipe = name is not None and is_recipe(name)
+    if recipe and options.zoo is not None:
+        raise UsageError(f"--zoo goes with the name of a model, and {name} is a recipe: set model.zoo={options.zoo}")
     code = {"factory": options.factory, "data": options.data}
     job = load_job(str(name), overrides, **code, seed=options.seed) if recipe else None
     return resolve(
-        job or name,
+        job or _named(name, options.zoo),
         factory=options.factory,
         weights=options.weights,
         input_shape=options.input_shape,
         seed=options.seed or 0,
         data=options.data if recipe else None,
     )
+
+
+def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:
+    if zoo is None:
+        return name
+    if name is None or Path(name).exists():
+        raise UsageError(f"--zoo {zoo} goes with the name of a model, got {name or 'none'}")
+    from prunekit.models import ModelSettings
+
+    return ModelSettings(name, zoo)
 
 
 def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None], data: str | None = None) -> None:

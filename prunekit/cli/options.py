@@ -37,7 +37,10 @@ device_option = click.option("--device", metavar="auto|cpu|cuda[:n]", help="Wher
 seed_option = click.option("--seed", type=click.IntRange(min=0), help="Seed of everything that is random.")
 
 own_model_option = click.option(
-    "--model", "factory", metavar="FILE.py:FACTORY", help="Your own model; runs the file's code."
+    "--model",
+    "factory",
+    metavar="FILE.py:FACTORY",
+    help="Your own model; runs the file's code. python:MODULE:FACTORY takes it from an installed module.",
 )
 data_option = click.option(
     "--data", metavar="FILE.py:FACTORY", help="Your own images in the place of a recipe's; runs the file's code."
@@ -51,9 +54,11 @@ def output_option(what: str) -> Callable[[Decorated], Decorated]:
 
 
 def model_options(function: Decorated) -> Decorated:
-    """`--model`, `--weights`, `--input-shape` and `--data`: the user's own model, or changes to a zoo's."""
+    """`--model`, `--weights`, `--input-shape`, `--zoo` and `--data`: the user's own model, or changes to a zoo's."""
+    zoos = click.Choice(["torchvision", "cifar", "timm", "hf"])
     for option in (
         data_option,
+        click.option("--zoo", type=zoos, help="Where MODEL is from.  [default: torchvision, else cifar]"),
         click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
         click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
         own_model_option,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from prunekit.channels.attributes import attribute_values
 from prunekit.channels.slicing import bare_widths, narrow
 from prunekit.planning import Plan
 
@@ -19,4 +20,5 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     Returns:
         A model of the same class, in the same train or eval mode and on the same device, trainable.
     """
-    return narrow(model, plan.kept_indices, bare_widths(model, plan.channel_map, plan.keep))
+    chart, keep = plan.channel_map, plan.keep
+    return narrow(model, plan.kept_indices, bare_widths(model, chart, keep), attribute_values(model, chart, keep))

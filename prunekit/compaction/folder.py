@@ -16,15 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from prunekit.artifacts import atomic_folder, read_json, sha256, write_json
+from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
+from prunekit.channels.substitutes import Heads, heads_of, set_heads
 from prunekit.context import seeded
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan
 
 FORMAT = 1
+SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
+"""Models whose own initialisation takes seconds, for weights that are replaced at once."""
 WEIGHTS = "model.safetensors"
 MANIFEST = "prunekit.json"
 
@@ -60,6 +64,8 @@ def save(
             "class": type(model).__name__,
             "build": None if build is None else {"name": build.name, "zoo": build.zoo, "arguments": build.arguments},
             "kept": kept,
+            "attention_heads": {path: list(entry) for path, entry in heads_of(model).items()},
+            "attributes": attribute_values(model, plan.channel_map, plan.keep),
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(plan.channel_map.shapes[name]) for name in kept},
             "example": {"shapes": input_shapes},
@@ -110,12 +116,26 @@ def load(folder: str | Path, model: nn.Module | Callable[[], nn.Module] | None =
     dense = _dense(folder, manifest, model, tensors.keys())
     _check(folder, manifest, dense, tensors)
     loaded = with_tensors(dense, tensors)
-    resize(loaded)
     try:
+        set_heads(loaded, _heads(manifest))
+        resize(loaded)
         set_bare_widths(loaded, _widths(manifest))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(f"{folder / MANIFEST}: widths_of_bare_norms does not fit the model: {error}") from error
+        set_attributes(loaded, manifest.get("attributes", {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = "attention_heads, widths_of_bare_norms or attributes: does not fit the model"
+        raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
     return loaded.eval()
+
+
+def _heads(manifest: dict[str, Any]) -> Heads:
+    match manifest.get("attention_heads", {}):
+        case dict(entries) if all(_is_entry(entry) for entry in entries.values()):
+            return {path: (name, count) for path, (name, count) in entries.items()}
+    raise ValueError("expected module paths with a class name and a whole number")
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and [type(item) for item in entry] == [str, int]
 
 
 def _widths(manifest: dict[str, Any]) -> dict[str, int]:
@@ -149,8 +169,8 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
         return model()
     build = manifest["build"]
     match build:
-        case {"name": str(name), "zoo": "torchvision" | "cifar" as zoo, "arguments": dict(arguments)}:
-            quiet = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
+        case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(arguments)}:
+            quiet = {"init_weights": False} if (zoo, name) in SLOW_TO_START else {}
         case _:
             raise ArtifactError(f"{folder / MANIFEST}: build: expected name, zoo and arguments, got {build!r}")
     try:

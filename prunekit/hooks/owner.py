@@ -58,17 +58,20 @@ class HookOwner:
         warn_if_ignored(module, type(self).__name__)
         self.own(module.register_forward_pre_hook(OwnedHook(self, hook, again=again), with_kwargs=True))
 
-    def own_forward(self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False) -> None:
+    def own_forward(
+        self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False, first: bool = False
+    ) -> None:
         """Runs a hook after a module's forward; it may change the result.
 
         Args:
             module, again: as for `own_forward_pre`.
             hook: see `After`.
             always: whether it runs also when the forward raised; the result is then None.
+            first: whether it runs before the hooks that are there already, so that they see what it returns.
         """
         warn_if_ignored(module, type(self).__name__)
         owned = OwnedHook(self, hook, again=again)
-        self.own(module.register_forward_hook(owned, with_kwargs=True, always_call=always))
+        self.own(module.register_forward_hook(owned, prepend=first, with_kwargs=True, always_call=always))
 
     def own_output_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
         """Passes the gradients of a module's results through `change`, before its own backward sees them.

@@ -27,6 +27,11 @@ def is_transformed(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def evenly(count: int, length: int) -> Tensor:
+    """`count` positions from 0 to `length - 1`, evenly spread; in whole numbers, which have no rounding."""
+    return torch.arange(count) * (length - 1) // max(count - 1, 1)
+
+
 class PrunedEntries:
     """Where one tensor is pruned; writes exact zeros there.
 
@@ -69,7 +74,7 @@ class PrunedEntries:
     def some(self, count: int, shape: torch.Size) -> list[tuple[int, ...]]:
         """Indices of `count` pruned entries of a tensor of this shape, spread over it: over a kernel's taps too."""
         found = (~self._keep).nonzero()
-        picked = found[torch.linspace(0, len(found) - 1, count).long()]
+        picked = found[evenly(count, len(found))]
         spread = torch.arange(count)
         for axis, size in enumerate(shape):
             if self._keep.shape[axis] == 1:  # any index along it is as good

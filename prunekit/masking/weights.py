@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from prunekit.channels.narrowed import NarrowNorms
 from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
 from prunekit.masking.targets import Entries, MaskedTensor, masked_tensors
 from prunekit.masking.untouched import MaskedModule
@@ -24,7 +25,11 @@ class WeightMasks(HookOwner):
 
     Buffers count too: `running_mean` is 0 where a channel is pruned, `running_var` is left as it is.
 
-    Leaving the masks removes the hooks and leaves the zeros, unless `restore` is set.
+    Norms over several channels (LayerNorm, GroupNorm, RMSNorm) see only the kept ones, as in the compact model: see
+    `NarrowNorms`. Each of them that loses channels runs twice.
+
+    Leaving the masks removes the hooks and leaves the zeros, unless `restore` is set. A model with such norms then
+    computes something else: its norms average over the zeros too.
 
     Args:
         model: changed in place, and only where the plan prunes.
@@ -47,12 +52,15 @@ class WeightMasks(HookOwner):
         self._found = masked_tensors(model, plan, self.entries, buffers=True)
         self._masked = {path: MaskedModule(module, masked) for path, (module, masked) in self._found.items()}
         self._restore = restore
+        self._norms = NarrowNorms(model, plan.channel_map, plan.keep)
 
     def register(self) -> None:
         """Zeroes the pruned entries and registers what keeps them so."""
         refuse_compiled(self._model, type(self).__name__)
         if self._restore:
             self.own(_DenseValues(list(self._found.values())))
+        self._norms.__enter__()
+        self.own(self._norms)
         self._running = 0
         self.own_forward_pre(self._model, self._begin, again=True)
         for path, masked in self._masked.items():

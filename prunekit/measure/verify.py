@@ -13,6 +13,7 @@ from torch import nn
 from prunekit.channels.comparing import TOLERANCE, as_double, compare
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.doubled import doubled, to_double
+from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.slicing import cut
 from prunekit.context import training_mode
 from prunekit.errors import UsageError, VerificationError
@@ -49,7 +50,8 @@ def verify(
     model is compared with the kept entries of the masked one as well.
 
     Args:
-        masked: the dense-sized model with zeros where the plan prunes, as fine-tuning left it; not re-masked here.
+        masked: the dense-sized model with zeros where the plan prunes, as fine-tuning left it; not re-masked here,
+            but its norms see kept channels only, as under the masks.
         compact: what `prunekit.compaction.compact` made of it.
         plan: for finding the operator when they differ.
         examples: positional inputs of `forward`, one tuple for each call.
@@ -65,7 +67,8 @@ def verify(
     for example in examples:
         inputs = as_double(example, noise=False)
         with training_mode(masked64, False), training_mode(compact64, False), torch.no_grad():
-            want = masked64(*inputs)
+            with NarrowNorms(masked64, plan.channel_map, plan.keep):
+                want = masked64(*inputs)
             try:
                 got = compact64(*inputs)
             except Exception as error:  # whatever the model's own code makes of a wrong size

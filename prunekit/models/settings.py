@@ -11,10 +11,13 @@ class ModelSettings:
     """Which model: a zoo's constructor, its arguments, and where the weights come from."""
 
     name: str
-    zoo: Literal["torchvision", "cifar", "own"] = "torchvision"
-    """`cifar`: ResNets for 32x32 images, `resnet20` to `resnet110`. `own`: what `--model file.py:factory` builds."""
+    zoo: Literal["torchvision", "cifar", "timm", "hf", "own"] = "torchvision"
+    """`cifar`: ResNets for 32x32 images, `resnet20` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
+    image classifier of a transformers model type such as `vit`, in its default configuration (extra `hf`). `own`: what
+    `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the constructor; `num_classes` is filled in from the data when not given."""
+    """Keyword arguments of the constructor, for `hf` of the configuration; `num_classes` is filled in from the data
+    when not given."""
     weights: str | None = None
     """A torchvision weights name such as `IMAGENET1K_V1`, or a path to a `.safetensors` or `.pt`/`.pth`/`.th` state
     dict (the latter read with `weights_only=True`). None: random, to be trained by `baseline`."""

@@ -1,4 +1,4 @@
-"""Models by name: torchvision's classifiers, exactly torchvision's own, and the CIFAR ResNets."""
+"""Models by name: torchvision's classifiers, exactly torchvision's own, the CIFAR ResNets, and other packages' zoos."""
 
 from __future__ import annotations
 
@@ -14,15 +14,23 @@ from torch import nn
 
 from prunekit.errors import ModelError, nearest
 from prunekit.models.cifar import DEPTHS, CifarResNet
+from prunekit.models.optional import OPTIONAL_ZOOS, optional_builder, optional_names
 from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import SUFFIXES, load_weights
 
 ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
+"""Those that are always there, in which a bare name is looked up."""
 WITH_INIT_WEIGHTS = (torchvision.models.googlenet, torchvision.models.inception_v3)
 
 
 def zoo_names(zoo: str = "torchvision") -> tuple[str, ...]:
-    """Names of the classification models of a zoo, sorted."""
+    """Names of the classification models of a zoo, sorted.
+
+    Raises:
+        ModelError: the zoo's package is not installed.
+    """
+    if zoo in OPTIONAL_ZOOS:
+        return optional_names(zoo)
     if zoo == "cifar":
         return tuple(sorted(DEPTHS))
     return tuple(torchvision.models.list_models(module=torchvision.models))
@@ -34,7 +42,7 @@ def build_model(settings: ModelSettings, *, num_classes: int | None) -> nn.Modul
     Args:
         settings: zoo, name, constructor arguments, weights.
         num_classes: classes of the data, used where `settings.arguments` has no `num_classes`; None leaves the
-            constructor's own number (1000, and 10 for CIFAR).
+            constructor's own number (1000 as a rule, and 10 for CIFAR).
 
     Raises:
         ModelError: unknown name, arguments the constructor refuses, unknown weights, or weights that do not fit.
@@ -97,6 +105,8 @@ def _builder(settings: ModelSettings) -> Callable[..., nn.Module]:
         raise ModelError(f"model.name: there is no model {name!r} in {zoo}; {other or nearest(name, zoo_names(zoo))}")
     if zoo == "cifar":
         return partial(CifarResNet, DEPTHS[name])
+    if zoo in OPTIONAL_ZOOS:
+        return optional_builder(zoo, name)
     return cast(Callable[..., nn.Module], torchvision.models.get_model_builder(name))
 
 
@@ -115,7 +125,8 @@ def _refused(settings: ModelSettings, arguments: dict[str, Any], error: Exceptio
 
 
 def _pretrained(settings: ModelSettings, builder: Callable[..., nn.Module], arguments: dict[str, Any]) -> nn.Module:
-    known = {} if settings.zoo == "cifar" else torchvision.models.get_model_weights(settings.name).__members__
+    named = settings.zoo == "torchvision"
+    known = torchvision.models.get_model_weights(settings.name).__members__ if named else {}
     if settings.weights not in known:
         hint = nearest(str(settings.weights), known) if known else "it has none with names;"
         raise ModelError(

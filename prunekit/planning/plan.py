@@ -18,7 +18,8 @@ from prunekit.artifacts import atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
 from prunekit.channels.flow import MacTerm
 from prunekit.channels.labels import Labels
-from prunekit.channels.map import Keep, group_labels
+from prunekit.channels.map import Keep, SizeAttribute, group_labels
+from prunekit.channels.norms import Norm
 from prunekit.channels.slicing import kept_indices
 from prunekit.errors import ArtifactError, PlanError
 
@@ -95,8 +96,11 @@ class Plan:
             tensors |= {f"labels/{name}/{i}": np.ascontiguousarray(a) for i, a in enumerate(axes) if a is not None}
         activations = list(chart.activations.items())
         tensors |= {f"activation/{i}": np.ascontiguousarray(labels) for i, (_, labels) in enumerate(activations)}
+        for i, norm in enumerate(chart.norms.values()):
+            tensors |= {f"norm/{i}/{j}": np.ascontiguousarray(labels) for j, (_, labels) in enumerate(norm.axes)}
         for i, term in enumerate(chart.mac_terms):
             tensors |= {f"macs/{i}/{j}": np.ascontiguousarray(factor) for j, factor in enumerate(term.factors)}
+        tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
         tensors |= {f"element/{name}": mask.numpy() for name, mask in self.element_masks.items()}
         with atomic_file(folder / "plan.safetensors") as temporary:
             save_file(tensors, temporary)
@@ -107,7 +111,12 @@ class Plan:
             "shapes": {name: list(shape) for name, shape in chart.shapes.items()},
             "locks": [[lock.reason, lock.module, lock.operator, lock.channels] for lock in chart.locks],
             "activations": [list(key) for key, _ in activations],
+            "sizes": [[size.module, size.name, size.position] for size in chart.sizes],
             "macs": [[term.module, term.operator, term.constant, len(term.factors)] for term in chart.mac_terms],
+            "norms": [
+                [path, [axis for axis, _ in norm.inputs], [axis for axis, _ in norm.outputs]]
+                for path, norm in chart.norms.items()
+            ],
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
@@ -164,4 +173,17 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
             for i, (module, operator, constant, count) in enumerate(text["macs"])
         ),
         source=None,
+        norms={
+            path: _read_norm(inputs, outputs, [tensors[f"norm/{i}/{j}"] for j in range(len(inputs) + len(outputs))])
+            for i, (path, inputs, outputs) in enumerate(text.get("norms", []))
+        },
+        sizes=tuple(
+            SizeAttribute(path, name, position, tensors[f"size/{i}"])
+            for i, (path, name, position) in enumerate(text.get("sizes", []))
+        ),
     )
+
+
+def _read_norm(inputs: list[int], outputs: list[int], labels: list[Labels]) -> Norm:
+    axes = tuple(zip([*inputs, *outputs], labels, strict=True))
+    return Norm(axes[: len(inputs)], axes[len(inputs) :])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
-from prunekit.models import ZOOS, ModelSettings, build_model, load_factory, load_weights, zoo_names
+from prunekit.models import ZOOS, ModelSettings, build_model, image_shape, load_factory, load_weights, zoo_names
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, require_sources
 from prunekit.workflow.runs import Log
@@ -46,7 +46,7 @@ class Target:
 
 
 def resolve(
-    target: str | Path | JobSettings | None,
+    target: str | Path | JobSettings | ModelSettings | None,
     *,
     factory: str | None = None,
     weights: str | None = None,
@@ -57,8 +57,8 @@ def resolve(
     """Finds and builds what a command line names.
 
     Args:
-        target: a job (its dense model), a model folder, or the name of a model in torchvision or of a CIFAR ResNet;
-            None: what `factory` builds.
+        target: a job (its dense model), a model folder, the name of a model in torchvision or of a CIFAR ResNet, or
+            settings with the zoo that a name is from; None: what `factory` builds.
         factory: `file.py:factory`, the user's own code, which is run; with a job whose model is the user's own it
             builds that, and with a model folder the dense model that the folder was made from, where the folder cannot
             say so itself.
@@ -82,10 +82,12 @@ def resolve(
             return _from_job(target, Own(factory, data), shape)
         if target is None:
             return _from_factory(str(factory), weights, shape)
+        if isinstance(target, ModelSettings):
+            return _from_zoo(replace(target, weights=weights), shape)
         if Path(target).exists():
             _refuse_weights(weights, "a model folder", "it holds its own")
             return _from_folder(Path(target), factory, shape)
-        return _from_zoo(str(target), weights, shape)
+        return _from_zoo(ModelSettings(str(target), _zoo_of(str(target)), weights=weights), shape)
 
 
 def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> Target:
@@ -147,15 +149,18 @@ def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
             )
 
 
-def _from_zoo(name: str, weights: str | None, shape: tuple[int, ...] | None) -> Target:
+def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> Target:
+    model = build_model(settings, num_classes=None)
+    return Target(model, settings.name, shape or _usual_shape(settings, model), trained=settings.weights is not None)
+
+
+def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:
     zoo = next((zoo for zoo in ZOOS if name in zoo_names(zoo)), None)
     if zoo is None:
         raise ModelError(
             f"{name!r}: expected a recipe, a model folder, or the name of a torchvision or CIFAR model; {_hint(name)}"
         )
-    model = build_model(ModelSettings(name, zoo, weights=weights), num_classes=None)
-    usual = (3, 32, 32) if zoo == "cifar" else _usual_shape(name)
-    return Target(model, name, shape or usual, trained=weights is not None)
+    return zoo
 
 
 def _hint(name: str) -> str:
@@ -183,11 +188,15 @@ def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(shape[1:])
 
 
-def _usual_shape(name: str) -> tuple[int, ...]:
-    """The input that torchvision's own weights of a model were trained for."""
+def _usual_shape(settings: ModelSettings, model: nn.Module) -> tuple[int, ...]:
+    """The input that a model, or torchvision's own weights of it, was made for."""
+    if settings.zoo == "cifar":
+        return (3, 32, 32)
+    if settings.zoo != "torchvision":
+        return image_shape(model) or (3, 224, 224)
     from torchvision.models import get_model_weights
 
-    presets = [weights.transforms for weights in get_model_weights(name)]
+    presets = [weights.transforms for weights in get_model_weights(settings.name)]
     size = presets[0].keywords.get("crop_size", 224) if presets else 224
     return (3, size, size)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import nets_attention
 import nets_convolutions
 import nets_fixed
+import nets_images
 import nets_joins
 import nets_modes
 import nets_norms
+import nets_python
+import nets_recurrent
+import nets_tables
 import nets_weights
 from net_registry import CASES
 
@@ -16,8 +20,12 @@ __all__ = [
     "nets_attention",
     "nets_convolutions",
     "nets_fixed",
+    "nets_images",
     "nets_joins",
     "nets_modes",
     "nets_norms",
+    "nets_python",
+    "nets_recurrent",
+    "nets_tables",
     "nets_weights",
 ]

@@ -34,12 +34,12 @@ def attention_with_any_number_of_heads() -> Case:
     return Attention(-1, 2), tokens()
 
 
-@case()
+@case("inner.weight", "q.weight")
 def attention_with_any_depth() -> Case:
     return Attention(3, -1), tokens()
 
 
-@case()
+@case("inner.weight", "q.weight")
 def attention_with_fixed_sizes() -> Case:
     return Attention(3, 4), tokens()
 
@@ -53,7 +53,7 @@ def fused_attention() -> Case:
     return Net(forward, q=nn.Linear(6, 12), k=nn.Linear(6, 12), v=nn.Linear(6, 12), o=nn.Linear(12, 4)), tokens()
 
 
-@case()
+@case("i.weight", "m.in_proj_weight", "m.out_proj.weight")
 def attention_module() -> Case:
     def forward(net: Any, x: Tensor) -> Tensor:
         y = net.i(x)

@@ -33,7 +33,7 @@ def fixed_size_in_a_view() -> Case:
     return Net(forward, a=conv(3, 8), b=nn.Linear(8, 5)), image()
 
 
-@case()
+@case("0.weight")
 def fixed_size_in_a_module() -> Case:
     pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Unflatten(1, (4, 2)), nn.Flatten())
     return nn.Sequential(conv(3, 8), *pool, nn.Linear(8, 5)), image()
@@ -149,7 +149,7 @@ def plain_tensor_attribute() -> Case:
 
 @case()
 def operator_without_a_rule() -> Case:
-    return nn.Sequential(conv(3, 8), nn.ReLU(), nn.PixelShuffle(2), conv(2, 5, 1)), image()
+    return Net(lambda net, x: net.b(net.a(x).renorm(2, 0, 5.0)), a=conv(3, 8), b=conv(8, 5, 1)), image()
 
 
 @case()

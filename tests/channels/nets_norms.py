@@ -37,15 +37,23 @@ def instance_norm() -> Case:
     return nn.Sequential(conv(3, 8), nn.InstanceNorm2d(8), nn.ReLU(), conv(8, 5, 1)), image()
 
 
-@case("2.weight")
-def layer_norm_locks_its_channels() -> Case:
+@case("0.weight", "2.weight")
+def layer_norm() -> Case:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), tokens()
 
 
-@case("3.weight")
-def group_norm_locks_its_channels() -> Case:
+@case("0.weight", "3.weight")
+def group_norm() -> Case:
     layers = (conv(3, 8), nn.GroupNorm(4, 8), nn.ReLU(), conv(8, 6, 1), nn.ReLU(), conv(6, 5, 1))
     return nn.Sequential(*layers), image()
+
+
+@case()
+def layer_norm_as_a_function_locks_its_channels() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.b(nn.functional.layer_norm(net.a(x), (8,)))
+
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3)), tokens()
 
 
 @case("0.weight", "2.weight")

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.flow import Flow
+from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import RULES, Call
 
 
@@ -25,6 +26,7 @@ class RuleMode(TorchDispatchMode):
         fields = [field for value in flat for field in self.flow.fields(value)]
         if fields and name in RULES:
             RULES[name](self.flow, Call(name, args, kwargs or {}, out))
+            NormWatch(self.flow).abandon()  # there is no module that could be a norm
         else:
             self.flow.lock(fields, "no rule")
         return out

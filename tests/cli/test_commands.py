@@ -282,3 +282,28 @@ def test_ctrl_c_in_a_run_exits_with_130(monkeypatch: pytest.MonkeyPatch, recipe:
     monkeypatch.setattr(workflow, "finetune", interrupted)
     result = run("finetune", recipe)
     assert (result.exit_code, result.stderr) == (130, "prunekit: interrupted\n")
+
+
+def test_inspect_looks_in_the_zoo_it_is_told() -> None:
+    pytest.importorskip("timm", reason="the extra timm is not installed")
+    done = run("inspect", "test_resnet", "--zoo", "timm", "--input-shape", "1x3x64x64", "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["architecture"] == "ResNet"
+    assert result["input_shape"] == [1, 3, 64, 64]
+    assert result["free_share"] > 0.95
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "--zoo", "cifar"], "--zoo cifar goes with the name of a model, got none"),
+        (["inspect", "a.yaml", "--zoo", "timm"], "a.yaml is a recipe: set model.zoo=timm"),
+        (["inspect", ".", "--zoo", "timm"], "--zoo timm goes with the name of a model, got ."),
+        (["inspect", "resnet18", "--zoo", "cifar"], "no model 'resnet18' in cifar"),
+    ],
+)
+def test_a_zoo_needs_a_name(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code != 0
+    assert message in done.stderr

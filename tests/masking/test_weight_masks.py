@@ -17,7 +17,7 @@ from prunekit.channels import trace
 from prunekit.errors import ModelError, PlanError
 from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
-from prunekit.masking.targets import PrunedEntries
+from prunekit.masking.targets import PrunedEntries, evenly
 from prunekit.masking.untouched import Untouched
 from prunekit.planning import Plan
 from prunekit.training.device import one_device
@@ -155,6 +155,12 @@ def test_an_optimizer_that_nobody_told_of_cannot_bring_weights_back(kind: type[O
             assert any((p[~keep.flatten()] != 0).any() for p in model.parameters())
             model(torch.randn(4, 3, 1, 1))
             assert all((p[~keep.flatten()] == 0).all() for p in model.parameters())
+
+
+def test_positions_spread_over_more_than_float32_counts() -> None:
+    length = 3 * 9 * 2**20 - 1
+    assert evenly(4, length).tolist() == [0, (length - 1) // 3, 2 * (length - 1) // 3, length - 1]
+    assert evenly(1, length).tolist() == [0]
 
 
 def test_probes_are_spread_over_a_kernels_taps() -> None:

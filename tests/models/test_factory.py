@@ -155,3 +155,20 @@ def test_neighbours_may_be_imported_late(tmp_path: Path) -> None:
 def test_a_file_may_change_the_path_and_have_any_name(tmp_path: Path) -> None:
     code = "import sys\nsys.path.pop(0)\nbuild = int\n"
     assert made(factory(tmp_path / "my own_net.v2 100%.py", code)) == 0
+
+
+def test_a_factory_of_an_installed_module() -> None:
+    assert isinstance(load_factory("python:torch.nn:Identity"), nn.Identity)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("python:torch.nn:Identityy", "there is no function or class 'Identityy' here; did you mean 'Identity'"),
+        ("python:no_such_module:build", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("torch.nn:Identity", "expected file.py:factory, got 'torch.nn:Identity'"),
+    ],
+)
+def test_what_is_wrong_with_an_installed_module(reference: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_factory(reference)

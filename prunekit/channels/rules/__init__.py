@@ -1,7 +1,21 @@
 """Rules by operator family; importing this package fills the table."""
 
-from prunekit.channels.rules import compute, pointwise, shape
+from prunekit.channels.rules import compute, lookup, norms, parts, pointwise, shape, vision
 from prunekit.channels.rules.compute import COUNTED, whole_groups
 from prunekit.channels.rules.registry import RULES, Call, Rule, rule
 
-__all__ = ["COUNTED", "RULES", "Call", "Rule", "compute", "pointwise", "rule", "shape", "whole_groups"]
+__all__ = [
+    "COUNTED",
+    "RULES",
+    "Call",
+    "Rule",
+    "compute",
+    "lookup",
+    "norms",
+    "parts",
+    "pointwise",
+    "rule",
+    "shape",
+    "vision",
+    "whole_groups",
+]

@@ -1,12 +1,10 @@
-"""Operators that compute over an axis: matrix products, convolutions, norms, pooling, reductions, softmax."""
+"""Operators that compute over an axis: matrix products, convolutions, pooling, reductions, softmax."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
@@ -112,55 +110,6 @@ def _by_columns(
     return first
 
 
-@rule(
-    "aten.native_batch_norm",
-    "aten._native_batch_norm_legit",
-    "aten._native_batch_norm_legit_no_training",
-    "aten._batch_norm_with_update",
-    "aten._batch_norm_no_update",
-    "aten.cudnn_batch_norm",
-    "aten.batch_norm",
-)
-def batch_norm(flow: Flow, call: Call) -> None:
-    """Normalises each channel by itself: merges the channel's parameters and statistics with the input's labels."""
-    source = call.args[0]
-    vectors = [argument for argument in call.args[1:5] if isinstance(argument, torch.Tensor)]
-    operands: list[tuple[tuple[int, ...], Sequence[Field]]] = [(tuple(source.shape), flow.fields(source))]
-    for vector in vectors:
-        lifted = [field.with_labels(along(field.labels, 1, source.dim())) for field in flow.fields(vector)]
-        operands.append((tuple(along(np.empty(vector.numel(), dtype=np.int64), 1, source.dim()).shape), lifted))
-    fields = flow.pointwise(operands, product=False)
-    weight, bias, mean = (argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:4])
-    centred = _is_zero(flow, source) and (mean is None or _is_zero(flow, mean))
-    masked = (centred or _is_zero(flow, weight)) and (bias is None or _is_zero(flow, bias))
-    out, *statistics = call.out if isinstance(call.out, (tuple, list)) else [call.out]
-    flow.set(out, [Field(field.labels, masked and field.span == (1,)) for field in fields])
-    for vector in statistics:
-        if tuple(vector.shape) == (source.shape[1],):
-            flow.set(vector, [Field(f.labels.reshape(-1), zero=False) for f in fields if f.span == (1,)])
-
-
-def _is_zero(flow: Flow, tensor: torch.Tensor | None) -> bool:
-    return any(field.zero for field in flow.fields(tensor))
-
-
-@rule("aten.native_layer_norm", "aten.native_group_norm", "aten._fused_rms_norm", "aten.rms_norm")
-def joint_norm(flow: Flow, call: Call) -> None:
-    """Normalises over several channels at once: those are locked, other axes pass."""
-    source = call.args[0]
-    if "group" in call.name:
-        axes = set(range(1, source.dim()))
-    else:
-        axes = set(range(source.dim() - len(call.args[1]), source.dim()))
-    reason = "a norm takes its statistics over these channels together"
-    fields = flow.fields(source)
-    flow.lock([field for field in fields if set(field.span) & axes], reason)
-    for argument in call.args[1:]:
-        flow.lock(flow.fields(argument), reason)
-    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
-    flow.set(out, [Field(field.labels, zero=False) for field in fields if not set(field.span) & axes])
-
-
 _SPATIAL = {
     f"aten.{name}{n}d{suffix}": n
     for n in (1, 2, 3)
@@ -188,12 +137,18 @@ def spatial(flow: Flow, call: Call) -> None:
 _ZERO_OF_ZEROS = frozenset(
     f"aten.{name}" for name in ["sum", "mean", "amax", "amin", "prod", "std", "var", "norm", "linalg_vector_norm"]
 )
+_STATISTICS = frozenset(
+    f"aten.{name}" for name in ["sum", "mean", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"]
+)
 _REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any argmax argmin norm linalg_vector_norm"
 
 
 @rule(*[f"aten.{name}" for name in _REDUCTIONS.split()])
 def reduction(flow: Flow, call: Call) -> None:
-    """Axes that stay keep their labels. A plain sum over a removed zero is harmless; anything else locks."""
+    """Axes that stay keep their labels. A plain sum over a removed zero is harmless; anything else locks.
+
+    Unless the module is a norm, which its end tells.
+    """
     source = call.args[0]
     ndim = source.dim()
     position = 2 if "norm" in call.name else 1
@@ -206,10 +161,18 @@ def reduction(flow: Flow, call: Call) -> None:
         shared = reduced & set(field.span)
         if not shared:
             kept.append(field)
-        elif call.name != "aten.sum" or not field.zero:
-            flow.lock([field], f"{call.name} over these channels: their number or their zeros would change it")
-        elif set(field.span) - reduced:
+            continue
+        if set(field.span) - reduced:  # what is left has all of the reduced axes
             kept.append(field.with_labels(flow.union.tie(field.labels, sorted(shared))))
+            continue
+        harmless = call.name == "aten.sum" and field.zero
+        reason = None if harmless else f"{call.name} over these channels: their number or their zeros would change it"
+        if reason is not None and flow.module in flow.substituted:
+            flow.lock_if_read(call.out, field.labels, reason)
+        elif call.name in _STATISTICS:
+            flow.take_statistics(field, reason)
+        elif reason is not None:
+            flow.lock([field], reason)
     for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
         squeeze = out.dim() != ndim
         axes = tuple(sorted(reduced)) if squeeze else ()
@@ -222,12 +185,14 @@ _ALONG_AXIS = "_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"
 
 @rule(*[f"aten.{name}" for name in _ALONG_AXIS.split()])
 def along_axis(flow: Flow, call: Call) -> None:
-    """Mixes all positions of one axis: that axis is locked, others pass."""
+    """Mixes all positions of one axis: that axis is locked, or tied where it is labelled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
     fields = flow.fields(source)
-    flow.lock([field for field in fields if axis in field.span], f"{call.name} mixes these channels")
-    flow.set(call.out, [Field(field.labels, zero=False) for field in fields if axis not in field.span])
+    flow.lock([field for field in fields if field.span == (axis,)], f"{call.name} mixes these channels")
+    rest = [field for field in fields if field.span != (axis,)]
+    tied = [flow.union.tie(f.labels, [axis]) if axis in f.span else f.labels for f in rest]
+    flow.set(call.out, [Field(labels, zero=False) for labels in tied])
 
 
 @rule("aten.glu")

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 KEEPS_ZERO = (
     "relu relu6 hardswish silu gelu elu selu celu leaky_relu tanh sin tan asin atan sinh asinh neg abs sign "
     "sqrt square erf expm1 log1p floor ceil round trunc hardshrink softshrink tanhshrink nan_to_num clone detach alias "
-    "_to_copy lift_fresh contiguous positive to mish native_dropout dropout"
+    "_to_copy lift_fresh contiguous positive to mish native_dropout dropout frac sgn rrelu_with_noise"
 )
 MOVES_ZERO = (
     "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
     "threshold bitwise_not logical_not isnan isinf erfc bernoulli rand_like randn_like zeros_like ones_like "
-    "empty_like full_like fill zero new_zeros new_ones new_empty new_full eq le ge"
+    "empty_like full_like fill zero new_zeros new_ones new_empty new_full eq le ge isfinite heaviside logaddexp"
 )
-SUMS = "add sub rsub maximum minimum fmax fmin ne lt gt logical_and logical_or bitwise_and bitwise_or atan2 lerp"
-PRODUCTS = "mul div true_divide floor_divide"
+SUMS = "add sub rsub maximum minimum fmax fmin ne lt gt logical_and logical_or bitwise_and bitwise_or atan2 hypot lerp"
+PRODUCTS = "mul div true_divide floor_divide remainder fmod xlogy"
 FRESH = frozenset({"new_zeros", "new_ones", "new_empty", "new_full"})
 
 
@@ -102,7 +102,7 @@ def sums(flow: Flow, call: Call) -> None:
 def products(flow: Flow, call: Call) -> None:
     """Zero where any factor is zero; of a quotient, where the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
-    if "div" in call.name:
+    if "mul" not in call.name:
         above, below = (_zero_spans(flow, operand, call.out.dim()) for operand in call.args[:2])
         fields = [Field(f.labels, f.span in above and not any(set(f.span) & set(span) for span in below))
                   for f in fields]  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunekit.channels.flow import EqualParts, Rectangle
+from prunekit.channels.flow import Rectangle
 from prunekit.channels.labels import Field, Labels, collapse
 from prunekit.channels.rules.registry import Call, rule
 
@@ -76,7 +77,15 @@ def view(flow: Flow, call: Call) -> None:
         for axes in splits:
             _constrain(flow, labels, axes)
         fields.append(field.with_labels(collapse(labels)))
+    _lock_crossed(flow, flow.fields(source), fields)
     flow.set(out, fields)
+
+
+def _lock_crossed(flow: Flow, before: Sequence[Field], after: Sequence[Field]) -> None:
+    """Fields of two axes that became one: an entry there is removed by either, which one label cannot say."""
+    for i, j in combinations(range(len(before)), 2):
+        if set(after[i].span) & set(after[j].span) and not set(before[i].span) & set(before[j].span):
+            flow.lock([after[i], after[j]], "two labelled axes are merged into one")
 
 
 def _constrain(flow: Flow, labels: Labels, axes: list[int]) -> None:
@@ -104,6 +113,15 @@ def permute(flow: Flow, call: Call) -> None:
     flow.set(call.out, [field.with_labels(np.transpose(field.labels, order)) for field in flow.fields(call.args[0])])
 
 
+@rule("aten.as_strided_")
+def layout(flow: Flow, call: Call) -> None:
+    """Pooling to one position writes other strides for its axes of size 1 in place; anything more locks."""
+    fields, shape = flow.fields(call.out), call.out.shape
+    fits = all(f.labels.ndim == len(shape) and all(f.labels.shape[a] == shape[a] for a in f.span) for f in fields)
+    if not (fits and call.out.is_contiguous()):
+        flow.lock(fields, "strides written in place")
+
+
 @rule("aten.expand")
 def expand(flow: Flow, call: Call) -> None:
     """Repeats axes of size 1: the labels do not depend on them."""
@@ -111,7 +129,7 @@ def expand(flow: Flow, call: Call) -> None:
     flow.set(call.out, [f.with_labels(f.labels.reshape(lead + f.labels.shape)) for f in flow.fields(call.args[0])])
 
 
-def _replay(flow: Flow, call: Call, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
+def replay(flow: Flow, call: Call, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
     """Passes fields that are constant along `axes`, whose positions the operator changes; locks the others."""
     fields = flow.fields(call.args[0])
     touched = [field for field in fields if set(field.span) & set(axes)]
@@ -132,7 +150,7 @@ def cut(flow: Flow, call: Call) -> None:
         changed = [axis % len(old) for axis in dims]
     else:
         changed = [axis for axis in range(len(old)) if old[axis] != new[axis]]
-    _replay(flow, call, changed, BY_POSITION)
+    replay(flow, call, changed, BY_POSITION)
 
 
 @rule("aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)])
@@ -141,7 +159,7 @@ def pad(flow: Flow, call: Call) -> None:
     amounts, last = call.args[1], call.out.dim() - 1
     changed = [last - i // 2 for i, amount in enumerate(amounts) if amount]
     filled = call.arg(2, "value", 0) if call.name == "aten.constant_pad_nd" else 0
-    _replay(flow, call, changed, BY_POSITION, zero=not filled)
+    replay(flow, call, changed, BY_POSITION, zero=not filled)
 
 
 @rule("aten.flip")
@@ -149,80 +167,6 @@ def flip(flow: Flow, call: Call) -> None:
     """Reverses labels together with the values."""
     axes = tuple(int(axis) % call.out.dim() for axis in call.args[1])
     flow.set(call.out, [field.with_labels(np.flip(field.labels, axes)) for field in flow.fields(call.args[0])])
-
-
-@rule("aten.select")
-def select(flow: Flow, call: Call) -> None:
-    """One position of an axis: locks that axis if it is labelled, and drops it."""
-    axis = call.args[1] % call.args[0].dim()
-    fields = flow.fields(call.args[0])
-    touched = [field for field in fields if axis in field.span]
-    flow.lock(touched, "one position of this axis is picked by number")
-    rest = [field for field in fields if field not in touched]
-    flow.set(call.out, [field.with_labels(np.squeeze(field.labels, axis)) for field in rest])
-
-
-@rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk")
-def split(flow: Flow, call: Call) -> None:
-    """Equal parts of a labelled axis must stay equal; unequal ones lock."""
-    source = call.args[0]
-    position = 1 if call.name == "aten.unbind" else 2
-    axis = call.arg(position, "dim", 0) % source.dim()
-    outs = list(call.out)
-    fields = flow.fields(source)
-    if call.name == "aten.unbind":
-        touched = [field for field in fields if axis in field.span]
-        flow.lock(touched, "unbound into single positions")
-        for out in outs:
-            flow.set(out, [f.with_labels(np.squeeze(f.labels, axis)) for f in fields if f not in touched])
-        return
-    sizes = [out.shape[axis] for out in outs]
-    for field in fields:
-        if axis in field.span and len(outs) > 1:
-            if len(set(sizes)) > 1:
-                flow.lock([field], f"split into unequal parts {sizes}")
-            else:
-                moved = np.moveaxis(field.labels, axis, -1)
-                for row in moved.reshape(-1, moved.shape[-1]):
-                    flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
-    ends = np.cumsum(sizes)
-    for out, size, end in zip(outs, sizes, ends, strict=True):
-        flow.set(out, [_part(field, axis, int(end) - size, int(end)) for field in fields])
-
-
-def _part(field: Field, axis: int, start: int, end: int) -> Field:
-    if axis not in field.span:
-        return field
-    return field.with_labels(np.take(field.labels, range(start, end), axis=axis))
-
-
-@rule("aten.cat", "aten.stack")
-def concatenate(flow: Flow, call: Call) -> None:
-    """Concatenates labels; a part without labels on that axis counts as locked positions."""
-    tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
-    axis = call.arg(1, "dim", 0) % call.out.dim()
-    if call.name == "aten.stack":
-        for tensor in tensors:
-            flow.lock(flow.fields(tensor), "stacked")
-        return
-    columns: list[Labels] = []
-    zero = True
-    for tensor in tensors:
-        labels, is_zero = flow.on_axis(tensor, axis, "concatenated along an axis that is labelled jointly with another")
-        columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
-        zero = zero and (is_zero or labels is None)
-    shape = [1] * call.out.dim()
-    shape[axis] = -1
-    joined = Field(np.concatenate(columns).reshape(shape), zero)
-    one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
-    others = [[field for field in flow.fields(tensor) if axis not in field.span] for tensor in tensors]
-    flow.set(call.out, [*([joined] if joined.labels.any() else []), *_common(flow, one, others)])
-
-
-def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]) -> list[Field]:
-    if not any(others):
-        return []
-    return flow.pointwise(list(zip(shapes, others, strict=True)), product=False)
 
 
 @rule("aten.repeat")
@@ -235,13 +179,3 @@ def repeat(flow: Flow, call: Call) -> None:
         times = [int(n) if size > 1 else 1 for n, size in zip(call.args[1], labels.shape, strict=True)]
         fields.append(field.with_labels(np.tile(labels, times)))
     flow.set(call.out, fields)
-
-
-@rule("aten.index_select", "aten.gather", "aten.index", "aten.unfold", "aten.as_strided")
-def pick(flow: Flow, call: Call) -> None:
-    """Positions picked by numbers: an axis that may change is locked."""
-    if call.name == "aten.index_select":
-        axis = call.args[1] % call.args[0].dim()
-        _replay(flow, call, [axis], "positions of this axis are picked by number")
-        return
-    flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")

@@ -1,0 +1,53 @@
+"""What a zoo hands to the coverage benchmark: a model with random weights, and inputs it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the positional arguments of its forward for a number of samples."""
+
+    model: nn.Module
+    inputs: Callable[[int], tuple[Any, ...]]
+
+
+class Zoo(Protocol):
+    """A module of this folder: the names of a zoo's models, and how each is built."""
+
+    def names(self) -> list[str]:
+        """Every model that the matrix has a row for."""
+        ...
+
+    def build(self, name: str, side: int | None) -> Case:
+        """A model with random weights; `side` is that of its images, where it allows another than its own."""
+        ...
+
+
+def images(side: int, channels: int = 3) -> Callable[[int], tuple[Any, ...]]:
+    """Inputs of an image classifier."""
+    return lambda batch: (torch.randn(batch, channels, side, side),)
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    """Takes away zeros and ones by which a wrong result could pass: statistics, affines, biases, scales, positions."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_(0, 0.5)
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or not parameter.numel():
+            continue
+        low, high = torch.aminmax(parameter)
+        if name.endswith("bias") or (low == high == 0):
+            parameter.normal_(0, 0.5)
+        elif low == high:
+            parameter.uniform_(0.5, 1.5)

@@ -1,0 +1,126 @@
+"""Norms over channels, found while a trace runs: their labels pass, because masked runs normalise over kept ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prunekit.channels.flow import Flow, LockRecord
+from prunekit.channels.labels import Field, Labels
+from prunekit.nested import gather
+
+Axes = tuple[tuple[int, Labels], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A module that takes statistics over channels: under masks its narrow copy runs, on the kept channels alone.
+
+    Attributes:
+        inputs: every labelled axis of its one input tensor with the labels (size,) along it; the last axis is -1.
+        outputs: the same of its one output tensor.
+    """
+
+    inputs: Axes
+    outputs: Axes
+
+    @property
+    def axes(self) -> Axes:
+        """Labelled axes of input and output."""
+        return self.inputs + self.outputs
+
+    def alike(self, other: Norm) -> bool:
+        """Whether another call has its labels on the same axes."""
+        return [(axis, labels.shape) for axis, labels in self.axes] == [(a, b.shape) for a, b in other.axes]
+
+
+class NormWatch:
+    """Decides, whenever a module of a traced model ends, what becomes of the statistics that were taken in it.
+
+    A module is a norm if it can run by itself on the kept channels of one tensor: it has one input and one output
+    tensor with labels on single axes, in every call of it, and all its tensors are parameters of its own. Else what
+    went into the statistics is locked.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.norms: dict[str, Norm] = {}
+        self._others: set[str] = set()
+        self._emptied: dict[Field, Field] = {}
+
+    def leave(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Called when a module's forward ends, with its arguments and its result."""
+        taken, known = self.flow.statistics.pop(path, None), self.norms.get(path)
+        if taken is None and known is None:
+            self._others.add(path)
+            return
+        found = "it also runs on other tensors" if path in self._others else norm_of(module, self.flow, inputs, output)
+        if isinstance(found, Norm) and known is not None and not known.alike(found):
+            found = "it runs on tensors of several shapes"
+        if isinstance(found, str):
+            self._refuse(path, found, taken or [])
+            return
+        self.norms.setdefault(path, found)
+        for (_, labels), (_, others) in zip(self.norms[path].axes, found.axes, strict=True):
+            self.flow.union.merge(labels, others)
+        result = gather(output)[0]
+        self.flow.set(result, [self._empty(field) for field in self.flow.fields(result)])
+
+    def abandon(self) -> None:
+        """Locks what modules that will never end took statistics over."""
+        for path in list(self.flow.statistics):
+            self._refuse(path, "its module did not end", self.flow.statistics.pop(path))
+
+    def _refuse(self, path: str, why: str, taken: Iterable[LockRecord]) -> None:
+        self._others.add(path)
+        for record in taken:
+            self.flow.locks.append(LockRecord(f"{record.reason}; {why}", path, record.operator, record.labels))
+            self.flow.union.lock(record.labels)
+        known = self.norms.pop(path, None)
+        for _, labels in known.axes if known is not None else ():
+            self.flow.locks.append(LockRecord(f"statistics over these channels; {why}", path, "", labels))
+            self.flow.union.lock(labels)
+
+    def _empty(self, field: Field) -> Field:
+        """The field with exact zeros where channels are removed; the same one each time, so that runs can repeat."""
+        return field if field.zero else self._emptied.setdefault(field, Field(field.labels, zero=True))
+
+
+def norm_of(module: nn.Module, flow: Flow, inputs: Any, output: Any) -> Norm | str:
+    """The module's call as a norm, or why it cannot be one."""
+    name = type(module).__name__
+    if any(True for _ in module.buffers()) or any(True for child in module.children() for _ in child.parameters()):
+        return f"{name} does more than normalise: it has buffers, or modules with parameters"
+    sources, results = gather(inputs), gather(output)
+    if len(sources) != 1 or len(results) != 1:
+        return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each"
+    sides = [_axes(tensor, flow.fields(tensor)) for tensor in (*sources, *results)]
+    if not all(sides):
+        return f"{name} has no labels, or joint ones over several axes, on its input or its output"
+    return Norm(*sides)
+
+
+def _axes(tensor: torch.Tensor, fields: Iterable[Field]) -> Axes:
+    """Labels by axis; empty where a field lies on several axes jointly."""
+    found = []
+    for field in fields:
+        if len(field.span) != 1:
+            return ()
+        axis = field.span[0]
+        found.append((-1 if axis == tensor.dim() - 1 else axis, field.labels.reshape(-1)))
+    return tuple(found)
+
+
+def resolved(norms: dict[str, Norm], final: Labels) -> dict[str, Norm]:
+    """Norms with a map's final labels, without those where nothing is free."""
+
+    def renumbered(axes: Axes) -> Axes:
+        return tuple((axis, final[labels]) for axis, labels in axes)
+
+    numbered = {path: Norm(renumbered(norm.inputs), renumbered(norm.outputs)) for path, norm in norms.items()}
+    return {path: norm for path, norm in numbered.items() if any(np.any(labels) for _, labels in norm.axes)}

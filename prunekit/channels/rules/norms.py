@@ -1,0 +1,120 @@
+"""Norms: each channel by itself, or several together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from prunekit.channels.labels import Field
+from prunekit.channels.rules.registry import Call, rule
+
+if TYPE_CHECKING:
+    from prunekit.channels.flow import Flow, Shape
+
+Tensor = torch.Tensor | None
+
+TOGETHER = "a norm takes its statistics over these channels together"
+
+
+@rule(
+    "aten.native_batch_norm",
+    "aten._native_batch_norm_legit",
+    "aten._native_batch_norm_legit_no_training",
+    "aten._batch_norm_with_update",
+    "aten._batch_norm_no_update",
+    "aten.cudnn_batch_norm",
+    "aten.batch_norm",
+)
+def batch_norm(flow: Flow, call: Call) -> None:
+    """Normalises each channel by itself: merges the channel's parameters and statistics with the input's labels."""
+    source = call.args[0]
+    tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:5]]
+    fields = _each_channel(flow, call, *tensors)
+    if len(tensors) < 3 or tensors[2] is None:  # no running statistics: of what lies on other axes they are taken now
+        _take_statistics(flow, fields, set(range(source.dim())) - {1})
+    for vector in call.out[1:] if isinstance(call.out, (tuple, list)) else ():
+        if tuple(vector.shape) == (source.shape[1],):
+            flow.set(vector, [Field(f.labels.reshape(-1), zero=False) for f in fields if f.span == (1,)])
+
+
+def _each_channel(
+    flow: Flow, call: Call, weight: Tensor, bias: Tensor, mean: Tensor = None, variance: Tensor = None
+) -> list[Field]:
+    """Merges what a channel has; it stays exactly zero where neither the statistics nor the affine move it."""
+    source = call.args[0]
+    vectors = [_lifted(flow, v, 1, source.dim()) for v in (weight, bias, mean, variance) if v is not None]
+    fields = flow.pointwise([_lifted(flow, source, 0, source.dim()), *vectors], product=False)
+    centred = _is_zero(flow, source) and (mean is None or _is_zero(flow, mean))
+    masked = (centred or _is_zero(flow, weight)) and (bias is None or _is_zero(flow, bias))
+    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
+    flow.set(out, [Field(field.labels, masked and field.span == (1,)) for field in fields])
+    return fields
+
+
+def _is_zero(flow: Flow, tensor: Tensor) -> bool:
+    return any(field.zero for field in flow.fields(tensor))
+
+
+@rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
+def layer_norm(flow: Flow, call: Call) -> None:
+    """Normalises over the last axes together: their labels pass if the running module is a norm."""
+    source, shape, *affine = call.args[:4]
+    vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
+    lead = source.dim() - len(shape)
+    together = set(range(lead, source.dim()))
+    flow.set(source, [_whole_rows(flow, field, together) for field in flow.fields(source)])
+    operands = [_lifted(flow, source, 0, source.dim()), *(_lifted(flow, v, lead, source.dim()) for v in vectors)]
+    if not vectors and len(shape) > 1:
+        flow.lock([f for f in flow.fields(source) if set(f.span) & together], f"{TOGETHER}, and with other axes")
+    _normalised(flow, call, operands, together)
+
+
+def _whole_rows(flow: Flow, field: Field, together: set[int]) -> Field:
+    """A field that lies on other axes too, such as heads, tied so that whole rows go: what is left has all of them."""
+    inside = sorted(set(field.span) & together)
+    return field if len(inside) in (0, len(field.span)) else field.with_labels(flow.union.tie(field.labels, inside))
+
+
+@rule("aten.native_group_norm")
+def group_norm(flow: Flow, call: Call) -> None:
+    """Normalises over equal groups of channels: each loses the same positions, so that their number stays."""
+    source, weight, bias = call.args[:3]
+    groups = int(call.args[6])
+    spatial = set(range(2, source.dim()))
+    flow.lock([f for f in flow.fields(source) if set(f.span) & spatial], "labels on the axes a norm averages over")
+    if groups == source.shape[1]:
+        fields = [field for field in _each_channel(flow, call, weight, bias) if field.span == (1,)]
+        for statistic in call.out[1:]:  # (N, groups)
+            flow.set(statistic, [Field(field.labels.reshape(1, -1), zero=False) for field in fields])
+        return
+    x, _ = flow.on_axis(source, 1, "labels over batch and channels jointly")
+    if x is not None:
+        flow.union.tie(x.reshape(groups, -1), [0])
+    vectors = [_lifted(flow, vector, 1, source.dim()) for vector in (weight, bias) if vector is not None]
+    _normalised(flow, call, [_lifted(flow, source, 0, source.dim()), *vectors], {1})
+
+
+def _lifted(flow: Flow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Shape, list[Field]]:
+    """Shape and fields of a tensor as if it had `lead` axes before its own and `ndim` in all."""
+
+    def shaped(shape: Sequence[int]) -> tuple[int, ...]:
+        return (1,) * lead + tuple(shape) + (1,) * (ndim - lead - len(shape))
+
+    return shaped(tensor.shape), [f.with_labels(f.labels.reshape(shaped(f.labels.shape))) for f in flow.fields(tensor)]
+
+
+def _normalised(flow: Flow, call: Call, operands: list[tuple[Shape, list[Field]]], together: set[int]) -> None:
+    fields = flow.pointwise(operands, product=False)
+    _take_statistics(flow, fields, together)
+    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
+    flow.set(out, [Field(field.labels, zero=False) for field in fields])
+
+
+def _take_statistics(flow: Flow, fields: Sequence[Field], together: set[int]) -> None:
+    for field in fields:
+        if set(field.span) <= together:
+            flow.take_statistics(field, TOGETHER)
+        elif set(field.span) & together:
+            flow.lock([field], TOGETHER)

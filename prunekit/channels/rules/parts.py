@@ -1,0 +1,126 @@
+"""Operators that take an axis apart or put parts together: select, split, index, concatenate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from prunekit.channels.flow import EqualParts
+from prunekit.channels.labels import Field, Labels
+from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.shape import replay
+
+if TYPE_CHECKING:
+    from prunekit.channels.flow import Flow
+
+
+def _without(flow: Flow, fields: Sequence[Field], axis: int, reason: str) -> list[Field]:
+    """Fields without an axis whose every position stays: those along it alone lock, joint ones are tied.
+
+    So queries, keys and values on an axis of size 3 lose the same heads.
+    """
+    flow.lock([field for field in fields if field.span == (axis,)], reason)
+    rest = [field for field in fields if field.span != (axis,)]
+    tied = [f.with_labels(flow.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
+    return [field.with_labels(np.squeeze(field.labels, axis)) for field in tied]
+
+
+@rule("aten.select")
+def select(flow: Flow, call: Call) -> None:
+    """One position of an axis."""
+    axis = call.args[1] % call.args[0].dim()
+    flow.set(call.out, _without(flow, flow.fields(call.args[0]), axis, "one position of this axis is picked by number"))
+
+
+@rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk")
+def split(flow: Flow, call: Call) -> None:
+    """Equal parts of a labelled axis must stay equal; unequal ones lock."""
+    source = call.args[0]
+    position = 1 if call.name == "aten.unbind" else 2
+    axis = call.arg(position, "dim", 0) % source.dim()
+    outs = list(call.out)
+    fields = flow.fields(source)
+    if call.name == "aten.unbind":
+        rest = _without(flow, fields, axis, "unbound into single positions")
+        for out in outs:
+            flow.set(out, rest)
+        return
+    sizes = [out.shape[axis] for out in outs]
+    for field in fields:
+        if axis in field.span and len(outs) > 1:
+            if len(set(sizes)) > 1:
+                flow.lock([field], f"split into unequal parts {sizes}")
+            else:
+                moved = np.moveaxis(field.labels, axis, -1)
+                for row in moved.reshape(-1, moved.shape[-1]):
+                    flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
+    ends = np.cumsum(sizes)
+    for out, size, end in zip(outs, sizes, ends, strict=True):
+        flow.set(out, [_part(field, axis, int(end) - size, int(end)) for field in fields])
+
+
+def _part(field: Field, axis: int, start: int, end: int) -> Field:
+    if axis not in field.span:
+        return field
+    return field.with_labels(np.take(field.labels, range(start, end), axis=axis))
+
+
+@rule("aten.cat", "aten.stack")
+def concatenate(flow: Flow, call: Call) -> None:
+    """Concatenates labels; a part without labels on that axis counts as locked positions."""
+    tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
+    axis = call.arg(1, "dim", 0) % call.out.dim()
+    if call.name == "aten.stack":
+        for tensor in tensors:
+            flow.lock(flow.fields(tensor), "stacked")
+        return
+    columns: list[Labels] = []
+    zero = True
+    for tensor in tensors:
+        labels, is_zero = flow.on_axis(tensor, axis, "concatenated along an axis that is labelled jointly with another")
+        columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
+        zero = zero and (is_zero or labels is None)
+    shape = [1] * call.out.dim()
+    shape[axis] = -1
+    joined = Field(np.concatenate(columns).reshape(shape), zero)
+    one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
+    others = [[field for field in flow.fields(tensor) if axis not in field.span] for tensor in tensors]
+    flow.set(call.out, [*([joined] if joined.labels.any() else []), *_common(flow, one, others)])
+
+
+def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]) -> list[Field]:
+    if not any(others):
+        return []
+    return flow.pointwise(list(zip(shapes, others, strict=True)), product=False)
+
+
+PICKED = "positions of this axis are picked by number"
+
+
+@rule("aten.index_select", "aten.gather", "aten.index", "aten.unfold", "aten.as_strided")
+def pick(flow: Flow, call: Call) -> None:
+    """Positions picked by numbers: an axis that may change is locked."""
+    if call.name == "aten.index_select":
+        axis = call.args[1] % call.args[0].dim()
+        replay(flow, call, [axis], PICKED)
+        return
+    if call.name == "aten.index" and _index_rows(flow, call):
+        return
+    flow.lock(flow.fields(call.args[0]), f"{call.name} picks positions by number")
+
+
+def _index_rows(flow: Flow, call: Call) -> bool:
+    """A table looked up by one tensor of integers: the axis it picks from goes, its own axes come, others pass."""
+    used = [axis for axis, index in enumerate(call.args[1]) if index is not None]
+    if len(used) != 1 or call.args[1][used[0]].dtype == torch.bool:
+        return False
+    axis, fresh = used[0], call.args[1][used[0]].dim()
+    fields = flow.fields(call.args[0])
+    flow.lock([field for field in fields if axis in field.span], PICKED)
+    rest = [field for field in fields if axis not in field.span]
+    shapes = [(*f.labels.shape[:axis], *[1] * fresh, *f.labels.shape[axis + 1 :]) for f in rest]
+    flow.set(call.out, [f.with_labels(f.labels.reshape(shape)) for f, shape in zip(rest, shapes, strict=True)])
+    return True

@@ -1,0 +1,65 @@
+"""Operators on images that move channels into positions and back, or sample positions: each channel by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.rules.registry import Call, rule
+
+if TYPE_CHECKING:
+    from prunekit.channels.flow import Flow
+
+SAMPLED = "labels on the axes that are sampled"
+
+
+def _channels(flow: Flow, tensor: Any, axis: int) -> tuple[Labels | None, bool]:
+    """Labels along the axis of channels and their zero flag; fields on the axes of positions are locked."""
+    flow.lock([f for f in flow.fields(tensor) if any(a > axis for a in f.span)], SAMPLED)
+    return flow.on_axis(tensor, axis, "labels over batch and channels jointly")
+
+
+def _set(flow: Flow, out: Any, labels: Labels | None, axis: int, zero: bool) -> None:
+    if labels is not None:
+        flow.set(out, [Field(along(labels, axis, out.dim()), zero)])
+
+
+@rule("aten.pixel_shuffle", "aten.col2im")
+def gathered(flow: Flow, call: Call) -> None:
+    """Several channels become positions of one: those go together."""
+    axis = call.out.dim() - 3
+    labels, zero = _channels(flow, call.args[0], axis)
+    if labels is not None:
+        labels = flow.union.tie(labels.reshape(call.out.shape[axis], -1), [1]).reshape(-1)
+    _set(flow, call.out, labels, axis, zero)
+
+
+@rule("aten.pixel_unshuffle", "aten.im2col")
+def scattered(flow: Flow, call: Call) -> None:
+    """Positions of one channel become several channels."""
+    axis = call.args[0].dim() - 3
+    labels, zero = _channels(flow, call.args[0], axis)
+    if labels is not None:
+        labels = np.repeat(labels, call.out.shape[axis] // labels.size)
+    _set(flow, call.out, labels, axis, zero)
+
+
+@rule("aten.channel_shuffle", "aten.native_channel_shuffle")
+def channel_shuffle(flow: Flow, call: Call) -> None:
+    """Channels of several groups dealt out in turn: the same ones of every group go together."""
+    labels, zero = _channels(flow, call.args[0], 1)
+    if labels is not None:
+        labels = np.repeat(flow.union.tie(labels.reshape(call.args[1], -1), [0]).reshape(-1), call.args[1])
+    _set(flow, call.out, labels, 1, zero)
+
+
+@rule("aten.grid_sampler_2d", "aten.grid_sampler_3d", "torchvision.roi_align", "torchvision.roi_pool")
+def sampled(flow: Flow, call: Call) -> None:
+    """Each channel sampled at places that another tensor names; the batch becomes another one."""
+    flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "names the places to sample")
+    labels, zero = _channels(flow, call.args[0], 1)
+    flow.lock([field for field in flow.fields(call.args[0]) if 0 in field.span], SAMPLED)
+    for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
+        _set(flow, out, labels, 1, zero)

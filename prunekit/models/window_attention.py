@@ -1,0 +1,155 @@
+"""Equivalents with explicit sizes of torchvision's window attention: Swin, Swin V2 and MaxViT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
+from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
+
+from prunekit.channels.substitutes import SizedAttention, substitute
+
+
+@substitute(ShiftedWindowAttention)
+class SizedWindowAttention(SizedAttention, ShiftedWindowAttention):  # type: ignore[misc]
+    """torchvision's `ShiftedWindowAttention` in which heads and widths need not follow from the input's width.
+
+    `qkv` holds the rows of all queries, then keys, then values; (B, H, W, C) goes in and comes out.
+    """
+
+    num_heads: int
+    qkv: nn.Linear
+    proj: nn.Linear
+    window_size: list[int]
+    shift_size: list[int]
+    attention_dropout: float
+    dropout: float
+    get_relative_position_bias: Callable[[], Tensor]
+
+    def dense_scale(self) -> float:
+        """1 / sqrt(head_dim)."""
+        return float((self.proj.in_features // self.num_heads) ** -0.5)
+
+    def fits_original(self) -> bool:
+        """Whether input, heads and output are of one width, from which the scale follows."""
+        width = self.proj.weight.shape[1]
+        same = self.qkv.weight.shape == (3 * width, width) and self.proj.weight.shape[0] == width
+        return same and self.scale == (width // self.num_heads) ** -0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shifts, cuts into windows, attends within each, and puts everything back."""
+        height, width = x.shape[1:3]
+        window = self.window_size
+        x = F.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
+        padded = x.shape[1:3]
+        shift = [0 if window[i] >= padded[i] else self.shift_size[i] for i in (0, 1)]
+        if sum(shift):
+            x = torch.roll(x, (-shift[0], -shift[1]), (1, 2))
+        cuts = (padded[0] // window[0], window[0], padded[1] // window[1], window[1])
+        x = x.view(-1, *cuts, x.shape[-1]).transpose(2, 3).reshape(-1, window[0] * window[1], x.shape[-1])
+        x = self._attend(x, _shift_mask(x, padded, window, shift) if sum(shift) else None)
+        x = x.view(-1, cuts[0], cuts[2], cuts[1], cuts[3], x.shape[-1]).transpose(2, 3)
+        x = x.reshape(-1, *padded, x.shape[-1])
+        if sum(shift):
+            x = torch.roll(x, (shift[0], shift[1]), (1, 2))
+        return x[:, :height, :width, :].contiguous()
+
+    def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention within windows, (B * windows, positions, C); mask: (windows, positions, positions)."""
+        values = self.proj.weight.shape[1]
+        keys = (self.qkv.weight.shape[0] - values) // 2
+        parts = F.linear(x, self.qkv.weight, self._input_bias(keys)).split_with_sizes([keys, keys, values], -1)
+        q, k, v = (part.view(*part.shape[:-1], self.num_heads, -1).transpose(1, 2) for part in parts)
+        scores = self._scores(q, k) + self.get_relative_position_bias()  # (B * windows, heads, positions, positions)
+        if mask is not None:
+            scores = (scores.view(-1, len(mask), *scores.shape[1:]) + mask[:, None]).flatten(0, 1)
+        attention = F.dropout(scores.softmax(-1), self.attention_dropout, self.training)
+        x = (attention @ v).transpose(1, 2).flatten(2)
+        return F.dropout(F.linear(x, self.proj.weight, self.proj.bias), self.dropout, self.training)
+
+    def _input_bias(self, keys: int) -> Tensor | None:
+        return self.qkv.bias
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q * self.scale) @ k.transpose(-2, -1)
+
+
+def _shift_mask(x: Tensor, padded: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
+    """-100 between positions that only the cyclic shift made neighbours, (windows, positions, positions)."""
+    height, width = (
+        torch.tensor([0] * (size - win) + [1] * (win - s) + [2] * s) if s else torch.zeros(size, dtype=torch.long)
+        for size, win, s in zip(padded, window, shift, strict=True)
+    )
+    regions = height[:, None] * 3 + width
+    regions = regions.view(padded[0] // window[0], window[0], padded[1] // window[1], window[1])
+    regions = regions.transpose(1, 2).reshape(-1, window[0] * window[1])
+    apart = regions[:, None] != regions[:, :, None]
+    return x.new_zeros(apart.shape).masked_fill(apart.to(x.device), -100.0)
+
+
+@substitute(ShiftedWindowAttentionV2)
+class SizedWindowAttentionV2(SizedWindowAttention, ShiftedWindowAttentionV2):  # type: ignore[misc]
+    """torchvision's `ShiftedWindowAttentionV2`: cosine attention with a learned scale for each head."""
+
+    logit_scale: nn.Parameter
+
+    def dense_scale(self) -> float:
+        """1: the scale is learned."""
+        return 1.0
+
+    def fits_original(self) -> bool:
+        """Whether input, heads and output are of one width."""
+        width = self.proj.weight.shape[1]
+        return self.qkv.weight.shape == (3 * width, width) and self.proj.weight.shape[0] == width
+
+    def _input_bias(self, keys: int) -> Tensor | None:
+        if self.qkv.bias is None:
+            return None
+        q, k, v = self.qkv.bias.split_with_sizes([keys, keys, len(self.qkv.bias) - 2 * keys])
+        return torch.cat([q, k * 0, v])  # keys have no bias, whatever its entries hold
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        scale = torch.clamp(self.logit_scale, max=math.log(100.0)).exp()
+        return F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * scale
+
+
+@substitute(RelativePositionalMultiHeadAttention)
+class SizedRelativeAttention(SizedAttention, RelativePositionalMultiHeadAttention):  # type: ignore[misc]
+    """torchvision's `RelativePositionalMultiHeadAttention`, which takes the heads' width for the input's.
+
+    (B, groups, positions, C) goes in and comes out.
+    """
+
+    heads = "n_heads"
+    projection = "merge"
+    n_heads: int
+    scale_factor: float
+    to_qkv: nn.Linear
+    merge: nn.Linear
+    get_relative_positional_bias: Callable[[], Tensor]
+
+    def dense_scale(self) -> float:
+        """The one the dense module was made with: from the width of its input."""
+        return float(self.scale_factor)
+
+    def take_sizes(self) -> None:
+        """The width of a head."""
+        self.head_dim = self.merge.weight.shape[1] // self.n_heads
+
+    def fits_original(self) -> bool:
+        """Whether input, heads and output are of one width."""
+        width = self.merge.weight.shape[1]
+        return self.to_qkv.weight.shape == (3 * width, width) and self.merge.weight.shape[0] == width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attends within each group."""
+        values = self.merge.weight.shape[1]
+        keys = (self.to_qkv.weight.shape[0] - values) // 2
+        parts = self.to_qkv(x).split_with_sizes([keys, keys, values], -1)
+        q, k, v = (part.view(*part.shape[:-1], self.n_heads, -1).transpose(2, 3) for part in parts)
+        scores = q @ (k * self.scale).transpose(-2, -1) + self.get_relative_positional_bias()
+        return self.merge((scores.softmax(-1) @ v).transpose(2, 3).flatten(3))  # type: ignore[no-any-return]

@@ -1,0 +1,226 @@
+"""Sizes in attributes: set when a trial needs them and passes with them, never else; what stays locked says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import TOLERANCE, Net, difference, doubled, parity, randomised, settled_plan
+from torch import Tensor, nn
+
+from prunekit.channels import trace
+from prunekit.channels.attributes import attribute_values, set_attributes
+from prunekit.compaction import compact
+from prunekit.planning import load_plan
+
+WIDTH = 12
+
+
+class Attention(nn.Module):
+    """Self-attention that keeps its sizes in attributes; in front of it and behind it the width is free."""
+
+    def __init__(self, heads: int, depth: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.all_head_size = heads, depth, heads * depth
+        self.number_of_calls = heads
+        self.scale = depth**-0.5
+        self.q, self.k, self.v = (nn.Linear(WIDTH, heads * depth) for _ in range(3))
+        self.o = nn.Linear(heads * depth, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(layer(x)) for layer in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) * self.scale  # (N, heads, L, L)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2)
+        return self.o(mixed.reshape(*x.shape[:2], self.all_head_size)) * self.number_of_calls
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+
+class Shaped(Attention):
+    """The sizes in a tuple and a list."""
+
+    def __init__(self, heads: int, depth: int) -> None:
+        super().__init__(heads, depth)
+        self.shape, self.joined = (-1, heads, depth), [heads * depth]
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(len(x), *self.shape).transpose(1, 2)
+
+
+class Grouped(Attention):
+    """Every head of keys and values serves a group of query heads."""
+
+    def __init__(self, heads: int, depth: int, *, interleaved: bool) -> None:
+        super().__init__(heads, depth)
+        self.kv_heads, self.group, self.interleaved = heads // 2, 2, interleaved
+        self.k, self.v = (nn.Linear(WIDTH, self.kv_heads * depth) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.split(self.q(x))
+        k, v = (self.repeated(layer(x)) for layer in (self.k, self.v))
+        scores = q @ k.transpose(-2, -1) * self.scale
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2)
+        return self.o(mixed.flatten(2))
+
+    def repeated(self, x: Tensor) -> Tensor:
+        x = x.view(*x.shape[:2], self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.interleaved:
+            return x.repeat_interleave(self.group, dim=1)
+        n, heads, length, depth = x.shape
+        return x[:, :, None].expand(n, heads, self.group, length, depth).reshape(n, -1, length, depth)
+
+
+def around(attention: nn.Module) -> nn.Sequential:
+    return randomised(nn.Sequential(nn.Linear(6, WIDTH), attention, nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
+
+
+EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(2)),)
+
+
+@pytest.mark.parametrize(("heads", "depth"), [(4, 3), (4, 4), (3, 6), (2, 12)])
+def test_sizes_that_the_trial_needs_are_set(heads: int, depth: int) -> None:
+    """Also where the number of heads is that of their channels, or another attribute has the same value."""
+    net = around(Attention(heads, depth))
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    small: Any = compact(net, plan)[1]  # type: ignore[index]
+    left = plan.kept("1.q.weight", 0).size // depth
+    assert 0 < left < heads
+    assert (small.num_heads, small.head_dim, small.all_head_size) == (left, depth, left * depth)
+    assert (small.number_of_calls, small.scale) == (heads, depth**-0.5)
+    assert {size.name for size in plan.channel_map.sizes} == {"num_heads", "all_head_size"}
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
+def test_against_a_narrow_model_by_hand() -> None:
+    net = around(Attention(4, 3)).double()
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    heads, columns = plan.kept("1.q.weight", 0), plan.kept("0.weight", 0)
+    narrow: Any = around(Attention(2, 3)).double()
+    with torch.no_grad():
+        for name, tensor in narrow.named_parameters():
+            dense = net.get_parameter(name)
+            for axis, size in enumerate(dense.shape):
+                own = {("1.o.weight", 1): heads, ("2.weight", 1): plan.kept("1.o.weight", 0)}.get((name, axis))
+                if own is None and name[:4] in ("1.q.", "1.k.", "1.v."):
+                    own = heads if axis == 0 else columns
+                elif own is None and axis == 0:
+                    own = plan.kept(name, 0)
+                dense = dense if own is None or own.size == size else dense.index_select(axis, torch.from_numpy(own))
+            tensor.set_(dense)
+        narrow[1].number_of_calls = 4
+        assert difference(narrow(*doubled(EXAMPLE)), compact(net, plan)(*doubled(EXAMPLE))) <= 1e-12
+
+
+def test_elements_of_tuples_and_lists() -> None:
+    net = around(Shaped(4, 3))
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    small: Any = compact(net, plan)[1]  # type: ignore[index]
+    assert (small.shape, small.joined) == ((-1, 2, 3), [12]), "what the trial did not need stays"
+    assert net[1].shape == (-1, 4, 3)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_groups_of_query_heads_go_together(interleaved: bool) -> None:
+    net = around(Grouped(6, 2, interleaved=interleaved))
+    plan = settled_plan(net, EXAMPLE)
+    small: Any = compact(net, plan)[1]  # type: ignore[index]
+    assert (small.num_heads, small.kv_heads, small.group) == (4, 2, 2)
+    queries, keys = ({int(i) // 2 for i in plan.kept(f"1.{name}.weight", 0)} for name in "qk")
+    assert queries == {2 * head + i for head in keys for i in (0, 1)}
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
+def test_every_module_of_a_class_is_set_at_once() -> None:
+    net = randomised(nn.Sequential(*(Attention(4, 3) for _ in range(3)), nn.Linear(WIDTH, 4))).eval()
+    example = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(2)),)
+    plan = settled_plan(net, example, share=0.5)
+    assert {size.module for size in plan.channel_map.sizes} == {"0", "1", "2"}
+    assert [module.num_heads for module in compact(net, plan).children() if isinstance(module, Attention)] == [2] * 3
+    assert parity(net, plan, example) <= TOLERANCE
+
+
+def test_an_attribute_of_the_module_around() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = 8
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).relu().reshape(-1, self.width))
+
+    net = randomised(nn.Sequential(Outer())).eval()
+    plan = settled_plan(net, EXAMPLE)
+    assert compact(net, plan)[0].width == plan.kept("0.first.weight", 0).size < 8  # type: ignore[index, union-attr]
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
+def test_an_attribute_that_only_equals_a_size_is_left_alone() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.b(net.a(x) / net.width**0.5)
+
+    net: Any = randomised(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 4))).eval()
+    net.width = 8
+    plan = settled_plan(net, EXAMPLE)
+    assert plan.channel_map.sizes == ()
+    assert plan.kept("a.weight", 0).size < 8
+    assert compact(net, plan).width == 8
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
+def hard_coded(net: Any, x: Tensor) -> Tensor:
+    return net.b(net.a(x).view(-1, 4, 2).flatten(1))  # the line to be named
+
+
+def scaled_by_the_width(net: Any, x: Tensor) -> Tensor:
+    q, k, v = net.a(x).chunk(3, -1)
+    return net.b(F.scaled_dot_product_attention(q, k, v))  # the scale follows from the width of q
+
+
+@pytest.mark.parametrize(("forward", "widths"), [(hard_coded, (8, 8)), (scaled_by_the_width, (24, 8))])
+def test_locks_name_the_line(forward: Callable[..., Tensor], widths: tuple[int, int]) -> None:
+    net = randomised(Net(forward, a=nn.Linear(6, widths[0]), b=nn.Linear(widths[1], 4))).eval()
+    net.width = 8  # type: ignore[assignment]
+    plan = settled_plan(net, EXAMPLE)
+    assert plan.channel_map.sizes == ()
+    number = forward.__code__.co_firstlineno + (1 if forward is hard_coded else 2)
+    text = Path(__file__).read_text().splitlines()[number - 1].strip()
+    added = [lock.reason for lock in plan.channel_map.locks if "the trial found a difference" in lock.reason]
+    assert any(f"{Path(__file__).name}:{number}: {text.partition('  #')[0]}" in reason for reason in added), added
+
+
+def test_a_plan_keeps_what_it_knows_of_sizes(tmp_path: Path) -> None:
+    net = around(Attention(4, 3))
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    plan.save(tmp_path)
+    again = load_plan(tmp_path)
+    values = attribute_values(net, plan.channel_map, plan.keep)
+    assert values == {"1": {"num_heads": 2, "all_head_size": 6}}
+    assert attribute_values(net, again.channel_map, again.keep) == values
+    assert compact(net, again)[1].num_heads == 2  # type: ignore[index, union-attr]
+
+
+def test_only_integers_that_are_there_are_set() -> None:
+    net = around(Shaped(4, 3))
+    set_attributes(net, {"1": {"num_heads": 2, "shape": [-1, 2, 3]}})
+    assert (net[1].num_heads, net[1].shape) == (2, (-1, 2, 3))
+    for wrong in ({"3": {}}, {"1": {"nothing": 2}}, {"1": {"scale": 2}}, {"1": {"_parameters": 2}}, {"": {"1": 2}},
+                  {"1": {"forward": 2}}, {"1": {"training": False}}):  # fmt: skip
+        with pytest.raises(KeyError):
+            set_attributes(net, wrong)
+    for value in ("2", True, 2.0, None, [2]):
+        with pytest.raises(ValueError, match="num_heads"):
+            set_attributes(net, {"1": {"num_heads": value}})
+    for shape in ([1, 2], "abc", [1, 2, "3"], [True, 2, 3]):
+        with pytest.raises(ValueError, match="shape"):
+            set_attributes(net, {"1": {"shape": shape}})
+
+
+def test_the_trace_alone_sets_nothing() -> None:
+    assert trace(around(Attention(4, 3)), EXAMPLE).sizes == ()
