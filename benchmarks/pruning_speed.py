@@ -2,9 +2,10 @@
 
 Every repetition is a process of its own, so that each is cold: imports and the model's construction are not timed, the
 first and only call is. Input 1x3x224x224, float32, one thread; prunekit keeps half of the channels of every group and
-proves masked == compact in float64 on the way, torch-pruning prunes half of every group and proves nothing.
+proves masked == compact in float64 on the way, torch-pruning prunes half of every group and proves nothing. What fails
+or takes longer than the limit has no seconds but a reason, and is not repeated.
 
-    python benchmarks/pruning_speed.py [--json] [--models A,B] [--repeats N] [--keep]
+    python benchmarks/pruning_speed.py [--json] [--models A,B] [--repeats N] [--limit SECONDS] [--keep]
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-MODELS = ("resnet34", "densenet121", "mobilenet_v3_small")
+MODELS = ("resnet34", "densenet121", "mobilenet_v3_small", "densenet201", "vit_b_16", "swin_t", "maxvit_t")
 
 
 def prunekit_seconds(name: str) -> float:
@@ -62,13 +63,16 @@ def torch_pruning_seconds(name: str) -> float:
 TOOLS = {"prunekit": prunekit_seconds, "torch-pruning": torch_pruning_seconds}
 
 
-def cold(tool: str, model: str) -> float:
-    """One repetition in a process of its own."""
+def cold(tool: str, model: str, limit: float) -> float | str:
+    """Seconds of one repetition in a process of its own, or why there are none."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, "--once", tool, model]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"over {limit:g} s"
     if done.returncode:
-        raise SystemExit(f"{tool} on {model} failed:\n{done.stderr}")
+        return (done.stderr.strip().splitlines() or ["failed"])[-1]
     return float(done.stdout.splitlines()[-1])
 
 
@@ -78,6 +82,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--limit", type=float, default=60, metavar="SECONDS", help="of one repetition, with imports"
+    )
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/pruning_speed.json")
     parser.add_argument("--once", nargs=2, metavar=("TOOL", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -92,13 +99,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for model in options.models.split(","):
         seconds: dict[str, list[float]] = {tool: [] for tool in tools}
+        reasons: dict[str, str] = {}
         for repeat in range(options.repeats):
             for tool in tools if repeat % 2 == 0 else reversed(tools):
-                seconds[tool].append(cold(tool, model))
+                if tool not in reasons:
+                    measured = cold(tool, model, options.limit)
+                    if isinstance(measured, str):
+                        reasons[tool] = measured
+                    else:
+                        seconds[tool].append(measured)
         for tool in tools:
-            found = spread(seconds[tool])
-            rows.append({"model": model, "tool": tool, "seconds": found["median"],
-                         "low": found["low"], "high": found["high"], "repeats": options.repeats})  # fmt: skip
+            found = {"median": None, "low": None, "high": None} if tool in reasons else spread(seconds[tool])
+            rows.append({"model": model, "tool": tool, "seconds": found["median"], "low": found["low"],
+                         "high": found["high"], "repeats": options.repeats, "reason": reasons.get(tool)})  # fmt: skip
     show(rows, as_json=options.json)
     if options.keep:
         setting = {"input": [1, 3, 224, 224], "dtype": "float32", "threads": 1, "kept": 0.5, "cold": True}
