@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
@@ -28,7 +29,7 @@ Key = tuple[str, str, int]
 class Divergence:
     """The first operator at which masked and compact model part.
 
-    `line` is the line of Python that ran, as file:number: text; `agreed` the number of operators before it.
+    `line` is the line of Python that ran, as file:number: text; `after` the number of operators before it, all counted.
     """
 
     module: str
@@ -37,7 +38,7 @@ class Divergence:
     difference: float
     detail: str
     line: str = ""
-    agreed: int = 0
+    after: int = 0
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
@@ -51,10 +52,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.stack, self.see = stack, see
         self.counts: dict[tuple[str, str], int] = {}
+        self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func._schema.name).replace("::", ".")
         out = without_chance(name, func(*args, **(kwargs or {})))
+        self.total += 1
         if is_counted(func, name):
             module = self.stack.current
             number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
@@ -155,10 +158,9 @@ def check(
     if reference.failed is not None:
         return reference.failed.difference, reference.failed
     worst = peak = 0.0
-    agreed = 0
 
     def see(key: Key, name: str, out: Any) -> None:
-        nonlocal worst, peak, agreed
+        nonlocal worst, peak
         expected = reference.values.get(key)
         if expected is None or expected[0] != name:
             return
@@ -167,12 +169,11 @@ def check(
             worst = max(worst, difference)
             if not difference <= tolerance:
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
-        agreed += 1
 
     try:
         outputs = _forward(compact, example, run.training, see)
     except _Parted as parted:
-        return parted.divergence.difference, replace(parted.divergence, line=line_of(parted), agreed=agreed)
+        return parted.divergence.difference, replace(parted.divergence, line=line_of(parted))
     for want, got in zip_longest(reference.outputs, outputs):
         difference, detail = float("inf"), f"{len(outputs)} tensors in the output, expected {len(reference.outputs)}"
         if want is not None and got is not None:
@@ -180,7 +181,7 @@ def check(
             detail = f"only the model's outputs part: {detail}"
         worst = max(worst, difference)
         if not difference <= tolerance:
-            return difference, Divergence("", "", ("", "", -1), difference, detail, agreed=agreed)
+            return difference, Divergence("", "", ("", "", -1), difference, detail, after=sys.maxsize)
     return worst, None
 
 
@@ -205,10 +206,11 @@ def _forward(
         try:
             with watch:
                 output = model(*example)
-        except _Parted:
+        except _Parted as parted:
+            parted.divergence = replace(parted.divergence, after=watch.total)
             raise
         except Exception as error:
             module = stack.current
             detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail)) from error
+            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail, after=watch.total)) from error
     return gather(output)

@@ -91,7 +91,7 @@ class SizeSearch:
         return []
 
     def _progress(self, failed: Failure) -> tuple[int, int]:
-        return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].agreed
+        return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].after
 
     def _tried(self, sizes: Sequence[SizeAttribute]) -> Failure | None:
         final = self.channel_map.traced.final
