@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from prunekit.channels.copying import named_tensors, with_tensors
-from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.norms import Axes, Norm
+from prunekit.channels.norms import Axes
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, resize, set_bare_widths
 from prunekit.hooks import HOOK_TABLES, HookOwner
 from prunekit.nested import gather, map_tensors
@@ -51,7 +50,13 @@ class NarrowNorms(HookOwner):
             copy = _empty_copy(module, cuts)
             if path in widths:
                 set_bare_widths(copy, {"": widths[path]})
-            self.own_forward(module, _KeptOnly(copy, cuts, norm, self._keep).run, again=True, first=True)
+            parameters = {name: self._kept_axes(full) for name, full in own.items()}
+            narrow = _KeptOnly(copy, parameters, _kept_of(norm.inputs, self._keep), _kept_of(norm.outputs, self._keep))
+            self.own_forward(module, narrow.run, again=True, first=True)
+
+    def _kept_axes(self, name: str) -> list[_Kept]:
+        axes = enumerate(self._map.labels[name])
+        return _kept_of(tuple((axis, labels) for axis, labels in axes if labels is not None), self._keep)
 
 
 def _empty_copy(module: nn.Module, cuts: KeptIndices) -> nn.Module:
@@ -71,25 +76,44 @@ def _empty_copy(module: nn.Module, cuts: KeptIndices) -> nn.Module:
 
 
 class _Kept:
-    """The kept indices of one axis."""
+    """The kept indices of one axis.
 
-    def __init__(self, axis: int, index: Labels) -> None:
-        self.axis = axis
-        self._index = torch.from_numpy(index)
+    Args:
+        axis: of the tensors to come.
+        keep: bool (size,).
+    """
 
-    def on(self, device: torch.device) -> Tensor:
-        if self._index.device != device:
-            self._index = self._index.to(device)  # stays there: a model seldom moves
-        return self._index
+    def __init__(self, axis: int, keep: Keep) -> None:
+        self._axis, self._count = axis, int(np.count_nonzero(keep))
+        back = np.where(keep, np.cumsum(keep) - 1, self._count)  # removed: the zero behind the kept ones
+        self._index, self._back = torch.from_numpy(np.flatnonzero(keep)), torch.from_numpy(back)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        self._index = self._index.to(tensor.device)  # stays there: a model seldom moves
+        return _take(tensor, self._axis, self._index)
+
+    def scatter(self, tensor: Tensor) -> Tensor:
+        self._back = self._back.to(tensor.device)
+        zero = torch.zeros_like(tensor.narrow(self._axis, 0, 1))
+        return _take(torch.cat([tensor, zero], self._axis), self._axis, self._back)
+
+
+def _take(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
+    """`index_select`, which is ten times slower along an axis whose entries lie next to each other than `gather`."""
+    if tensor.stride(axis) != 1:
+        return tensor.index_select(axis, index)
+    shape = [index.numel() if a == axis % tensor.dim() else size for a, size in enumerate(tensor.shape)]
+    along = [-1 if a == axis % tensor.dim() else 1 for a in range(tensor.dim())]
+    return tensor.gather(axis, index.view(along).expand(shape))
 
 
 class _KeptOnly:
     """Runs a narrow copy on what is kept of an input, with slices of the dense module's parameters."""
 
-    def __init__(self, copy: nn.Module, cuts: KeptIndices, norm: Norm, keep: Keep) -> None:
-        self._copy = copy
-        self._parameters = {name: _kept_of_tensor(cuts.get(name, ())) for name, _ in named_tensors(copy)}
-        self._inputs, self._outputs = _kept_of(norm.inputs, keep), _kept_of(norm.outputs, keep)
+    def __init__(
+        self, copy: nn.Module, parameters: dict[str, list[_Kept]], inputs: list[_Kept], outputs: list[_Kept]
+    ) -> None:
+        self._copy, self._parameters, self._inputs, self._outputs = copy, parameters, inputs, outputs
 
     def run(self, module: nn.Module, args: Any, named: Any, result: Any) -> Any:
         """A forward hook: the result that the compact model has, in the dense width."""
@@ -104,24 +128,17 @@ class _KeptOnly:
 
 
 def _kept_of(axes: Axes, keep: Keep) -> list[_Kept]:
-    return [_Kept(axis, np.flatnonzero(keep[labels])) for axis, labels in axes if not keep[labels].all()]
-
-
-def _kept_of_tensor(cuts: tuple[Labels | None, ...]) -> list[_Kept]:
-    return [_Kept(axis, index) for axis, index in enumerate(cuts) if index is not None]
+    return [_Kept(axis, keep[labels]) for axis, labels in axes if not keep[labels].all()]
 
 
 def _gathered(tensor: Tensor, kept: list[_Kept]) -> Tensor:
     for axis in kept:
-        tensor = tensor.index_select(axis.axis, axis.on(tensor.device))
+        tensor = axis.gather(tensor)
     return tensor
 
 
 def _scattered(tensor: Tensor, kept: list[_Kept], dense: Tensor) -> Tensor:
-    """Puts a tensor among zeros, in shape and memory layout of the dense one."""
+    """Puts a tensor among zeros, in the memory layout of the dense one."""
     for axis in kept:
-        shape = list(tensor.shape)
-        shape[axis.axis] = dense.shape[axis.axis]
-        zeros = torch.zeros_like(dense) if shape == list(dense.shape) else tensor.new_zeros(shape)
-        tensor = zeros.index_copy(axis.axis, axis.on(tensor.device), tensor)
-    return tensor
+        tensor = axis.scatter(tensor)
+    return tensor if tensor.stride() == dense.stride() else torch.empty_like(dense).copy_(tensor)
