@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.norms import Axes
-from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, resize, set_bare_widths
+from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
 from prunekit.hooks import HOOK_TABLES, HookOwner
 from prunekit.nested import gather, map_tensors
 
@@ -40,32 +41,27 @@ class NarrowNorms(HookOwner):
         norms = {p: n for p, n in self._map.norms.items() if not all(self._keep[a].all() for _, a in n.axes)}
         if not norms:
             return
-        kept = kept_indices(self._map, self._keep)
         widths = bare_widths(self._model, self._map, self._keep)
         names = {id(tensor): name for name, tensor in named_tensors(self._model)}
         for path, norm in norms.items():
             module = self._model.get_submodule(path)
-            own = {name: names[id(tensor)] for name, tensor in named_tensors(module)}
-            cuts = {name: kept[full] for name, full in own.items() if full in kept}
-            copy = _empty_copy(module, cuts)
+            own = {name: self._kept_axes(names[id(tensor)]) for name, tensor in named_tensors(module)}
+            copy = _empty_copy(module, own)
             if path in widths:
                 set_bare_widths(copy, {"": widths[path]})
-            parameters = {name: self._kept_axes(full) for name, full in own.items()}
-            narrow = _KeptOnly(copy, parameters, _kept_of(norm.inputs, self._keep), _kept_of(norm.outputs, self._keep))
+            narrow = _KeptOnly(copy, own, _kept_of(norm.inputs, self._keep), _kept_of(norm.outputs, self._keep))
             self.own_forward(module, narrow.run, again=True, first=True)
 
     def _kept_axes(self, name: str) -> list[_Kept]:
         axes = enumerate(self._map.labels[name])
-        return _kept_of(tuple((axis, labels) for axis, labels in axes if labels is not None), self._keep)
+        return _kept_of([(axis, labels) for axis, labels in axes if labels is not None], self._keep)
 
 
-def _empty_copy(module: nn.Module, cuts: KeptIndices) -> nn.Module:
+def _empty_copy(module: nn.Module, own: Mapping[str, list[_Kept]]) -> nn.Module:
     """The module with the sizes it has when compact, without values and hooks."""
 
     def empty(name: str, tensor: Tensor) -> Tensor:
-        axes = cuts.get(name, (None,) * tensor.dim())
-        shape = [size if index is None else index.size for size, index in zip(tensor.shape, axes, strict=True)]
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return _gathered(torch.empty_like(tensor, device="meta"), own[name])
 
     copy = with_tensors(module, {name: empty(name, tensor) for name, tensor in named_tensors(module)})
     for part in copy.modules():
@@ -84,15 +80,19 @@ class _Kept:
     """
 
     def __init__(self, axis: int, keep: Keep) -> None:
-        self._axis, self._count = axis, int(np.count_nonzero(keep))
-        back = np.where(keep, np.cumsum(keep) - 1, self._count)  # removed: the zero behind the kept ones
-        self._index, self._back = torch.from_numpy(np.flatnonzero(keep)), torch.from_numpy(back)
+        self._axis, index = axis, np.flatnonzero(keep)
+        back = np.where(keep, np.cumsum(keep) - 1, index.size)  # of a removed one: the zero behind the kept ones
+        self._index, self._back = torch.from_numpy(index), torch.from_numpy(back)
 
     def gather(self, tensor: Tensor) -> Tensor:
+        """The kept entries."""
+        if tensor.is_meta:
+            return _take(tensor, self._axis, self._index.to("meta"))
         self._index = self._index.to(tensor.device)  # stays there: a model seldom moves
         return _take(tensor, self._axis, self._index)
 
     def scatter(self, tensor: Tensor) -> Tensor:
+        """Kept entries among zeros."""
         self._back = self._back.to(tensor.device)
         zero = torch.zeros_like(tensor.narrow(self._axis, 0, 1))
         return _take(torch.cat([tensor, zero], self._axis), self._axis, self._back)
@@ -108,18 +108,25 @@ def _take(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
 
 
 class _KeptOnly:
-    """Runs a narrow copy on what is kept of an input, with slices of the dense module's parameters."""
+    """Runs a narrow copy on what is kept of an input, with slices of the dense module's parameters.
+
+    Args:
+        copy: the narrow one; its own tensors have no values.
+        own: for each tensor of the module, what of it is kept.
+        inputs: what of the input is kept.
+        outputs: what of the output is there.
+    """
 
     def __init__(
-        self, copy: nn.Module, parameters: dict[str, list[_Kept]], inputs: list[_Kept], outputs: list[_Kept]
+        self, copy: nn.Module, own: Mapping[str, list[_Kept]], inputs: list[_Kept], outputs: list[_Kept]
     ) -> None:
-        self._copy, self._parameters, self._inputs, self._outputs = copy, parameters, inputs, outputs
+        self._copy, self._own, self._inputs, self._outputs = copy, own, inputs, outputs
 
     def run(self, module: nn.Module, args: Any, named: Any, result: Any) -> Any:
         """A forward hook: the result that the compact model has, in the dense width."""
         narrow_args, narrow_named = map_tensors((args, named), lambda tensor: _gathered(tensor, self._inputs))
         tensors = dict(named_tensors(module))
-        narrow = {name: _gathered(tensors[name], kept) for name, kept in self._parameters.items()}
+        narrow = {name: _gathered(tensors[name], kept) for name, kept in self._own.items()}
         if self._copy.training != module.training:
             self._copy.train(module.training)
         out = functional_call(self._copy, narrow, narrow_args, narrow_named)
@@ -127,7 +134,7 @@ class _KeptOnly:
         return map_tensors(out, lambda tensor: _scattered(tensor, self._outputs, dense))
 
 
-def _kept_of(axes: Axes, keep: Keep) -> list[_Kept]:
+def _kept_of(axes: Iterable[tuple[int, Labels]], keep: Keep) -> list[_Kept]:
     return [_Kept(axis, keep[labels]) for axis, labels in axes if not keep[labels].all()]
 
 
