@@ -122,6 +122,9 @@ def compare(
 ) -> tuple[float, Divergence | None]:
     """Runs both models on one input and compares every operator's kept entries.
 
+    The masked model's norms over channels run on kept ones (see `NarrowNorms`), and not the operators in them are
+    compared but those that read their output.
+
     Returns:
         The largest relative difference seen, and the first operator beyond `tolerance`, or None.
 

@@ -61,7 +61,10 @@ def _empty_copy(module: nn.Module, own: Mapping[str, list[_Kept]]) -> nn.Module:
     """The module with the sizes it has when compact, without values and hooks."""
 
     def empty(name: str, tensor: Tensor) -> Tensor:
-        return _gathered(torch.empty_like(tensor, device="meta"), own[name])
+        shape = list(tensor.shape)
+        for kept in own[name]:
+            shape[kept.axis] = kept.size
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
     copy = with_tensors(module, {name: empty(name, tensor) for name, tensor in named_tensors(module)})
     for part in copy.modules():
@@ -80,22 +83,21 @@ class _Kept:
     """
 
     def __init__(self, axis: int, keep: Keep) -> None:
-        self._axis, index = axis, np.flatnonzero(keep)
+        index = np.flatnonzero(keep)
+        self.axis, self.size = axis, index.size
         back = np.where(keep, np.cumsum(keep) - 1, index.size)  # of a removed one: the zero behind the kept ones
         self._index, self._back = torch.from_numpy(index), torch.from_numpy(back)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The kept entries."""
-        if tensor.is_meta:
-            return _take(tensor, self._axis, self._index.to("meta"))
         self._index = self._index.to(tensor.device)  # stays there: a model seldom moves
-        return _take(tensor, self._axis, self._index)
+        return _take(tensor, self.axis, self._index)
 
     def scatter(self, tensor: Tensor) -> Tensor:
         """Kept entries among zeros."""
         self._back = self._back.to(tensor.device)
-        zero = torch.zeros_like(tensor.narrow(self._axis, 0, 1))
-        return _take(torch.cat([tensor, zero], self._axis), self._axis, self._back)
+        zero = torch.zeros_like(tensor.narrow(self.axis, 0, 1))
+        return _take(torch.cat([tensor, zero], self.axis), self.axis, self._back)
 
 
 def _take(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
