@@ -123,7 +123,9 @@ class Reference:
 
 
 def record(masked: nn.Module, channel_map: ChannelMap, keep: Keep, example: tuple[Any, ...], run: Run) -> Reference:
-    """Runs the masked model on one input.
+    """Runs the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
+
+    Not the operators in those norms are recorded, but those that read their output.
 
     Raises:
         ModelError: it does not run.
