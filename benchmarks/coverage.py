@@ -70,12 +70,12 @@ def in_process(zoo: Zoo, name: str, side: int | None, limit: float) -> dict[str,
     sender.close()
     try:
         row: dict[str, Any] = (
-            receiver.recv() if receiver.poll(10 * limit) else failed(f"not done after {10 * limit:.0f} s")
+            receiver.recv() if receiver.poll(10 * limit) else failed(f"not done after {10 * limit:g} s")
         )
     except EOFError:  # the process has ended without a row
         process.join()
         late = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
-        row = failed(f"not done after {limit:.0f} s" if late else f"ended with exit status {process.exitcode}")
+        row = failed(f"not done after {limit:g} s" if late else f"ended with exit status {process.exitcode}")
     process.kill()
     process.join()
     return {"model": name, **row}

@@ -17,10 +17,9 @@ from zoo_cases import Case, randomise
 import prunekit
 from prunekit.channels import ChannelMap, Lock
 from prunekit.channels.comparing import TOLERANCE
-from prunekit.channels.map import MacTerm
+from prunekit.channels.map import Keep, MacTerm
 from prunekit.errors import PrunekitError
 from prunekit.nested import gather
-from prunekit.planning import Plan
 
 FREE_PARAMETERS = 0.95
 MACS_LEFT = 0.32
@@ -48,9 +47,12 @@ def check(case: Case) -> dict[str, Any]:
     problems = [*_equality(case, pruned, example), *_running(case, pruned.model), *_folder(case, pruned, example)]
     if problems:
         return failed("; ".join(problems), row)
-    short = row["free_parameter_share"] < FREE_PARAMETERS or row["macs_left"] > MACS_LEFT
-    reason = "; ".join(_reasons(chart)) if short else ""
-    return {"passed": not short, "verdict": "partly" if short else "passed", **row, "reason": reason}
+    reasons = []
+    if row["macs_left"] > MACS_LEFT:
+        reasons.append("more than a quarter of the MACs stays in " + ", ".join(_costly(chart, plan.keep)))
+    if row["free_parameter_share"] < FREE_PARAMETERS or reasons:
+        reasons += _locks(chart)
+    return {"passed": not reasons, "verdict": "partly" if reasons else "passed", **row, "reason": "; ".join(reasons)}
 
 
 def failed(reason: str, row: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -142,7 +144,14 @@ def _same(left: Any, right: Any) -> bool:
     return not isinstance(left, torch.Tensor) or torch.equal(left.nan_to_num(), right.nan_to_num())
 
 
-def _reasons(chart: ChannelMap, most: int = 3) -> list[str]:
+def _costly(chart: ChannelMap, keep: Keep, most: int = 3) -> list[str]:
+    """The layers in which most MACs stay beyond a quarter of what they had."""
+    dense, kept = chart.layer_macs(), chart.layer_macs(keep)
+    worst = sorted(dense, key=lambda path: dense[path] / 4 - kept[path])[:most]
+    return [f"{path} ({kept[path] / max(dense[path], 1):.0%} of {dense[path] / chart.macs():.1%})" for path in worst]
+
+
+def _locks(chart: ChannelMap, most: int = 3) -> list[str]:
     """The locks that hold most channels, alike ones of several modules together."""
     alike: dict[tuple[str, str], list[Lock]] = {}
     for lock in chart.locks:
@@ -156,6 +165,3 @@ def _said(operator: str, reason: str, locks: Iterable[Lock]) -> str:
     locks = list(locks)
     more = f" and {len(locks) - 1} more" if len(locks) > 1 else ""
     return f"{locks[0].module or 'the top-level forward'}{more}: {operator} {reason}".replace("  ", " ")
-
-
-__all__ = ["Plan", "check", "failed", "where_from"]

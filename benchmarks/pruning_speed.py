@@ -82,9 +82,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--limit", type=float, default=60, metavar="SECONDS", help="of one repetition, with imports"
-    )
+    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="of one repetition, with imports")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/pruning_speed.json")
     parser.add_argument("--once", nargs=2, metavar=("TOOL", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Benchmarks print what they say they print."""
+"""The benchmarks print what they say they print."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "hooks.py"
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+STRATIFIED = {
+    "torchvision": ("mobilenet_v2", "lraspp_mobilenet_v3_large"),
+    "timm": ("test_convnext", "test_efficientnet"),
+    "hf": ("bert", "t5"),
+}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_one_object_a_line() -> None:
-    done = run("--json", "--only", "mask/inference", "--rounds", "2")
+    done = run("hooks.py", "--json", "--only", "mask/inference", "--rounds", "2")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["name"] for row in rows] == ["mask/inference/resnet34"]
@@ -27,9 +34,34 @@ def test_one_object_a_line() -> None:
 
 
 def test_time_per_operator_is_measured_for_both_nets() -> None:
-    command = [sys.executable, str(SCRIPT.with_name("scaling.py")), "--json", "--sizes", "24", "--repeats", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run("scaling.py", "--json", "--sizes", "24", "--repeats", "1")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["net"] for row in rows] == ["residual", "chain"]
     assert all(row["operators"] >= 24 and row["trace_seconds"] > 0 and row["prune_seconds"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("zoo", STRATIFIED)
+def test_models_of_every_zoo_pass(zoo: str) -> None:
+    if zoo != "torchvision":
+        pytest.importorskip({"timm": "timm", "hf": "transformers"}[zoo], reason=f"the extra {zoo} is not installed")
+    done = run("coverage.py", "--zoo", zoo, "--models", ",".join(STRATIFIED[zoo]), "--size", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["model"] for row in rows] == list(STRATIFIED[zoo])
+    for row in rows:
+        assert row["verdict"] == "passed", row
+        assert row["passed"] is True
+        assert row["max_relative_difference"] <= 1e-9
+        assert row["free_parameter_share"] >= 0.95
+        assert 0.2 < row["macs_left"] <= 0.32
+        assert {"free_macs_share", "seconds", "reason"} <= row.keys()
+
+
+def test_a_model_that_does_not_get_through_is_a_row_with_a_reason() -> None:
+    done = run("coverage.py", "--models", "vit_b_32,no_such_model", "--size", "64", "--limit", "0.01", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["passed"], row["verdict"]) for row in rows] == [(False, "failed")] * 2
+    assert rows[0]["reason"].startswith("not done after 0.")
+    assert rows[1]["reason"].startswith("not built: ValueError: Unknown model no_such_model")
