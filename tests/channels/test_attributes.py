@@ -161,6 +161,28 @@ def test_an_attribute_of_the_module_around() -> None:
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
 
 
+def test_one_module_after_another_with_nothing_computed_between() -> None:
+    class Projection(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = 24
+            self.weight, self.bias = nn.Parameter(torch.zeros(6, 24)), nn.Parameter(torch.zeros(24))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x.flatten(0, 1), self.weight).view(*x.shape[:2], self.width)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        a, b, c = net.p(x).split(net.part, -1)
+        return net.o(a * b + c)
+
+    net = randomised(Net(forward, p=Projection(), o=nn.Linear(8, 4))).eval()
+    net.part = 8  # type: ignore[assignment]
+    plan = settled_plan(net, EXAMPLE)
+    assert plan.kept("o.weight", 1).size < 8
+    assert {(size.module, size.name) for size in plan.channel_map.sizes} == {("p", "width"), ("", "part")}
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
 def test_an_attribute_that_only_equals_a_size_is_left_alone() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         return net.b(net.a(x) / net.width**0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import difference, randomised
+from equivalence import difference, random_keep, randomised
 from hand_norms import CenteredByHand, GlobalResponse, MeanSquareByHand, RootMeanSquare, StandardisedConv, SumOfSquares
 from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d
@@ -297,3 +297,21 @@ def test_a_function_in_a_bigger_module_locks_and_is_named() -> None:
     found = [lock for lock in chart.locks if lock.operator == "aten.native_layer_norm"]
     assert [lock.channels for lock in found] == [8]
     assert "Bigger" in found[0].reason
+
+
+class Sized(RootMeanSquare):
+    """Remembers its width under a name of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.reshape(-1, self.size)).reshape(hidden.shape)
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.size = width
+
+
+def test_a_norm_with_a_size_in_its_code_is_locked_by_the_trial() -> None:
+    model, x = randomised(stack(Sized, 8, first=False)), example(first=False)
+    settled = settle(model, trace(model, (x,)), random_keep, [(x,)])
+    assert [lock.module for lock in settled.channel_map.locks if lock.reason.startswith("the trial")] == ["1"]
+    assert settled.keep.all()
