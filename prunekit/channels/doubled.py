@@ -66,14 +66,11 @@ class DoubledWhileRunning(HookOwner):
     Args:
         model: not changed: its structure is copied, without its weights.
         convert: name and tensor -> what the module sees while it runs.
-        in_place: hooks the given model itself for as long as this owner is active, and saves the copy.
     """
 
-    def __init__(self, model: nn.Module, convert: Convert, *, in_place: bool = False) -> None:
+    def __init__(self, model: nn.Module, convert: Convert) -> None:
         super().__init__()
-        if not in_place:
-            model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
-        self.model = model
+        self.model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
         self.convert = convert
         self._names = {id(tensor): name for name, tensor in named_tensors(self.model)}
 

@@ -121,7 +121,7 @@ class _Trial:
             if run not in self.references:
                 with DoubledWhileRunning(self.model, with_zeros(to_double, self.kept)) as masked:
                     self.references[run] = self._record(masked.model, run)
-            with DoubledWhileRunning(compact, to_double, in_place=True) as small:
+            with DoubledWhileRunning(compact, to_double) as small:
                 return check(self.references[run], small.model, as_double(self.examples[run.example]), run)
         except ModelError:  # a module uses another's weights
             return self._sure(compact, run)

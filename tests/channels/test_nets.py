@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from equivalence import TOLERANCE, assert_unchanged, parity, randomised, settled_plan, snapshot
+from equivalence import TOLERANCE, assert_unchanged, parity, random_keep, randomised, settled_plan, snapshot
 from net_cases import CASES
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from prunekit.channels import trace
+from prunekit.channels.trial import settle
 from prunekit.compaction import compact
 from prunekit.hooks import count_hooks
 from prunekit.measure import count_macs
@@ -106,3 +107,28 @@ def test_a_tied_weight_stays_tied() -> None:
     small = compact(model, settled_plan(randomised(model), example))
     assert small[4].weight is small[2].weight  # type: ignore[index]
     assert small[2].weight.shape[0] < 8  # type: ignore[index, union-attr]
+
+
+class Remembering(nn.Module):
+    """Computes a number the first time, as detection models do with the scales of their feature maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 1)
+        self.scale: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = float(torch.tensor(4.0).log2())
+        y = self.a(x).abs().add(1).log2()
+        return self.b(y * self.scale) if self.training else self.b(y).relu()
+
+
+def test_the_trial_leaves_nothing_behind_in_the_compact_model() -> None:
+    model = randomised(Remembering())
+    example = (torch.randn(1, 3, 6, 6),)
+    chart = trace(model, example)
+    settled = settle(model, chart, random_keep, [example])
+    assert not [lock for lock in settled.channel_map.locks if lock not in chart.locks]
+    assert settled.compact.scale is None
+    assert model.scale is None
