@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -63,6 +63,7 @@ def settle(
         PlanError: no agreement after `attempts` locks.
     """
     divergence: Divergence | None = None
+    failed: set[tuple[Any, ...]] = set()
     for _ in range(attempts):
         keep = choose(channel_map)
         kept = kept_indices(channel_map, keep)
@@ -83,7 +84,10 @@ def settle(
             if found is None:
                 return Settled(channel_map, keep, compact, difference)
             divergence, run = found
-            channel_map = with_locks(channel_map, _locks_for(divergence, run))
+            kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
+            alike = _alike(model, divergence, run) if kind in failed else []
+            failed.add(kind)
+            channel_map = with_locks(channel_map, [_lock_for(where, run) for where in (divergence, *alike)])
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
@@ -140,7 +144,18 @@ class _Trial:
         return record(masked, self.channel_map, self.keep, as_double(self.examples[run.example], dtype), run)
 
 
-def _locks_for(divergence: Divergence, run: Run) -> list[LockRecord]:
+def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergence]:
+    """The same place in all other modules of a class of the model's own: where two of them failed, the others will."""
+    cls = type(model.get_submodule(divergence.module))
+    if cls.__module__.partition(".")[0] == "torch":  # a linear layer fails for reasons of the code around it
+        return []
+    places = keyed(run).keys() if divergence.operator else {(o.module, *divergence.key[1:]) for o in run.operators}
+    others = [path for path, module in model.named_modules() if type(module) is cls and path != divergence.module]
+    keys = [(path, *divergence.key[1:]) for path in others if (path, *divergence.key[1:]) in places]
+    return [replace(divergence, module=key[0], key=key) for key in keys]
+
+
+def _lock_for(divergence: Divergence, run: Run) -> LockRecord:
     """Locks all labels at the operator that differs, or at every operator of the module whose Python failed."""
     operators = keyed(run)
     culprit = operators.get(divergence.key) if divergence.operator else None
@@ -154,7 +169,7 @@ def _locks_for(divergence: Divergence, run: Run) -> list[LockRecord]:
     if not labels:
         raise PlanError(f"the compact model fails where no channel is known: {divergence}")
     reason = f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
-    return [LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))]
+    return LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))
 
 
 def _labels_at(operators: list[Operator]) -> list[Labels]:

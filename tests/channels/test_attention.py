@@ -211,6 +211,14 @@ def test_weights_that_are_returned_lock_the_heads(average: bool) -> None:
     assert parity(net, plan, example) <= TOLERANCE
 
 
+def test_a_mask_for_every_head_locks_the_heads() -> None:
+    net, example = self_attention({}, {"attn_mask": normal(2 * HEADS, 5, 5)}), (normal(2, 5, 6),)
+    plan = settled_plan(net, example)
+    assert plan.kept("m.out_proj.weight", 1).size == WIDTH
+    assert plan.kept("i.weight", 0).size < WIDTH
+    assert parity(net, plan, example) <= TOLERANCE
+
+
 @pytest.mark.parametrize("unbatched", [False, True])
 @pytest.mark.parametrize("average", [False, True])
 @torch.no_grad()

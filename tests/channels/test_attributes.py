@@ -217,6 +217,22 @@ def test_locks_name_the_line(forward: Callable[..., Tensor], widths: tuple[int, 
     assert any(f"{Path(__file__).name}:{number}: {text.partition('  #')[0]}" in reason for reason in added), added
 
 
+def test_many_modules_of_a_class_that_fails_are_locked_at_once() -> None:
+    class HardCoded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.last(self.first(x).view(*x.shape[:2], 8))
+
+    net = randomised(nn.Sequential(*(HardCoded() for _ in range(25)), nn.Linear(6, 7), nn.Linear(7, 4))).eval()
+    plan = settled_plan(net, EXAMPLE)
+    assert plan.kept("25.weight", 0).size < 7
+    assert all(plan.kept(f"{i}.first.weight", 0).size == 8 for i in range(25))
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
 def test_a_plan_keeps_what_it_knows_of_sizes(tmp_path: Path) -> None:
     net = around(Attention(4, 3))
     plan = settled_plan(net, EXAMPLE, share=0.5)
