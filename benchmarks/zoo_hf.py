@@ -106,7 +106,7 @@ def _decoder(config: str, **more: Any) -> Callable[[], Any]:
 
 def _clip() -> Any:
     text = {
-        **sizes,
+        **SIZES,
         "vocab_size": WORDS,
         "max_position_embeddings": LENGTH,
         "bos_token_id": 0,

@@ -89,6 +89,13 @@ SHAPE_OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.contiguous().clone(),
     "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
     "shuffle": lambda x: x.view(2, 2, 3, 2, 2).transpose(1, 2).reshape(2, 6, 2, 2),
+    "looked up by a table": lambda x: x[:, :, torch.tensor([[1, 0, 1], [0, 0, 1]])],
+    "looked up by two tables": lambda x: x[:, :, torch.tensor([1, 0, 1]), torch.tensor([[0], [1]])],
+    "looked up apart": lambda x: x[torch.tensor([1, 0, 1]), :, torch.tensor([[0], [1]])],
+    "rows by a mask": lambda x: x[torch.tensor([False, True])],
+    "windows": lambda x: x.unfold(2, 2, 1),
+    "stacked with itself": lambda x: torch.stack([x, x], 2),
+    "stacked in front": lambda x: torch.stack([x, x]),
     "index elsewhere": lambda x: x.index_select(2, torch.tensor([1, 0])),
 }
 
@@ -118,6 +125,9 @@ LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
     "pad": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, 1)),
     "pad that shifts": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, -1)),
     "index": lambda x: x[:, [1, 0, 2, 3, 4, 5]],
+    "index of several": lambda x: x[torch.tensor([0, 1]), torch.tensor([1, 0])],
+    "mask of several": lambda x: x[x[:, :, 0, 0] >= 0],
+    "windows": lambda x: x.unfold(1, 2, 1),
     "unequal split": lambda x: x.split([2, 4], 1)[1],
     "unbind": lambda x: x.unbind(1)[0],
 }
@@ -184,3 +194,19 @@ def test_a_view_into_factors_leaves_rectangles() -> None:
     assert all(isinstance(constraint, Rectangle) for constraint in flow.constraints)
     shapes = sorted(constraint.labels.shape for constraint in flow.constraints)
     assert shapes == [(2, 6), (3, 2), (3, 2)]
+
+
+@pytest.mark.parametrize("operator", [lambda x: x[..., :2], lambda x: x.roll(1, -1), lambda x: x[..., 1]])
+def test_what_is_cut_on_one_axis_of_joint_labels_is_tied_along_it(operator: Callable[[Tensor], Tensor]) -> None:
+    """Halves of every head, as rotary embeddings take them: whole heads stay prunable."""
+    flow = Flow()
+    labels = flow.union.new(12)
+    heads = torch.zeros(2, 3, 4)
+    flow.set(heads, [Field(labels.reshape(1, 3, 4), True)])
+    with RuleMode(flow):
+        out = operator(heads)
+    (field,) = flow.fields(out)
+    assert field.labels.reshape(-1).tolist() == [1, 5, 9]
+    assert field.zero
+    assert flow.union.find(labels).tolist() == [1] * 4 + [5] * 4 + [9] * 4
+    assert not flow.locks

@@ -74,8 +74,8 @@ def concatenate(flow: Flow, call: Call) -> None:
     tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
     axis = call.arg(1, "dim", 0) % call.out.dim()
     if call.name == "aten.stack":
-        for tensor in tensors:
-            flow.lock(flow.fields(tensor), "stacked")
+        fields = _common(flow, [tuple(t.shape) for t in call.args[0]], [list(flow.fields(t)) for t in call.args[0]])
+        flow.set(call.out, [field.with_labels(np.expand_dims(field.labels, axis)) for field in fields])
         return
     columns: list[Labels] = []
     zero = True
@@ -100,7 +100,15 @@ def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]
 PICKED = "positions of this axis are picked by number"
 
 
-@rule("aten.index_select", "aten.gather", "aten.index", "aten.unfold", "aten.as_strided")
+@rule("aten.unfold")
+def windows(flow: Flow, call: Call) -> None:
+    """Windows that slide along one axis: that axis is locked, others pass."""
+    axis, fields = call.args[1] % call.args[0].dim(), flow.fields(call.args[0])
+    flow.lock([field for field in fields if axis in field.span], "windows slide over these channels")
+    flow.set(call.out, [f.with_labels(f.labels[..., None]) for f in fields if axis not in f.span])
+
+
+@rule("aten.index_select", "aten.gather", "aten.index", "aten.as_strided")
 def pick(flow: Flow, call: Call) -> None:
     """Positions picked by numbers: an axis that may change is locked."""
     if call.name == "aten.index_select":
@@ -113,14 +121,20 @@ def pick(flow: Flow, call: Call) -> None:
 
 
 def _index_rows(flow: Flow, call: Call) -> bool:
-    """A table looked up by one tensor of integers: the axis it picks from goes, its own axes come, others pass."""
-    used = [axis for axis, index in enumerate(call.args[1]) if index is not None]
-    if len(used) != 1 or call.args[1][used[0]].dtype == torch.bool:
+    """Looked up by integers or a mask of one axis: the axes picked from go, those of the integers come, others pass."""
+    indices = {axis: index for axis, index in enumerate(call.args[1]) if index is not None}
+    if any(index.dtype == torch.bool and index.dim() != 1 for index in indices.values()):
         return False
-    axis, fresh = used[0], call.args[1][used[0]].dim()
+    used = sorted(indices)
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # apart from each other they go to the front
+    fresh = call.out.dim() - call.args[0].dim() + len(used)
     fields = flow.fields(call.args[0])
-    flow.lock([field for field in fields if axis in field.span], PICKED)
-    rest = [field for field in fields if axis not in field.span]
-    shapes = [(*f.labels.shape[:axis], *[1] * fresh, *f.labels.shape[axis + 1 :]) for f in rest]
-    flow.set(call.out, [f.with_labels(f.labels.reshape(shape)) for f, shape in zip(rest, shapes, strict=True)])
+    flow.lock([field for field in fields if set(used) & set(field.span)], PICKED)
+    flow.lock([field for index in indices.values() for field in flow.fields(index)], "decides what is picked")
+
+    def moved(labels: Labels) -> Labels:
+        rest = np.squeeze(labels, tuple(used))
+        return rest.reshape(*rest.shape[:first], *[1] * fresh, *rest.shape[first:])
+
+    flow.set(call.out, [f.with_labels(moved(f.labels)) for f in fields if not set(used) & set(f.span)])
     return True

@@ -130,12 +130,16 @@ def expand(flow: Flow, call: Call) -> None:
 
 
 def replay(flow: Flow, call: Call, axes: Sequence[int], reason: str, *, zero: bool = True) -> None:
-    """Passes fields that are constant along `axes`, whose positions the operator changes; locks the others."""
-    fields = flow.fields(call.args[0])
-    touched = [field for field in fields if set(field.span) & set(axes)]
-    flow.lock(touched, reason)
-    rest = [Field(field.labels, field.zero and zero) for field in fields if field not in touched]
-    flow.set(call.out, rest)
+    """Fields wholly on `axes`, whose positions the operator changes, lock; those that go beyond are tied along them."""
+    passing = []
+    for field in flow.fields(call.args[0]):
+        shared = [axis for axis in field.span if axis in axes]
+        if len(shared) == len(field.span):
+            flow.lock([field], reason)
+            continue
+        labels = flow.union.tie(field.labels, shared) if shared else field.labels
+        passing.append(Field(labels, field.zero and zero))
+    flow.set(call.out, passing)
 
 
 BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
