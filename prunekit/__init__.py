@@ -54,7 +54,7 @@ _PLACES = {
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
     "save": "prunekit.compaction:save",
-    "trace": "prunekit.channels:trace",
+    "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
     "verify": "prunekit.measure.verify:verify",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,21 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.channels.differences import TOLERANCE, relative_difference
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
-from prunekit.nested import gather, map_tensors, tensors_in
-
-TOLERANCE = 1e-9
-"""Largest difference over the largest reference value that float64 rounding explains."""
-
-FILLER = 1e6
-"""Larger values are taken for fillers, such as those that mask attention, and say nothing of the run's scale."""
-
-CANCELLED = 1e-4
-"""Below this share of the largest value in the run, what is left of a sum may be rounding alone."""
+from prunekit.nested import gather, tensors_in
 
 Key = tuple[str, str, int]
 """A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
@@ -117,68 +109,80 @@ def kept_entries(tensor: torch.Tensor, operator: Operator, output: int, channel_
     return tensor
 
 
-def compare(
-    masked: nn.Module,
-    compact: nn.Module,
-    channel_map: ChannelMap,
-    keep: Keep,
-    example: tuple[Any, ...],
-    run: Run,
-    tolerance: float = TOLERANCE,
-) -> tuple[float, Divergence | None]:
-    """Runs both models on one input and compares every operator's kept entries.
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What a masked model computed: the kept entries of every operator's outputs, and the tensors of its output.
 
-    Returns:
-        The largest relative difference seen, and the first operator beyond `tolerance`, or None.
+    `failed` is where the narrow copy of one of its norms raised.
+    """
+
+    values: dict[Key, tuple[str, list[Any]]]
+    outputs: list[torch.Tensor]
+    failed: Divergence | None = None
+
+
+def record(masked: nn.Module, channel_map: ChannelMap, keep: Keep, example: tuple[Any, ...], run: Run) -> Reference:
+    """Runs the masked model on one input.
 
     Raises:
-        ModelError: already the masked model does not run.
+        ModelError: it does not run.
     """
     operators = {key: operator for key, operator in keyed(run).items() if not _inside(key[0], channel_map.norms)}
-    reference: dict[Key, tuple[str, list[Any]]] = {}
+    values: dict[Key, tuple[str, list[Any]]] = {}
 
-    def record(key: Key, name: str, out: Any) -> None:
+    def see(key: Key, name: str, out: Any) -> None:
         operator = operators.get(key)
         if operator is None or operator.name != name:
             return
-        values = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(tensors_in(out))]
-        fresh = [v.clone() if any(v is t for t in tensors_in(out)) else v for v in values]
-        reference[key] = (name, fresh)
+        kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(tensors_in(out))]
+        values[key] = (name, [v.clone() if any(v is t for t in tensors_in(out)) else v for v in kept])
 
+    try:
+        with NarrowNorms(masked, channel_map, keep):
+            return Reference(values, _forward(masked, example, run.training, see))
+    except _Parted as parted:
+        if parted.divergence.module in channel_map.norms:
+            return Reference(values, [], parted.divergence)
+        raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
+
+
+def check(
+    reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: Run, tolerance: float = TOLERANCE
+) -> tuple[float, Divergence | None]:
+    """Runs the compact model on the same input and compares every operator's entries with the masked model's.
+
+    Returns:
+        The largest relative difference seen, and the first operator beyond `tolerance`, or None.
+    """
+    if reference.failed is not None:
+        return reference.failed.difference, reference.failed
     worst = peak = 0.0
     agreed = 0
 
-    def check(key: Key, name: str, out: Any) -> None:
+    def see(key: Key, name: str, out: Any) -> None:
         nonlocal worst, peak, agreed
-        expected = reference.pop(key, None)
+        expected = reference.values.get(key)
         if expected is None or expected[0] != name:
             return
         for want, got in zip(expected[1], tensors_in(out), strict=False):
-            difference, detail, peak = _difference(want, got, peak)
+            difference, detail, peak = relative_difference(want, got, peak)
             worst = max(worst, difference)
             if not difference <= tolerance:
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
         agreed += 1
 
     try:
-        with NarrowNorms(masked, channel_map, keep):
-            wanted = _forward(masked, example, run.training, record)
-    except _Parted as parted:
-        if parted.divergence.module in channel_map.norms:  # its narrow copy
-            return parted.divergence.difference, parted.divergence
-        raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
-    try:
-        outputs = _forward(compact, example, run.training, check)
+        outputs = _forward(compact, example, run.training, see)
     except _Parted as parted:
         return parted.divergence.difference, replace(parted.divergence, line=line_of(parted), agreed=agreed)
-    if len(wanted) != len(outputs):
-        detail = f"{len(outputs)} tensors in the output, expected {len(wanted)}"
-        return float("inf"), Divergence("", "", ("", "", -1), float("inf"), detail)
-    for want, got in zip(wanted, outputs, strict=True):
-        difference, detail, peak = _difference(want, got, peak)
+    for want, got in zip_longest(reference.outputs, outputs):
+        difference, detail = float("inf"), f"{len(outputs)} tensors in the output, expected {len(reference.outputs)}"
+        if want is not None and got is not None:
+            difference, detail, peak = relative_difference(want, got, peak)
+            detail = f"only the model's outputs part: {detail}"
         worst = max(worst, difference)
         if not difference <= tolerance:
-            return difference, Divergence("", "", ("", "", -1), difference, f"only the model's outputs part: {detail}")
+            return difference, Divergence("", "", ("", "", -1), difference, detail, agreed=agreed)
     return worst, None
 
 
@@ -191,38 +195,6 @@ class _Parted(Exception):
     def __init__(self, divergence: Divergence) -> None:
         super().__init__(str(divergence))
         self.divergence = divergence
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """Largest absolute value; one vectorised pass, ten times faster than the infinity norm."""
-    low, high = torch.aminmax(tensor)
-    return max(-float(low), float(high)) if low == low else float("nan")
-
-
-def _difference(want: torch.Tensor | None, got: torch.Tensor, peak: float) -> tuple[float, str, float]:
-    """Relative difference, what to say of it, and the largest value met so far in the run.
-
-    Values that cancel to less than `CANCELLED` of that largest are rounding, and are measured against it.
-    """
-    if want is None:
-        return 0.0, "", peak
-    if want.shape != got.shape:
-        return float("inf"), f"shape {tuple(got.shape)}, expected {tuple(want.shape)}", peak
-    if not want.numel() or want.is_meta:
-        return 0.0, "", peak
-    if not want.is_floating_point():
-        same = torch.equal(want, got)
-        return (0.0, "", peak) if same else (float("inf"), "integer or boolean values differ", peak)
-    largest = _largest(want)
-    peak = max(peak, largest) if largest < FILLER else peak
-    scale = max(largest, CANCELLED * peak, torch.finfo(want.dtype).tiny)
-    difference = _largest(want - got) / scale
-    if difference != difference or largest == float("inf"):
-        finite = want.isfinite()
-        if finite.all() or not torch.equal(want[~finite].nan_to_num(), got[~finite].nan_to_num()):
-            return float("inf"), "NaN or Inf where the other model has none", peak
-        return _difference(want[finite], got[finite], peak)
-    return difference, f"values differ by {difference:.3g} of the largest", peak
 
 
 def _forward(
@@ -242,19 +214,3 @@ def _forward(
             detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail)) from error
     return gather(output)
-
-
-def as_double(
-    example: tuple[Any, ...], dtype: torch.dtype | None = torch.float64, *, noise: bool = True
-) -> tuple[Any, ...]:
-    """The example in float64, or in its own precision with None; constant tensors, which hide much, become noise."""
-
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor.cpu()
-        constant = tensor.numel() > 1 and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[0]).all())
-        if tensor.is_meta or (constant and noise):
-            return torch.randn(tensor.shape, dtype=dtype or tensor.dtype, generator=torch.Generator().manual_seed(0))
-        return tensor.detach().to("cpu", dtype)
-
-    return tuple(map_tensors(value, convert) for value in example)

@@ -10,7 +10,8 @@ from torch import nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.slicing import KeptIndices, blank
-from prunekit.hooks import HookOwner
+from prunekit.hooks import HookOwner, never_called
+from prunekit.nested import map_tensors
 
 Convert = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -40,6 +41,22 @@ def doubled(model: nn.Module, convert: Convert) -> nn.Module:
     return with_tensors(model, {name: convert(name, tensor) for name, tensor in named_tensors(model)})
 
 
+def as_double(
+    example: tuple[Any, ...], dtype: torch.dtype | None = torch.float64, *, noise: bool = True
+) -> tuple[Any, ...]:
+    """The example in float64, or in its own precision with None; constant tensors, which hide much, become noise."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor.cpu()
+        constant = tensor.numel() > 1 and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[0]).all())
+        if tensor.is_meta or (constant and noise):
+            return torch.randn(tensor.shape, dtype=dtype or tensor.dtype, generator=torch.Generator().manual_seed(0))
+        return tensor.detach().to("cpu", dtype)
+
+    return tuple(map_tensors(value, convert) for value in example)
+
+
 class DoubledWhileRunning(HookOwner):
     """Converts a module's own tensors when its forward begins and drops them when it ends.
 
@@ -61,27 +78,29 @@ class DoubledWhileRunning(HookOwner):
         self._names = {id(tensor): name for name, tensor in named_tensors(self.model)}
 
     def register(self) -> None:
-        """Adds a forward-pre and a forward hook to every module that owns tensors."""
+        """Adds a forward-pre and a forward hook to every module that owns tensors, or has a part that never runs."""
         for module in self.model.modules():
-            if any(t is not None for table in (module._parameters, module._buffers) for t in table.values()):
-                tables = (dict(module._parameters), dict(module._buffers))
-                self.own(module.register_forward_pre_hook(self._begin(tables)))
-                self.own(module.register_forward_hook(self._end(tables), always_call=True))
+            owners = [module, *(child for child in module.children() if never_called(child))]
+            tables = [table for owner in owners for table in (owner._parameters, owner._buffers)]
+            own = [(table, dict(table)) for table in tables if any(tensor is not None for tensor in table.values())]
+            if own and not never_called(module):
+                self.own(module.register_forward_pre_hook(self._begin(own)))
+                self.own(module.register_forward_hook(self._end(own), always_call=True))
 
-    def _begin(self, tables: tuple[dict[str, Any], dict[str, Any]]) -> Callable[..., None]:
+    def _begin(self, own: list[tuple[Any, dict[str, Any]]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             with torch._C._DisableTorchDispatch():
-                module._parameters.update(self._converted(tables[0]))
-                module._buffers.update(self._converted(tables[1]))
+                for table, tensors in own:
+                    table.update(self._converted(tensors))
 
         return hook
 
     def _converted(self, table: dict[str, Any]) -> dict[str, Any]:
         return {key: t if t is None else self.convert(self._names[id(t)], t) for key, t in table.items()}
 
-    def _end(self, tables: tuple[dict[str, Any], dict[str, Any]]) -> Callable[..., None]:
+    def _end(self, own: list[tuple[Any, dict[str, Any]]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            module._parameters.update(tables[0])
-            module._buffers.update(tables[1])
+            for table, tensors in own:
+                table.update(tensors)
 
         return hook

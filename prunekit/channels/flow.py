@@ -39,6 +39,14 @@ class EqualParts:
 
 
 @dataclass(frozen=True, eq=False)
+class Crossed:
+    """Two labelled axes became one: an entry there is removed by either, which one label cannot say; one is locked."""
+
+    first: LockRecord
+    second: LockRecord
+
+
+@dataclass(frozen=True, eq=False)
 class MacTerm:
     """Multiply-accumulates of one operator for one sample: `constant` times the kept labels of every factor."""
 
@@ -61,7 +69,7 @@ class Flow:
     def __init__(self) -> None:
         self.union = LabelUnion()
         self.locks: list[LockRecord] = []
-        self.constraints: list[Rectangle | EqualParts] = []
+        self.constraints: list[Rectangle | EqualParts | Crossed] = []
         self.statistics: dict[str, list[LockRecord]] = {}
         self.macs: list[MacTerm] = []
         self.count_macs = True
@@ -84,12 +92,15 @@ class Flow:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size:
                 self.union.lock(labels)
-                self.locks.append(LockRecord(reason, self.module, self.operator, labels.reshape(-1)))
+                self.locks.append(self.record(labels, reason))
+
+    def record(self, labels: Labels, reason: str) -> LockRecord:
+        """A lock at the running operator."""
+        return LockRecord(reason, self.module, self.operator, labels.reshape(-1))
 
     def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
         """Locks labels once an operator or the model's output takes a tensor, which few callers of attention do."""
-        record = LockRecord(reason, self.module, self.operator, labels.reshape(-1))
-        tensor._prunekit_unread = record  # type: ignore[attr-defined]
+        tensor._prunekit_unread = self.record(labels, reason)  # type: ignore[attr-defined]
 
     def read(self, tensor: torch.Tensor) -> None:
         """Notes that something takes a tensor."""
@@ -106,7 +117,7 @@ class Flow:
         """
         taken = self.statistics.setdefault(self.module, [])
         if reason is not None:
-            taken.append(LockRecord(reason, self.module, self.operator, field.labels.reshape(-1)))
+            taken.append(self.record(field.labels, reason))
 
     def fix(self, labels: Labels | None) -> None:
         """Locks labels that no user would expect to prune, such as a kernel's height: not reported."""
@@ -239,4 +250,4 @@ class Flow:
             self.macs.append(MacTerm(self.module, self.operator, constant / self.batch, labels))
 
 
-__all__ = ["EqualParts", "Flow", "LockRecord", "MacTerm", "Rectangle", "Shape", "along"]
+__all__ = ["Crossed", "EqualParts", "Flow", "LockRecord", "MacTerm", "Rectangle", "Shape", "along"]

@@ -15,7 +15,7 @@ from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.norms import Axes, Norm
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, resize, set_bare_widths
 from prunekit.hooks import HOOK_TABLES, HookOwner
-from prunekit.nested import map_tensors
+from prunekit.nested import gather, map_tensors
 
 
 class NarrowNorms(HookOwner):
@@ -73,22 +73,14 @@ def _empty_copy(module: nn.Module, cuts: KeptIndices) -> nn.Module:
 class _Kept:
     """The kept indices of one axis."""
 
-    def __init__(self, axis: int, index: Labels, size: int) -> None:
-        self._axis, self._size = axis, size
+    def __init__(self, axis: int, index: Labels) -> None:
+        self.axis = axis
         self._index = torch.from_numpy(index)
 
-    def _on(self, device: torch.device) -> Tensor:
+    def on(self, device: torch.device) -> Tensor:
         if self._index.device != device:
             self._index = self._index.to(device)  # stays there: a model seldom moves
         return self._index
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor.index_select(self._axis, self._on(tensor.device))
-
-    def scatter(self, tensor: Tensor) -> Tensor:
-        shape = list(tensor.shape)
-        shape[self._axis] = self._size
-        return tensor.new_zeros(shape).index_copy(self._axis, self._on(tensor.device), tensor)
 
 
 class _KeptOnly:
@@ -107,24 +99,29 @@ class _KeptOnly:
         if self._copy.training != module.training:
             self._copy.train(module.training)
         out = functional_call(self._copy, narrow, narrow_args, narrow_named)
-        return map_tensors(out, lambda tensor: _scattered(tensor, self._outputs))
+        dense = gather(result)[0]
+        return map_tensors(out, lambda tensor: _scattered(tensor, self._outputs, dense))
 
 
 def _kept_of(axes: Axes, keep: Keep) -> list[_Kept]:
-    return [_Kept(axis, np.flatnonzero(keep[a]), a.size) for axis, a in axes if not keep[a].all()]
+    return [_Kept(axis, np.flatnonzero(keep[labels])) for axis, labels in axes if not keep[labels].all()]
 
 
 def _kept_of_tensor(cuts: tuple[Labels | None, ...]) -> list[_Kept]:
-    return [_Kept(axis, index, -1) for axis, index in enumerate(cuts) if index is not None]
+    return [_Kept(axis, index) for axis, index in enumerate(cuts) if index is not None]
 
 
 def _gathered(tensor: Tensor, kept: list[_Kept]) -> Tensor:
     for axis in kept:
-        tensor = axis.gather(tensor)
+        tensor = tensor.index_select(axis.axis, axis.on(tensor.device))
     return tensor
 
 
-def _scattered(tensor: Tensor, kept: list[_Kept]) -> Tensor:
+def _scattered(tensor: Tensor, kept: list[_Kept], dense: Tensor) -> Tensor:
+    """Puts a tensor among zeros, in shape and memory layout of the dense one."""
     for axis in kept:
-        tensor = axis.scatter(tensor)
+        shape = list(tensor.shape)
+        shape[axis.axis] = dense.shape[axis.axis]
+        zeros = torch.zeros_like(dense) if shape == list(dense.shape) else tensor.new_zeros(shape)
+        tensor = zeros.index_copy(axis.axis, axis.on(tensor.device), tensor)
     return tensor

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.copying import named_tensors
-from prunekit.channels.flow import LockRecord, MacTerm, Rectangle
+from prunekit.channels.flow import Crossed, LockRecord, MacTerm, Rectangle
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
@@ -56,6 +56,8 @@ def build(
         for constraint in trace.flow.constraints:
             if isinstance(constraint, Rectangle):
                 _resolve_rectangle(union, constraint.labels)
+            elif isinstance(constraint, Crossed):
+                records += _resolve_crossed(union, constraint)
             else:
                 _resolve_equal_parts(union, constraint.labels)
         records += _lock_full_axes(axes, union)
@@ -128,6 +130,16 @@ def _resolve_rectangle(union: LabelUnion, labels: Labels) -> None:
     roots = union.find(labels)
     if not (roots == roots[:, :1]).all():
         union.merge(labels, labels[:1])
+
+
+def _resolve_crossed(union: LabelUnion, crossed: Crossed) -> list[LockRecord]:
+    """Locks both axes, unless one is locked anyway, as a kernel's positions are."""
+    both = [crossed.first, crossed.second]
+    if not all(union.find(record.labels).any() for record in both):
+        return []
+    for record in both:
+        union.lock(record.labels)
+    return both
 
 
 def _resolve_equal_parts(union: LabelUnion, labels: Labels) -> None:

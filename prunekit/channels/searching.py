@@ -32,6 +32,7 @@ class Option:
 
 
 Failure = tuple[Divergence, Run]
+Trial = tuple[float, Failure | None]
 
 
 @dataclass(eq=False)
@@ -42,14 +43,16 @@ class SizeSearch:
         model: the dense model.
         compact: what is tried; attributes are set in place, and set back.
         channel_map, keep: the plan.
-        attempt: tries `compact` as it is; None if all agrees.
+        attempt: tries `compact` as it is: the largest difference, and where the models parted.
+        difference: of the attempt that agreed everywhere, where one did.
     """
 
     model: nn.Module
     compact: nn.Module
     channel_map: ChannelMap
     keep: Keep
-    attempt: Callable[[], Failure | None]
+    attempt: Callable[[], Trial]
+    difference: float | None = None
 
     def after(self, failed: Failure) -> list[SizeAttribute]:
         """Attributes of the module that failed, or of the nearest around it that has some, and of others of its class.
@@ -96,10 +99,12 @@ class SizeSearch:
         before = {size.module: dict(vars(self.compact.get_submodule(size.module))) for size in sizes}
         set_attributes(self.compact, values_of(self.model, [*self.channel_map.sizes, *resolved], self.keep))
         try:
-            return self.attempt()
+            difference, failure = self.attempt()
         finally:
             for size in sizes:
                 setattr(self.compact.get_submodule(size.module), size.name, before[size.module][size.name])
+        self.difference = difference if failure is None else None
+        return failure
 
     def _options(self, path: str, operators: Sequence[Operator]) -> Iterator[Option]:
         """Every integer of a module that equals the old size of a resized axis, once for each new size."""

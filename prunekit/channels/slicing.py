@@ -42,14 +42,12 @@ def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
 
 def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
     """Sets removed entries of a floating-point tensor to 0 in place, and returns it."""
-    mask = np.ones((1,) * tensor.dim())
-    for axis, index in enumerate(kept):
-        if index is not None:
-            on_axis = np.zeros(tensor.shape[axis])
-            on_axis[index] = 1
-            mask = mask * on_axis.reshape([-1 if a == axis else 1 for a in range(tensor.dim())])
     with torch.no_grad():
-        return tensor.mul_(torch.from_numpy(mask).to(tensor))
+        for axis, index in enumerate(kept):
+            if index is not None:
+                removed = np.delete(np.arange(tensor.shape[axis]), index)
+                tensor.index_fill_(axis, torch.from_numpy(removed).to(tensor.device), 0)
+    return tensor
 
 
 def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[str, int]:

@@ -43,9 +43,12 @@ class Operator:
     call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
 
 
+_SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))
+
+
 def is_counted(func: Any, name: str) -> bool:
     """Whether an operator has a number of its own in the trial: views and plain copies do not."""
-    return not func.is_view and name not in {"aten.clone", "aten._to_copy", "aten.contiguous", "aten._unsafe_view"}
+    return not func.is_view and name not in _SAME_VALUES
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:

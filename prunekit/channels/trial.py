@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.attributes import attribute_values
-from prunekit.channels.comparing import TOLERANCE, Divergence, as_double, compare, keyed
-from prunekit.channels.doubled import DoubledWhileRunning, as_it_is, doubled, to_double, with_zeros
+from prunekit.channels.attributes import attribute_values, set_attributes
+from prunekit.channels.comparing import Divergence, Reference, check, keyed, record
+from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double, with_zeros
 from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks, with_sizes
-from prunekit.channels.searching import SizeSearch
+from prunekit.channels.searching import SizeSearch, Trial
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.channels.tracing import Operator, Run
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PlanError
-
-Trial = tuple[float, tuple[Divergence, Run] | None]
-"""The largest difference, and where the models parted, if they did."""
 
 OWN_PRECISION = 1e-4
 """Tolerance of a trial in the model's own precision, for models whose code does not let them run in float64."""
@@ -70,63 +68,76 @@ def settle(
         kept = kept_indices(channel_map, keep)
         widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
         compact = narrow(model, kept, widths, attributes)
-
-        def attempt(compact: nn.Module = compact, chart: ChannelMap = channel_map, keep: Keep = keep) -> Trial:
-            with seeded(0):
-                return _try(model, compact, kept_indices(chart, keep), chart, keep, examples)
-
-        worst, found = attempt()
+        trial = _Trial(model, kept, channel_map, keep, examples)
+        difference, found = trial.of(compact)
         if found is None:
-            return Settled(channel_map, keep, compact, worst)
-        divergence, run = found
-        sizes = SizeSearch(model, compact, channel_map, keep, lambda: attempt()[1]).after(found)
-        locks = () if sizes else _locks_for(divergence, run)
-        channel_map = with_locks(with_sizes(channel_map, sizes), locks)
+            return Settled(channel_map, keep, compact, difference)
+        search = SizeSearch(model, compact, channel_map, keep, partial(trial.of, compact))
+        sizes = search.after(found)
+        channel_map = with_sizes(channel_map, sizes)
+        if search.difference is not None:
+            set_attributes(compact, attribute_values(model, channel_map, keep))
+            return Settled(channel_map, keep, compact, search.difference)
+        if not sizes:
+            difference, found = trial.of(compact, sure=True)
+            if found is None:
+                return Settled(channel_map, keep, compact, difference)
+            divergence, run = found
+            channel_map = with_locks(channel_map, _locks_for(divergence, run))
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
-def _try(
-    model: nn.Module,
-    compact: nn.Module,
-    kept: KeptIndices,
-    channel_map: ChannelMap,
-    keep: Keep,
-    examples: list[tuple[Any, ...]],
-) -> tuple[float, tuple[Divergence, Run] | None]:
-    """One trial: on every example in eval mode, and in train mode if that differs."""
-    worst = 0.0
-    for run in channel_map.traced.trace.runs:
-        if run.repeats:
-            continue
+@dataclass(eq=False)
+class _Trial:
+    """A plan on trial: the masked model, run once, against one or several compact ones."""
 
-        def compared(masked: nn.Module, small: nn.Module, run: Run = run, dtype: Any = torch.float64) -> Any:
-            tolerance = TOLERANCE if dtype else OWN_PRECISION
-            return compare(masked, small, channel_map, keep, as_double(examples[run.example], dtype), run, tolerance)
+    model: nn.Module
+    kept: KeptIndices
+    channel_map: ChannelMap
+    keep: Keep
+    examples: list[tuple[Any, ...]]
+    references: dict[Run, Reference] = field(default_factory=dict)
 
-        difference, divergence = _run_in_turn(model, compact, kept, compared)
-        worst = max(worst, difference)
-        if divergence is not None:
-            return worst, (divergence, run)
-    return worst, None
+    def of(self, compact: nn.Module, *, sure: bool = False) -> Trial:
+        """Compares on every example in eval mode, and in train mode if that differs.
 
+        A difference without copies of the models may be that of weights which another module than their owner uses;
+        with copies it is `sure`.
+        """
+        worst = 0.0
+        for run in self.channel_map.traced.trace.runs:
+            if run.repeats:
+                continue
+            with seeded(0):
+                difference, divergence = self._sure(compact, run) if sure else self._quick(compact, run)
+            worst = max(worst, difference)
+            if divergence is not None:
+                return worst, (divergence, run)
+        return worst, None
 
-def _run_in_turn(
-    model: nn.Module, compact: nn.Module, kept: KeptIndices, compared: Callable[..., tuple[float, Divergence | None]]
-) -> tuple[float, Divergence | None]:
-    """Compares in float64 without copies; where that fails, with copies; where that fails, in the model's precision."""
-    mask = with_zeros(to_double, kept)
-    small = DoubledWhileRunning(compact, to_double, in_place=True)
-    try:
-        with DoubledWhileRunning(model, mask) as masked, small:
-            found = compared(masked.model, small.model)
-        if found[1] is None:
-            return found
-    except ModelError:
-        pass  # a module uses another's weights
-    try:
-        return compared(doubled(model, mask), doubled(compact, to_double))
-    except ModelError:  # the model's code fixes a precision
-        return compared(doubled(model, with_zeros(as_it_is, kept)), doubled(compact, as_it_is), dtype=None)
+    def _quick(self, compact: nn.Module, run: Run) -> tuple[float, Divergence | None]:
+        """In float64 without copies, where that is possible."""
+        try:
+            if run not in self.references:
+                with DoubledWhileRunning(self.model, with_zeros(to_double, self.kept)) as masked:
+                    self.references[run] = self._record(masked.model, run)
+            with DoubledWhileRunning(compact, to_double, in_place=True) as small:
+                return check(self.references[run], small.model, as_double(self.examples[run.example]), run)
+        except ModelError:  # a module uses another's weights
+            return self._sure(compact, run)
+
+    def _sure(self, compact: nn.Module, run: Run) -> tuple[float, Divergence | None]:
+        """In float64 with copies; where that fails, in the model's precision."""
+        try:
+            reference = self._record(doubled(self.model, with_zeros(to_double, self.kept)), run)
+            return check(reference, doubled(compact, to_double), as_double(self.examples[run.example]), run)
+        except ModelError:  # the model's code fixes a precision
+            reference = self._record(doubled(self.model, with_zeros(as_it_is, self.kept)), run, None)
+            example = as_double(self.examples[run.example], None)
+            return check(reference, doubled(compact, as_it_is), example, run, OWN_PRECISION)
+
+    def _record(self, masked: nn.Module, run: Run, dtype: torch.dtype | None = torch.float64) -> Reference:
+        return record(masked, self.channel_map, self.keep, as_double(self.examples[run.example], dtype), run)
 
 
 def _locks_for(divergence: Divergence, run: Run) -> list[LockRecord]:

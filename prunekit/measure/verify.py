@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.comparing import TOLERANCE, as_double, compare
+from prunekit.channels.comparing import check, record
 from prunekit.channels.copying import named_tensors
-from prunekit.channels.doubled import doubled, to_double
+from prunekit.channels.differences import TOLERANCE
+from prunekit.channels.doubled import as_double, doubled, to_double
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.slicing import cut
 from prunekit.context import training_mode
@@ -92,7 +93,7 @@ def _where(masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any,
     if plan.channel_map.source is None:
         return f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
-    divergence = compare(masked, compact, plan.channel_map, plan.keep, inputs, run)[1]
+    divergence = check(record(masked, plan.channel_map, plan.keep, inputs, run), compact, inputs, run)[1]
     return f"{reason}; no operator before shows it" if divergence is None else f"first at {divergence}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,7 @@ def plan_model(
         f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known
     )
     plan, scores = made[-1]
+    plan = replace(plan, channel_map=settled.channel_map)  # which also knows what the last trial found out
     return Planned(plan, scores, settled.compact, settled.difference, added)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from hand_norms import GlobalResponse, StandardisedConv
 from torch import Tensor, nn
+from torchvision.models.convnext import LayerNorm2d
 
 Run = Callable[[Any, list[Tensor]], Tensor]
 Step = tuple[
@@ -112,6 +114,16 @@ def norm(net: RandomNet, first: int, second: int) -> Step:
     width = net.widths[at]
     modules = (nn.BatchNorm2d(width), nn.BatchNorm2d(width, affine=False), nn.PReLU(width), nn.Dropout(0.3))
     return through(at, net.own(modules[second % 4])), width
+
+
+@step
+def norm_over_channels(net: RandomNet, first: int, second: int) -> Step:
+    at = net.pick(first)
+    width = net.widths[at]
+    groups = [g for g in (1, 2, 3, width) if width % g == 0][second // 5 % 3 - 1]
+    modules = (nn.GroupNorm(groups, width), nn.GroupNorm(groups, width, affine=False), LayerNorm2d(width),
+               GlobalResponse(width), StandardisedConv(width, width, 3, padding=1))  # fmt: skip
+    return through(at, net.own(modules[second % 5])), width
 
 
 @step

@@ -32,6 +32,18 @@ def test_prune_in_one_call() -> None:
     assert all(width % 8 == 0 for width in widths)
 
 
+def test_the_plan_of_a_transformer_compacts_it_again() -> None:
+    """It knows of the sizes that the trial had to set: the images' reshape to `hidden_dim` here."""
+    model = torchvision.models.VisionTransformer(32, 8, 2, 4, 16, 32, num_classes=5).eval()
+    pruned = prunekit.prune(model, EXAMPLE, channels=0.5)
+    chart, keep = pruned.plan.channel_map, pruned.plan.keep
+    assert chart.free_share(name for name, _ in model.named_parameters()) > 0.99
+    assert pruned.model.hidden_dim == 8
+    with torch.no_grad():
+        assert torch.equal(prunekit.compact(model, pruned.plan)(*EXAMPLE), pruned.model(*EXAMPLE))
+    assert count_macs(pruned.model, EXAMPLE) == chart.macs(keep) < 0.4 * count_macs(model, EXAMPLE)
+
+
 @pytest.mark.parametrize("criterion", ["l1", "random"])
 @pytest.mark.parametrize("scope", ["uniform", "global"])
 def test_criteria_and_scopes_meet_the_budget(criterion: str, scope: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunekit.channels.flow import Rectangle
+from prunekit.channels.flow import Crossed, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse
 from prunekit.channels.rules.registry import Call, rule
 
@@ -71,21 +71,18 @@ def view(flow: Flow, call: Call) -> None:
     if call.name.endswith("_") and source is out:  # the shape is changed already; nothing is known of the old one
         flow.lock(flow.fields(source), "shape changed in place")
         return
-    fields = []
-    for field in flow.fields(source):
+    fields, before = [], flow.fields(source)
+    for field in before:
         labels, splits = reshape_labels(field.labels, source.shape, out.shape)
         for axes in splits:
             _constrain(flow, labels, axes)
         fields.append(field.with_labels(collapse(labels)))
-    _lock_crossed(flow, flow.fields(source), fields)
+    for i, j in combinations(range(len(fields)), 2):
+        if set(fields[i].span) & set(fields[j].span) and not set(before[i].span) & set(before[j].span):
+            flow.constraints.append(
+                Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j)))
+            )
     flow.set(out, fields)
-
-
-def _lock_crossed(flow: Flow, before: Sequence[Field], after: Sequence[Field]) -> None:
-    """Fields of two axes that became one: an entry there is removed by either, which one label cannot say."""
-    for i, j in combinations(range(len(before)), 2):
-        if set(after[i].span) & set(after[j].span) and not set(before[i].span) & set(before[j].span):
-            flow.lock([after[i], after[j]], "two labelled axes are merged into one")
 
 
 def _constrain(flow: Flow, labels: Labels, axes: list[int]) -> None:
