@@ -55,11 +55,19 @@ def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[s
     widths = {}
     for path, module in model.named_modules():
         if _is_bare(module):
-            norm = channel_map.norms.get(path)
-            labels = channel_map.activations.get((path, "input", 0)) if norm is None else norm.inputs[0][1]
+            labels = _width_of_bare(path, module, channel_map)
             if labels is not None:
                 widths[path] = int(np.count_nonzero(keep[labels]))
     return widths
+
+
+def _width_of_bare(path: str, norm: nn.Module, channel_map: ChannelMap) -> Labels | None:
+    """The labels that a norm takes together, or of the channels that it takes one by one; None where none are free."""
+    last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))
+    if path in channel_map.norms:
+        inputs = channel_map.norms[path].inputs
+        return dict(inputs).get(-1 if last else 1, inputs[0][1])  # or the only one: a norm may permute its axes first
+    return None if last else channel_map.activations.get((path, "input", 0))
 
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)

@@ -42,6 +42,12 @@ def layer_norm() -> Case:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), tokens()
 
 
+@case("0.weight")
+def norm_over_positions() -> Case:
+    layers = (nn.Conv1d(3, 8, 1), nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.Conv1d(8, 5, 1))
+    return nn.Sequential(*layers), (torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1)),)
+
+
 @case("0.weight", "3.weight")
 def group_norm() -> Case:
     layers = (conv(3, 8), nn.GroupNorm(4, 8), nn.ReLU(), conv(8, 6, 1), nn.ReLU(), conv(6, 5, 1))
