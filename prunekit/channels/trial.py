@@ -18,7 +18,7 @@ from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks, with_sizes
-from prunekit.channels.searching import SizeSearch, Trial
+from prunekit.channels.searching import Failure, SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.channels.tracing import Operator, Run
 from prunekit.context import seeded
@@ -82,8 +82,8 @@ def settle(
             difference, found = trial.of(compact, sure=True)
             if found is None:
                 return Settled(channel_map, keep, compact, difference)
-            divergence, run = found
-            channel_map = with_locks(channel_map, _locks_for(divergence, run))
+            divergence = found[0]
+            channel_map = with_locks(channel_map, _locks_for(found, channel_map, keep))
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
@@ -140,21 +140,26 @@ class _Trial:
         return record(masked, self.channel_map, self.keep, as_double(self.examples[run.example], dtype), run)
 
 
-def _locks_for(divergence: Divergence, run: Run) -> list[LockRecord]:
-    """Locks all labels at the operator that differs, or at every operator of the module whose Python failed."""
+def _locks_for(failed: Failure, channel_map: ChannelMap, keep: Keep) -> list[LockRecord]:
+    """Locks all labels at the operator that differs, or at every operator of the module whose Python failed.
+
+    Where nothing is pruned there, at the last operator before, or at the first of the module's parts.
+    """
+    divergence, run = failed
     operators = keyed(run)
     culprit = operators.get(divergence.key) if divergence.operator else None
     if culprit is not None:
         before = run.operators[: run.operators.index(culprit) + 1]
-        candidates = [[operator] for operator in reversed(before)]  # the culprit, or the last before it with labels
+        candidates = [[operator] for operator in reversed(before)]
     else:
         inside = [operator for operator in run.operators if operator.module == divergence.module]
-        candidates = [inside, run.operators[-1:]]
-    labels = next((found for found in map(_labels_at, candidates) if found), None)
-    if not labels:
-        raise PlanError(f"the compact model fails where no channel is known: {divergence}")
-    reason = f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
-    return [LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))]
+        parts = [[operator] for operator in within(divergence.module, run)]
+        candidates = [inside, *parts, run.operators[-1:]]
+    for labels in map(_labels_at, candidates):
+        if not all(keep[channel_map.traced.final[label]].all() for label in labels):
+            reason = f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
+            return [LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))]
+    raise PlanError(f"the compact model fails where no channel is pruned: {divergence}")
 
 
 def _labels_at(operators: list[Operator]) -> list[Labels]:
