@@ -48,6 +48,31 @@ def norm_over_positions() -> Case:
     return nn.Sequential(*layers), (torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1)),)
 
 
+class UnitLength(nn.Module):
+    """RMSNorm as the length of a vector, by a function that expands it to the vector's size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.scale = width**0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, dim=-1) * self.scale * self.weight
+
+
+@case("0.weight")
+def norm_by_normalize() -> Case:
+    return nn.Sequential(nn.Linear(6, 8), UnitLength(8), nn.Linear(8, 3)), tokens()
+
+
+@case()
+def expanded_to_a_fixed_size() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.b(net.a(x) * net.scale.expand(8))  # type: ignore[no-any-return]
+
+    return Net(forward, a=nn.Linear(6, 8), scale=nn.Parameter(torch.ones(1)), b=nn.Linear(8, 3)), tokens()
+
+
 @case("0.weight", "3.weight")
 def group_norm() -> Case:
     layers = (conv(3, 8), nn.GroupNorm(4, 8), nn.ReLU(), conv(8, 6, 1), nn.ReLU(), conv(6, 5, 1))
