@@ -65,6 +65,23 @@ def norm_by_normalize() -> Case:
     return nn.Sequential(nn.Linear(6, 8), UnitLength(8), nn.Linear(8, 3)), tokens()
 
 
+class OwnLayerNorm(nn.Module):
+    """LayerNorm as the authors of ConvNeXt wrote it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.normalized_shape = (width,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias)  # type: ignore[arg-type]
+
+
+@case("0.weight")
+def norm_that_keeps_its_shape() -> Case:
+    return nn.Sequential(nn.Linear(6, 8), OwnLayerNorm(8), nn.Linear(8, 3)), tokens()
+
+
 @case()
 def expanded_to_a_fixed_size() -> Case:
     def forward(net: Any, x: Tensor) -> Tensor:
