@@ -36,7 +36,7 @@ def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) ->
 
     Raises:
         KeyError: there is no such module, or it has no such attribute of integers.
-        ValueError: the value is not of the kind and length that is there.
+        ValueError: the value is not of the kind and length that is there, or larger.
     """
     modules = dict(model.named_modules())
     for path, named in values.items():
@@ -46,9 +46,13 @@ def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) ->
             if integers(old) is None:
                 raise KeyError(f"{path}.{name}")
             new = type(old)(value) if isinstance(value, (list, tuple)) and type(old) is not int else value
-            if type(new) is not type(old) or len(integers(new) or ()) != len(integers(old) or ()):
+            if type(new) is not type(old) or not _shrunk(integers(old) or [], integers(new) or []):
                 raise ValueError(f"{path}.{name}: {value!r} in place of {old!r}")
             own[name] = new
+
+
+def _shrunk(old: list[int], new: list[int]) -> bool:
+    return len(old) == len(new) and all(b == a or 0 < b < a for a, b in zip(old, new, strict=True))
 
 
 def integers(value: Any) -> list[int] | None:

@@ -71,6 +71,8 @@ class SizeSearch:
 
     def _within(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
         """Takes one attribute after the other, each time the one that gets furthest, until the module is passed."""
+        if path == failed[0].module and path not in operators:  # it only looks at sizes before it calls its parts
+            operators = {**operators, path: within(path, failed[1])}
         options = list(self._options(path, operators.get(path, [])))
         found: list[SizeAttribute] = []
         while options:
@@ -142,6 +144,11 @@ class SizeSearch:
                 if option.axis < labels.ndim and labels.shape[option.axis] == values[option.position or 0]:
                     found.append(SizeAttribute(other, option.name, option.position, _rows(labels, option.axis)))
         return found
+
+
+def within(path: str, run: Run) -> list[Operator]:
+    """The operators of a module and of all its parts."""
+    return [operator for operator in run.operators if f"{operator.module}.".startswith(f"{path}." if path else "")]
 
 
 def _fields_at(operator: Operator) -> list[Field]:

@@ -55,11 +55,19 @@ def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[s
     widths = {}
     for path, module in model.named_modules():
         if _is_bare(module):
-            norm = channel_map.norms.get(path)
-            labels = channel_map.activations.get((path, "input", 0)) if norm is None else norm.inputs[0][1]
+            labels = _width_of_bare(path, module, channel_map)
             if labels is not None:
                 widths[path] = int(np.count_nonzero(keep[labels]))
     return widths
+
+
+def _width_of_bare(path: str, norm: nn.Module, channel_map: ChannelMap) -> Labels | None:
+    """The labels that a norm takes together, or of the channels that it takes one by one; None where none are free."""
+    last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))
+    if path in channel_map.norms:
+        inputs = channel_map.norms[path].inputs
+        return dict(inputs).get(-1 if last else 1, inputs[0][1])  # or the only one: a norm may permute its axes first
+    return None if last else channel_map.activations.get((path, "input", 0))
 
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -149,6 +157,16 @@ def resize(model: nn.Module) -> None:
             if cls in RESIZERS:
                 RESIZERS[cls](module)
                 break
+        else:
+            _named_as_torch(module)
+
+
+def _named_as_torch(module: Any) -> None:
+    """A hand-written norm that keeps its weight's shape under the name it has in torch, as ConvNeXt's own does."""
+    weight = module._parameters.get("weight")
+    shape = vars(module).get("normalized_shape")
+    if weight is not None and isinstance(shape, tuple) and len(shape) == weight.dim():
+        module.normalized_shape = tuple(weight.shape)
 
 
 @resizer(_ConvNd)

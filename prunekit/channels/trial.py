@@ -18,7 +18,7 @@ from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks, with_sizes
-from prunekit.channels.searching import SizeSearch, Trial
+from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.channels.tracing import Operator, Run
 from prunekit.context import seeded
@@ -87,7 +87,11 @@ def settle(
             kind = (type(model.get_submodule(divergence.module)), *divergence.key[1:])
             alike = _alike(model, divergence, run) if kind in failed else []
             failed.add(kind)
-            channel_map = with_locks(channel_map, [_lock_for(where, run) for where in (divergence, *alike)])
+            lock = trial.lock_for(divergence, run)
+            if lock is None:
+                raise PlanError(f"the compact model fails where no channel is pruned: {divergence}")
+            others = (trial.lock_for(where, run, there=True) for where in alike)
+            channel_map = with_locks(channel_map, [lock, *(other for other in others if other is not None)])
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
@@ -143,6 +147,29 @@ class _Trial:
     def _record(self, masked: nn.Module, run: Run, dtype: torch.dtype | None = torch.float64) -> Reference:
         return record(masked, self.channel_map, self.keep, as_double(self.examples[run.example], dtype), run)
 
+    def lock_for(self, divergence: Divergence, run: Run, *, there: bool = False) -> LockRecord | None:
+        """Locks all labels at the operator that differs, or at every operator of the module whose Python failed.
+
+        Where nothing is pruned there, at the last operator before, or at the first of the module's parts, unless only
+        `there` will do.
+        """
+        operators = keyed(run)
+        culprit = operators.get(divergence.key) if divergence.operator else None
+        if culprit is not None:
+            before = run.operators[: run.operators.index(culprit) + 1]
+            candidates = [[operator] for operator in reversed(before)]
+        else:
+            inside = [operator for operator in run.operators if operator.module == divergence.module]
+            parts = [[operator] for operator in within(divergence.module, run)]
+            candidates = [inside, *parts, run.operators[-1:]]
+        for labels in map(_labels_at, candidates[:1] if there else candidates):
+            if not all(self.keep[self.channel_map.traced.final[label]].all() for label in labels):
+                reason = (
+                    f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
+                )
+                return LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))
+        return None
+
 
 def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergence]:
     """The same place in all other modules of a class of the model's own: where two of them failed, the others will."""
@@ -153,23 +180,6 @@ def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergenc
     others = [path for path, module in model.named_modules() if type(module) is cls and path != divergence.module]
     keys = [(path, *divergence.key[1:]) for path in others if (path, *divergence.key[1:]) in places]
     return [replace(divergence, module=key[0], key=key) for key in keys]
-
-
-def _lock_for(divergence: Divergence, run: Run) -> LockRecord:
-    """Locks all labels at the operator that differs, or at every operator of the module whose Python failed."""
-    operators = keyed(run)
-    culprit = operators.get(divergence.key) if divergence.operator else None
-    if culprit is not None:
-        before = run.operators[: run.operators.index(culprit) + 1]
-        candidates = [[operator] for operator in reversed(before)]  # the culprit, or the last before it with labels
-    else:
-        inside = [operator for operator in run.operators if operator.module == divergence.module]
-        candidates = [inside, run.operators[-1:]]
-    labels = next((found for found in map(_labels_at, candidates) if found), None)
-    if not labels:
-        raise PlanError(f"the compact model fails where no channel is known: {divergence}")
-    reason = f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
-    return LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))
 
 
 def _labels_at(operators: list[Operator]) -> list[Labels]:

@@ -15,6 +15,7 @@ from prunekit.channels.copying import named_tensors
 from prunekit.channels.differences import TOLERANCE
 from prunekit.channels.doubled import as_double, doubled, to_double
 from prunekit.channels.narrowed import NarrowNorms
+from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
 from prunekit.context import training_mode
 from prunekit.errors import UsageError, VerificationError
@@ -67,7 +68,7 @@ def verify(
     misplaced = _misplaced(masked64, compact64, plan, tolerance)
     for example in examples:
         inputs = as_double(example, noise=False)
-        with training_mode(masked64, False), training_mode(compact64, False), torch.no_grad():
+        with training_mode(masked64, False), training_mode(compact64, False), torch.no_grad(), plain_attention():
             with NarrowNorms(masked64, plan.channel_map, plan.keep):
                 want = masked64(*inputs)
             try:

@@ -71,7 +71,10 @@ def _hf(name: str) -> Callable[..., nn.Module]:
             if key not in known:
                 raise ValueError(f"there is no {key!r} in the configuration of {name}; {nearest(key, sorted(known))}")
         labels = {} if num_classes is None else {"num_labels": num_classes}
-        config = transformers.AutoConfig.for_model(name, **arguments, **labels)
+        try:
+            config = transformers.AutoConfig.for_model(name, **arguments, **labels)
+        except Exception as error:  # its validation has a family of errors of its own
+            raise ValueError(str(error)) from error
         model: nn.Module = transformers.AutoModelForImageClassification.from_config(config)
         return model
 

@@ -15,6 +15,7 @@ from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion, normalise, score
+from prunekit.errors import UsageError
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 from prunekit.planning.select import Scores
 from prunekit.planning.settings import Criterion, Scope
@@ -62,6 +63,7 @@ def plan_model(
     gradients: TaylorTerms | None = None,
     seed: int = 0,
     channel_map: ChannelMap | None = None,
+    more_examples: Sequence[tuple[Any, ...]] = (),
 ) -> Planned:
     """Traces a model, scores its channels, plans for a budget, and tries the plan until masked == compact.
 
@@ -72,13 +74,20 @@ def plan_model(
         stats: channel statistics, for criteria that need them.
         gradients: Taylor terms, for criteria that need them.
         seed: for the random criterion.
-        channel_map: of this model, when it has been traced already.
+        channel_map: of this model, when it has been traced already, on the same examples in the same order.
+        more_examples: further inputs, for branches that the first does not take: what only those use is known to
+            nobody else, and may fail in the compact model.
 
     Raises:
         PlanError: the budget cannot be met, or nothing would be removed.
+        UsageError: the channel map was traced on more examples.
     """
+    examples = [example_inputs, *more_examples]
     with paused_garbage_collection():
-        first = channel_map or trace(model, example_inputs)
+        first = channel_map or trace(model, *examples)
+    traced = 1 + max(run.example for run in first.traced.trace.runs)
+    if traced > len(examples):
+        raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
     made: list[tuple[Plan, Scores]] = []
 
     def choose(candidate: ChannelMap) -> Keep:
@@ -87,7 +96,7 @@ def plan_model(
         return made[-1][0].keep
 
     with paused_garbage_collection():
-        settled = settle(model, first, choose, [example_inputs])
+        settled = settle(model, first, choose, examples)
     known = set(first.locks)
     added = tuple(
         f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known
@@ -136,6 +145,7 @@ def prune(
     stats: ChannelStats | None = None,
     gradients: TaylorTerms | None = None,
     seed: int = 0,
+    more_examples: Sequence[tuple[Any, ...]] = (),
 ) -> Pruned:
     """Prunes a model in one call: trace, score, plan, trial, compact.
 
@@ -154,6 +164,7 @@ def prune(
         stats: from `prunekit.calibrate`.
         gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
+        more_examples: further inputs, for branches of the model that the first does not take.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
@@ -168,5 +179,7 @@ def prune(
         exclude=tuple(exclude),
         ratios=dict(ratios or {}),
     )
-    planned = plan_model(model, example_inputs, settings, stats=stats, gradients=gradients, seed=seed)
+    planned = plan_model(
+        model, example_inputs, settings, stats=stats, gradients=gradients, seed=seed, more_examples=more_examples
+    )
     return Pruned(planned.compact, planned.plan, planned.max_relative_difference)

@@ -96,3 +96,27 @@ def factory_before_a_width() -> Case:
         return net.b(y / y.shape[-1] ** 0.5)
 
     return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 5)), tokens()
+
+
+@case("a.weight", "t.encoder.layers.0.linear1.weight", "t.decoder.layers.0.self_attn.in_proj_weight")
+def transformer_that_compares_widths() -> Case:
+    def forward(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return net.h(net.t(net.a(x), net.b(y)))  # type: ignore[no-any-return]
+
+    whole = nn.Transformer(8, 2, 1, 1, dim_feedforward=6, dropout=0.0, batch_first=True)
+    return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(6, 8), t=whole, h=nn.Linear(8, 3)), (*tokens(), *tokens())
+
+
+class Fixed(nn.Sequential):
+    """Refuses another width than it was made for, which no attribute holds, before it calls its parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != 8:
+            raise RuntimeError("made for 8")
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+@case("1.0.weight")
+def width_checked_before_any_operator() -> Case:
+    inner = Fixed(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
+    return nn.Sequential(nn.Linear(6, 8), inner, nn.Linear(8, 3)), tokens()

@@ -42,6 +42,54 @@ def layer_norm() -> Case:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), tokens()
 
 
+@case("0.weight")
+def norm_over_positions() -> Case:
+    layers = (nn.Conv1d(3, 8, 1), nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False), nn.Conv1d(8, 5, 1))
+    return nn.Sequential(*layers), (torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(1)),)
+
+
+class UnitLength(nn.Module):
+    """RMSNorm as the length of a vector, by a function that expands it to the vector's size."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.scale = width**0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, dim=-1) * self.scale * self.weight
+
+
+@case("0.weight")
+def norm_by_normalize() -> Case:
+    return nn.Sequential(nn.Linear(6, 8), UnitLength(8), nn.Linear(8, 3)), tokens()
+
+
+class OwnLayerNorm(nn.Module):
+    """LayerNorm as the authors of ConvNeXt wrote it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.normalized_shape = (width,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias)  # type: ignore[arg-type]
+
+
+@case("0.weight")
+def norm_that_keeps_its_shape() -> Case:
+    return nn.Sequential(nn.Linear(6, 8), OwnLayerNorm(8), nn.Linear(8, 3)), tokens()
+
+
+@case()
+def expanded_to_a_fixed_size() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.b(net.a(x) * net.scale.expand(8))  # type: ignore[no-any-return]
+
+    return Net(forward, a=nn.Linear(6, 8), scale=nn.Parameter(torch.ones(1)), b=nn.Linear(8, 3)), tokens()
+
+
 @case("0.weight", "3.weight")
 def group_norm() -> Case:
     layers = (conv(3, 8), nn.GroupNorm(4, 8), nn.ReLU(), conv(8, 6, 1), nn.ReLU(), conv(6, 5, 1))

@@ -101,7 +101,8 @@ def test_attributes_that_were_set_are_set_again(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(*example), small(*example))
     for wrong in (5, [], {"": 5}, {"": {"width": "6"}}, {"": {"forward": 6}}, {"nowhere": {"width": 6}},
-                  {"": {"heads": [2]}}, {"": {"__class__": 6}}, {"": {"training": 1}}):  # fmt: skip
+                  {"": {"heads": [2]}}, {"": {"__class__": 6}}, {"": {"training": 1}}, {"": {"width": -1}},
+                  {"": {"width": 10**30}}, {"": {"heads": [2, 0]}}):  # fmt: skip
         manifest["attributes"] = wrong
         (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
         with pytest.raises(ArtifactError, match="does not fit the model"):

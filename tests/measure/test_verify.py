@@ -52,6 +52,20 @@ def test_a_right_compact_model_passes(name: str) -> None:
     assert count_hooks(masked) == count_hooks(small) == 0
 
 
+def test_padded_batches_of_an_encoder() -> None:
+    """Torch makes nested tensors of them where a model has no hooks, and masked norms have."""
+    layer = nn.TransformerEncoderLayer(8, 2, 6, dropout=0.0, batch_first=True)
+    net = Net(lambda net, x, hidden: net.encoder(net.a(x), src_key_padding_mask=hidden),
+              a=nn.Linear(6, 8), encoder=nn.TransformerEncoder(layer, 1))  # fmt: skip
+    hidden = torch.tensor([[False, False, False, False], [False, False, True, True]])
+    inputs = (torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)), hidden)
+    model = randomised(net).eval()
+    plan = settled_plan(model, inputs)
+    masked = masked_double(model, plan).float()
+    assert verify(masked, compact(masked, plan), plan, [inputs]).max_relative_difference <= 1e-9
+    assert masked.get_submodule("encoder").use_nested_tensor is True
+
+
 def test_modes_and_half_precision_are_left_alone() -> None:
     masked, plan, example = small_net()
     masked.half().train()

@@ -70,6 +70,7 @@ def test_an_unknown_name_gets_the_nearest(zoo: str) -> None:
         ("timm", {"checkpoint_path": "a.pth"}, "checkpoint_path: weights come from model.weights"),
         ("timm", {"nonsense": 1}, "refuses .*nonsense"),
         ("hf", {"hidden_size": 8}, "there is no 'hidden_size' in the configuration of convnext; did you mean"),
+        ("hf", {"num_channels": "x"}, "num_channels.*expected int"),
         ("hf", {"attn_implementation": "someone/kernel"}, "there is no 'attn_implementation'"),
     ],
 )

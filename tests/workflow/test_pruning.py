@@ -108,3 +108,25 @@ def test_globs_and_limits() -> None:
     assert kept.layer1[0].conv1.out_channels == 64
     assert kept.layer4[0].conv1.out_channels == 128
     assert kept.layer4[1].conv1.out_channels == 256
+
+
+class Branching(torch.nn.Module):
+    """Takes its middle layer only for batches of more than two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (torch.nn.Linear(a, b) for a, b in ((6, 8), (8, 8), (8, 3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        return self.last(self.middle(x).relu() if len(x) > 2 else x)
+
+
+def test_branches_that_only_further_examples_take() -> None:
+    model, few, many = Branching().eval(), (torch.randn(2, 6),), (torch.randn(5, 6),)
+    pruned = prunekit.prune(model, few, channels=0.5, more_examples=[many])
+    assert pruned.model.middle.weight.shape == (4, 4)
+    assert pruned.model(*many).shape == (5, 3)
+    settings = PruneSettings(budget=BudgetSettings(channels=0.5))
+    with pytest.raises(UsageError, match="traced on 2 examples, got 1"):
+        prunekit.plan_model(model, few, settings, channel_map=prunekit.trace(model, few, many))

@@ -69,6 +69,9 @@ def layer_norm(flow: Flow, call: Call) -> None:
     if not vectors and len(shape) > 1:
         flow.lock([f for f in flow.fields(source) if set(f.span) & together], f"{TOGETHER}, and with other axes")
     _normalised(flow, call, operands, together)
+    for statistic in call.out[1:] if isinstance(call.out, (tuple, list)) else ():  # one for each row
+        rows = [field for field in flow.fields(source) if not set(field.span) & together]
+        flow.set(statistic, [Field(field.labels, zero=False) for field in rows])
 
 
 def _whole_rows(flow: Flow, field: Field, together: set[int]) -> Field:

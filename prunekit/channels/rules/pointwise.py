@@ -33,10 +33,16 @@ def _variants(names: str) -> list[str]:
 
 
 def aligned(flow: Flow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
-    """Shape and fields of a tensor with leading axes of size 1 added up to `ndim`."""
+    """Shape and fields of a tensor with leading axes of size 1 added up to `ndim`.
+
+    What was expanded along an axis counts as one value there: `expand_as` takes the size of whatever is kept.
+    """
     lead = (1,) * (ndim - tensor.dim())
     fields = [field.with_labels(field.labels.reshape(lead + field.labels.shape)) for field in flow.fields(tensor)]
-    return lead + tuple(tensor.shape), fields
+    repeated = {len(lead) + axis for axis, step in enumerate(tensor.stride()) if step == 0}
+    repeated -= {axis for field in fields for axis in field.span}
+    shape = [1 if axis in repeated else size for axis, size in enumerate(lead + tuple(tensor.shape))]
+    return tuple(shape), fields
 
 
 def broadcast(flow: Flow, operands: Sequence[Any], *, product: bool) -> list[Field]:
