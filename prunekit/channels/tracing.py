@@ -248,10 +248,9 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
 
     stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
     earlier = trace.runs[-1] if run.training else None
-    mode = LabelMode(flow, run, stack, earlier)
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
-    with stack, torch.no_grad(), plain_attention(), mode:
+    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier):
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):
