@@ -9,41 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.channels.labels import Field, Labels, LabelUnion, along
+from prunekit.channels.constraints import Constraint, LockRecord, Nested
+from prunekit.channels.labels import Field, Labels, LabelUnion
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class LockRecord:
-    """Labels that must stay, and why."""
-
-    reason: str
-    module: str
-    operator: str
-    labels: Labels
-
-
-@dataclass(frozen=True, eq=False)
-class Rectangle:
-    """A labelled axis was viewed as rows x columns: what is kept must be whole rows or whole columns."""
-
-    labels: Labels  # (rows, columns)
-
-
-@dataclass(frozen=True, eq=False)
-class EqualParts:
-    """A labelled axis was cut into equal parts: as many channels must stay in every part."""
-
-    labels: Labels  # (parts, size)
-
-
-@dataclass(frozen=True, eq=False)
-class Crossed:
-    """Two labelled axes became one: an entry there is removed by either, which one label cannot say; one is locked."""
-
-    first: LockRecord
-    second: LockRecord
+Operand = tuple[Shape, Sequence[Field]]
+MEETS_FIXED = "meets a tensor whose size along this axis does not depend on any parameter"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +40,7 @@ class Flow:
     def __init__(self) -> None:
         self.union = LabelUnion()
         self.locks: list[LockRecord] = []
-        self.constraints: list[Rectangle | EqualParts | Crossed] = []
+        self.constraints: list[Constraint] = []
         self.statistics: dict[str, list[LockRecord]] = {}
         self.macs: list[MacTerm] = []
         self.count_macs = True
@@ -149,9 +120,7 @@ class Flow:
         self.lock([left, right], reason)
         return None
 
-    def pointwise(
-        self, operands: Sequence[tuple[Shape, Sequence[Field]]], *, product: bool, others_zero: bool = True
-    ) -> list[Field]:
+    def pointwise(self, operands: Sequence[Operand], *, product: bool, others_zero: bool = True) -> list[Field]:
         """Broadcasts the fields of several operands against each other and merges them elementwise.
 
         Args:
@@ -164,7 +133,7 @@ class Flow:
             for field in fields:
                 for other in range(len(operands)):
                     if other != index:
-                        self._meet(field, operands[other], shape, forward=other > index)
+                        self._meet(field, operands[index], operands[other], shape, forward=other > index)
         by_span: dict[tuple[int, ...], dict[int, list[Field]]] = {}
         for index, (_, fields) in enumerate(operands):
             for field in fields:
@@ -179,21 +148,40 @@ class Flow:
                 result.append(Field(field.labels, zero))
         return result
 
-    def _meet(self, field: Field, other: tuple[Shape, Sequence[Field]], shape: Shape, *, forward: bool) -> None:
-        other_shape, other_fields = other
-        full = tuple(axis for axis in field.span if other_shape[axis] == shape[axis])
+    def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> None:
+        full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
         if not full:
             return
-        overlapping = [match for match in other_fields if set(match.span) & set(full)]
+        overlapping = [match for match in other[1] if set(match.span) & set(full)]
         if overlapping:
-            single = len(overlapping) == 1 and overlapping[0].labels.shape == field.labels.shape
-            if forward and (single or not any(self.union.equal(field.labels, match.labels) for match in overlapping)):
-                for match in overlapping:
-                    self.union.merge(field.labels, match.labels)
+            self._match(field, own, overlapping, full, forward=forward)
         elif len(full) < len(field.span):
             self.union.tie(field.labels, full)
         else:
-            self.lock([field], "meets a tensor whose size along this axis does not depend on any parameter")
+            self.lock([field], MEETS_FIXED)
+
+    def _match(
+        self, field: Field, own: Operand, overlapping: Sequence[Field], full: Sequence[int], *, forward: bool
+    ) -> None:
+        """Of two fields the wider one decides, whichever operand it is on; else the first operand's."""
+        alike = [match for match in overlapping if match.span == field.span]
+        if forward and (len(alike) == 1 or not any(self.union.equal(field.labels, match.labels) for match in alike)):
+            for match in alike:
+                self.union.merge(field.labels, match.labels)
+        covered = {axis for match in overlapping for axis in match.span} >= set(full)
+        for match in overlapping:
+            wider = set(field.span) > set(match.span)
+            if wider and covered:
+                self._nest(field, match, matched=any(beside.span == match.span for beside in own[1]))
+            elif wider or (forward and not set(field.span) <= set(match.span)):
+                self.union.merge(field.labels, match.labels)
+
+    def _nest(self, wide: Field, part: Field, *, matched: bool) -> None:
+        others = [axis for axis in wide.span if axis not in part.span]
+        shared = wide.labels[tuple(slice(None) if axis in wide.span else 0 for axis in range(wide.labels.ndim))]
+        labels = np.moveaxis(shared, [wide.span.index(axis) for axis in others], range(len(others)))
+        record = self.record(part.labels, MEETS_FIXED)
+        self.constraints.append(Nested(labels.reshape(-1, record.labels.size), record, matched))
 
     def contract(
         self, left: torch.Tensor, right: torch.Tensor, left_axes: str, right_axes: str, out_axes: str
@@ -230,9 +218,7 @@ class Flow:
         ]
         return tuple(lifted(tensor.shape)), fields
 
-    def _count_contraction(
-        self, operands: Sequence[tuple[Shape, Sequence[Field]]], fields: Sequence[Field], joint: str
-    ) -> None:
+    def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field], joint: str) -> None:
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
         covered: set[int] = set()
         factors = []
@@ -248,6 +234,3 @@ class Flow:
         if self.count_macs:
             labels = tuple(factor for factor in factors if factor is not None)
             self.macs.append(MacTerm(self.module, self.operator, constant / self.batch, labels))
-
-
-__all__ = ["Crossed", "EqualParts", "Flow", "LockRecord", "MacTerm", "Rectangle", "Shape", "along"]

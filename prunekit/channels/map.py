@@ -10,7 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.flow import LockRecord, MacTerm
+from prunekit.channels.constraints import LockRecord
+from prunekit.channels.flow import MacTerm
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace

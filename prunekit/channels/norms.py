@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.flow import Flow, LockRecord
+from prunekit.channels.constraints import LockRecord
+from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels
 from prunekit.nested import gather
 

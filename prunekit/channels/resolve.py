@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
+from prunekit.channels.constraints import Crossed, LockRecord, Nested, Rectangle
 from prunekit.channels.copying import named_tensors
-from prunekit.channels.flow import Crossed, LockRecord, MacTerm, Rectangle
+from prunekit.channels.flow import MacTerm
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
@@ -58,6 +59,8 @@ def build(
                 _resolve_rectangle(union, constraint.labels)
             elif isinstance(constraint, Crossed):
                 records += _resolve_crossed(union, constraint)
+            elif isinstance(constraint, Nested):
+                records += _resolve_nested(union, constraint)
             else:
                 _resolve_equal_parts(union, constraint.labels)
         records += _lock_full_axes(axes, union)
@@ -140,6 +143,18 @@ def _resolve_crossed(union: LabelUnion, crossed: Crossed) -> list[LockRecord]:
     for record in both:
         union.lock(record.labels)
     return both
+
+
+def _resolve_nested(union: LabelUnion, nested: Nested) -> list[LockRecord]:
+    """Whole rows stay what they are, and what they met needs another partner; anything else loses whole columns."""
+    roots = union.find(nested.labels)
+    whole_rows = (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any()
+    if not whole_rows:
+        union.merge(nested.labels, nested.part.labels[None])
+    elif not nested.matched and union.find(nested.part.labels).any():
+        union.lock(nested.part.labels)
+        return [nested.part]
+    return []
 
 
 def _resolve_equal_parts(union: LabelUnion, labels: Labels) -> None:

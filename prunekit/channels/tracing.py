@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.channels.constraints import LockRecord
 from prunekit.channels.copying import named_tensors, with_tensors
-from prunekit.channels.flow import Flow, LockRecord
+from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import COUNTED, RULES, Call
@@ -246,15 +247,14 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
         note(path, "output", module, output)
 
     stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
-    mode = LabelMode(flow, run, stack, trace.runs[-1] if run.training else None)
+    earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
-    with stack, torch.no_grad(), plain_attention(), mode:
+    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier):
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):
         flow.read(tensor)
         flow.lock(flow.fields(tensor), "output of the model")
-    earlier = trace.runs[-1] if run.training else None
     run.repeats = run.repeats and earlier is not None and len(run.operators) == len(earlier.operators)
     trace.runs.append(run)

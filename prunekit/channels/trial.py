@@ -13,8 +13,8 @@ from torch import nn
 
 from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.comparing import Divergence, Reference, check, keyed, record
+from prunekit.channels.constraints import LockRecord
 from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double, with_zeros
-from prunekit.channels.flow import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.resolve import with_locks, with_sizes

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rule_mode import RuleMode
 from torch import Tensor
 
-from prunekit.channels.flow import EqualParts, Flow, Rectangle
+from prunekit.channels.constraints import EqualParts, Rectangle
+from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, along
 from prunekit.channels.rules.shape import axis_groups, reshape_labels
 

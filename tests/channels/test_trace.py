@@ -16,7 +16,7 @@ from equivalence import Net, assert_unchanged, image, parity, random_keep, rando
 from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap, trace
-from prunekit.channels.flow import LockRecord
+from prunekit.channels.constraints import LockRecord
 from prunekit.channels.map import group_labels
 from prunekit.channels.resolve import with_locks
 from prunekit.channels.trial import settle

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from prunekit.channels.flow import EqualParts
+from prunekit.channels.constraints import EqualParts
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.rules.registry import Call, rule
 from prunekit.channels.rules.shape import replay

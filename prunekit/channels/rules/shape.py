@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunekit.channels.flow import Crossed, Rectangle
+from prunekit.channels.constraints import Crossed, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse
 from prunekit.channels.rules.registry import Call, rule
 

@@ -1,0 +1,59 @@
+"""What a trace leaves for the resolution: labels that are locked, and choices that depend on what hangs together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prunekit.channels.labels import Labels
+
+
+@dataclass(frozen=True, eq=False)
+class LockRecord:
+    """Labels that must stay, and why."""
+
+    reason: str
+    module: str
+    operator: str
+    labels: Labels
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangle:
+    """A labelled axis was viewed as rows x columns: what is kept must be whole rows or whole columns."""
+
+    labels: Labels  # (rows, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class EqualParts:
+    """A labelled axis was cut into equal parts: as many channels must stay in every part."""
+
+    labels: Labels  # (parts, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Crossed:
+    """Two labelled axes became one: an entry there is removed by either, which one label cannot say; one is locked."""
+
+    first: LockRecord
+    second: LockRecord
+
+
+@dataclass(frozen=True, eq=False)
+class Nested:
+    """A field met another on part of its axes: it has one label along them, or it goes with the other.
+
+    So query heads, each with one label, leave the table of a rotary embedding alone, which then stays.
+
+    Attributes:
+        labels: of the wider field, (others, shared).
+        part: of the narrower one, (shared,).
+        matched: whether the narrower one has a partner on just its axes.
+    """
+
+    labels: Labels
+    part: LockRecord
+    matched: bool
+
+
+Constraint = Rectangle | EqualParts | Crossed | Nested
