@@ -83,7 +83,7 @@ def settle(
             if found is None:
                 return Settled(channel_map, keep, compact, difference)
             divergence, run = found
-            channel_map = with_locks(channel_map, _locks_for(divergence, run))
+            channel_map = with_locks(channel_map, _locks_for(divergence, run, channel_map))
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
@@ -140,18 +140,22 @@ class _Trial:
         return record(masked, self.channel_map, self.keep, as_double(self.examples[run.example], dtype), run)
 
 
-def _locks_for(divergence: Divergence, run: Run) -> list[LockRecord]:
-    """Locks all labels at the operator that differs, or at every operator of the module whose Python failed."""
+def _locks_for(divergence: Divergence, run: Run, channel_map: ChannelMap) -> list[LockRecord]:
+    """Locks all labels at the operator that differs, or at every operator of the module whose Python failed.
+
+    Only where some are free: what is locked already would fail again, one trial after the other.
+    """
     operators = keyed(run)
     culprit = operators.get(divergence.key) if divergence.operator else None
     if culprit is not None:
         before = run.operators[: run.operators.index(culprit) + 1]
-        candidates = [[operator] for operator in reversed(before)]  # the culprit, or the last before it with labels
+        candidates = [[operator] for operator in reversed(before)]  # the culprit, or the last before it with some
     else:
         inside = [operator for operator in run.operators if operator.module == divergence.module]
         candidates = [inside, run.operators[-1:]]
-    labels = next((found for found in map(_labels_at, candidates) if found), None)
-    if not labels:
+    final = channel_map.traced.final
+    labels = next((found for found in map(_labels_at, candidates) if any(final[axis].any() for axis in found)), None)
+    if labels is None:
         raise PlanError(f"the compact model fails where no channel is known: {divergence}")
     reason = f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
     return [LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))]
