@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.channels.decisions import Decision, decision
 from prunekit.channels.differences import TOLERANCE, relative_difference
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
-from prunekit.nested import gather, tensors_in
+from prunekit.nested import gather
 
 Key = tuple[str, str, int]
 """A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
@@ -45,10 +46,14 @@ class Divergence:
         return f"{self.operator or 'the Python code'} in {where}: {self.detail}{self.line and f' at {self.line}'}"
 
 
+See = Callable[[Key, str, Any, list[torch.Tensor]], None]
+"""Gets an operator's key, its name, its arguments with named ones, and the tensors of its result."""
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators by module and hands each, with its key, to `see`."""
 
-    def __init__(self, stack: ModuleStack, see: Callable[[Key, str, Any], None]) -> None:
+    def __init__(self, stack: ModuleStack, see: See) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stack, self.see = stack, see
         self.counts: dict[tuple[str, str], int] = {}
@@ -61,7 +66,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_counted(func, name):
             module = self.stack.current
             number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
-            self.see((module, name, number), name, out)
+            self.see((module, name, number), name, (args, kwargs or {}), gather(out))
         return out
 
 
@@ -116,11 +121,13 @@ def kept_entries(tensor: torch.Tensor, operator: Operator, output: int, channel_
 class Reference:
     """What a masked model computed: the kept entries of every operator's outputs, and the tensors of its output.
 
-    `failed` is where the narrow copy of one of its norms raised.
+    `decisions` are those that the compact model has to take alike; `failed` is where the narrow copy of one of its
+    norms raised.
     """
 
     values: dict[Key, tuple[str, list[Any]]]
     outputs: list[torch.Tensor]
+    decisions: dict[Key, Decision]
     failed: Divergence | None = None
 
 
@@ -134,20 +141,25 @@ def record(masked: nn.Module, channel_map: ChannelMap, keep: Keep, example: tupl
     """
     operators = {key: operator for key, operator in keyed(run).items() if not _inside(key[0], channel_map.norms)}
     values: dict[Key, tuple[str, list[Any]]] = {}
+    decisions: dict[Key, Decision] = {}
 
-    def see(key: Key, name: str, out: Any) -> None:
+    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         operator = operators.get(key)
         if operator is None or operator.name != name:
             return
-        kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(tensors_in(out))]
-        values[key] = (name, [v.clone() if any(v is t for t in tensors_in(out)) else v for v in kept])
+        kept = [kept_entries(t, operator, i, channel_map, keep) for i, t in enumerate(outs)]
+        values[key] = (name, [v.clone() if any(v is t for t in outs) else v for v in kept])
+        if all(keep[channel_map.resolve(field)].all() for field in operator.inputs):
+            found = decision(name, arguments, outs)
+            if found is not None:
+                decisions[key] = found
 
     try:
         with NarrowNorms(masked, channel_map, keep):
-            return Reference(values, _forward(masked, example, run.training, see))
+            return Reference(values, _forward(masked, example, run.training, see), decisions)
     except _Parted as parted:
         if parted.divergence.module in channel_map.norms:
-            return Reference(values, [], parted.divergence)
+            return Reference(values, [], decisions, parted.divergence)
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 
 
@@ -163,12 +175,14 @@ def check(
         return reference.failed.difference, reference.failed
     worst = peak = 0.0
 
-    def see(key: Key, name: str, out: Any) -> None:
+    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
         nonlocal worst, peak
         expected = reference.values.get(key)
         if expected is None or expected[0] != name:
             return
-        for want, got in zip(expected[1], tensors_in(out), strict=False):
+        if key in reference.decisions:
+            reference.decisions[key].follow(arguments, outs, tolerance, peak)
+        for want, got in zip(expected[1], outs, strict=False):
             difference, detail, peak = relative_difference(want, got, peak)
             worst = max(worst, difference)
             if not difference <= tolerance:
@@ -189,6 +203,16 @@ def check(
     return worst, None
 
 
+def following(reference: Reference, compact: nn.Module, example: tuple[Any, ...], run: Run) -> list[torch.Tensor]:
+    """The tensors of the compact model's output when rounding decides in it as it did in the masked model."""
+
+    def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
+        if key in reference.decisions:
+            reference.decisions[key].follow(arguments, outs, TOLERANCE, 0.0)
+
+    return _forward(compact, example, run.training, see)
+
+
 def _inside(path: str, norms: Container[str]) -> bool:
     """Whether a module is a norm or a part of one: under masks a narrow copy runs in its place."""
     return any(prefix in norms for prefix in accumulate(path.split("."), "{}.{}".format))
@@ -200,9 +224,7 @@ class _Parted(Exception):
         self.divergence = divergence
 
 
-def _forward(
-    model: nn.Module, example: tuple[Any, ...], training: bool, see: Callable[[Key, str, Any], None]
-) -> list[torch.Tensor]:
+def _forward(model: nn.Module, example: tuple[Any, ...], training: bool, see: See) -> list[torch.Tensor]:
     """Runs a model with every operator seen, and returns the tensors of its output."""
     stack = ModuleStack(model)
     watch = _Watch(stack, see)

@@ -18,6 +18,7 @@ from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
+from prunekit.channels.storages import Storages
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PrunekitError
@@ -94,8 +95,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
-        self.aliased: set[int] = set()
-        self.alive: list[Any] = []
+        self.storages = Storages()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -114,11 +114,12 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.run.repeats = False
             known = flow.fields(target)
             self._apply(name, args, kwargs, out, before)
-            self._guard_views(target, known)
-        self._follow_storage(target, inputs, outs)
+            self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
         counted = is_counted(func, name) and flow.module not in flow.substituted
-        self.run.operators.append(Operator(name, flow.module, fields, before, counted, call))
+        operator = Operator(name, flow.module, fields, before, counted, call)
+        self.run.operators.append(operator)
+        self.storages.note(operator, target, inputs, outs)
         return out
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
@@ -142,19 +143,17 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flow.set(tensor, fields)
         return True
 
-    def _guard_views(self, target: Any, known: tuple[Field, ...]) -> None:
-        """Locks labels that an in-place write brings into a view: the other views of its storage do not carry them."""
-        if target is not None and target.untyped_storage()._cdata in self.aliased:
-            spans = {field.span for field in known}
-            fresh = [field for field in self.flow.fields(target) if field.span not in spans]
-            self.flow.lock(fresh, "written in place into a view of another tensor")
+    def _written(self, target: Any, known: tuple[Field, ...]) -> None:
+        """Labels that an in-place write brings into a tensor: its size depended on them from the start.
 
-    def _follow_storage(self, target: Any, inputs: list[torch.Tensor], outs: tuple[torch.Tensor, ...]) -> None:
-        """Notes views."""
-        if target is None and outs:
-            sources = {tensor.untyped_storage()._cdata for tensor in inputs}
-            self.aliased |= {s for s in (out.untyped_storage()._cdata for out in outs) if s in sources}
-        self.alive.extend(outs)
+        They are locked in a view: the other views of its storage do not carry them.
+        """
+        spans = {field.span for field in known}
+        fresh = [field for field in self.flow.fields(target) if field.span not in spans]
+        if fresh and self.storages.shared(target):
+            self.flow.lock(fresh, "written in place into a view of another tensor")
+        elif fresh and not known and (maker := self.storages.maker(target)) is not None:
+            maker.outputs = (self.flow.fields(target),)
 
 
 def trace_model(model: nn.Module, examples: list[tuple[Any, ...]]) -> Trace:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.comparing import check, record
+from prunekit.channels.comparing import check, following, record
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.differences import TOLERANCE
 from prunekit.channels.doubled import as_double, doubled, to_double
@@ -49,7 +49,8 @@ def verify(
     """Compares masked and compact model in float64 on the CPU: their outputs in eval mode, and what is in them.
 
     An output need not show a wrong index: the channel may be dead on these inputs. So every tensor of the compact
-    model is compared with the kept entries of the masked one as well.
+    model is compared with the kept entries of the masked one as well. Scores that are equal but for rounding may come
+    in another order: outputs that differ are compared once more with the order of the masked model in both.
 
     Args:
         masked: the dense-sized model with zeros where the plan prunes, as fine-tuning left it; not re-masked here,
@@ -77,12 +78,12 @@ def verify(
                 difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
             else:
                 difference, reason = _difference(want, got)
+        if misplaced or not difference <= tolerance:
+            difference, reason = _by_operator(masked64, compact64, plan, inputs, misplaced or reason)
         if misplaced and difference <= tolerance:
-            difference, reason = inf, misplaced
+            difference, reason = inf, f"{misplaced}; no operator before shows it"
         if not difference <= tolerance:
-            raise VerificationError(
-                f"masked and compact model differ: {_where(masked64, compact64, plan, inputs, reason)}"
-            )
+            raise VerificationError(f"masked and compact model differ: {reason}")
         worst = max(worst, difference)
         seen += next((tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()), 1)
     if not seen:
@@ -90,12 +91,19 @@ def verify(
     return Verification(worst, seen)
 
 
-def _where(masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], reason: str) -> str:
+def _by_operator(
+    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], reason: str
+) -> tuple[float, str]:
+    """Where two models first part; nowhere if only equal scores came in another order, see `Decision`."""
     if plan.channel_map.source is None:
-        return f"{reason}; the plan was read from a file: trace the model again to find the operator"
+        return inf, f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
-    divergence = check(record(masked, plan.channel_map, plan.keep, inputs, run), compact, inputs, run)[1]
-    return f"{reason}; no operator before shows it" if divergence is None else f"first at {divergence}"
+    reference = record(masked, plan.channel_map, plan.keep, inputs, run)
+    divergence = check(reference, compact, inputs, run)[1]
+    if divergence is not None:
+        return inf, f"first at {divergence}"
+    difference, reason = _difference(reference.outputs, following(reference, compact, inputs, run))
+    return difference, f"{reason}; no operator before shows it"
 
 
 def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: float) -> str:

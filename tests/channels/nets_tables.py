@@ -79,3 +79,18 @@ def median_of_everything() -> Case:
         return net.b(x) * y.median()
 
     return Net(forward, a=conv(3, 8), b=conv(3, 4, 1)), image()
+
+
+@case("a.weight", "b.weight")
+def pooled_places_of_two_levels_in_one_table() -> Case:
+    """As detection models collect what they pool from a pyramid of features."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        coarse = net.b(F.max_pool2d(y, 2)).flatten(2).mean(2)
+        table = torch.zeros(4, y.shape[1], dtype=y.dtype)
+        table[torch.tensor([0, 3])] = y.flatten(2).mean(2)
+        table[torch.tensor([2, 1])] = coarse
+        return net.c(table)
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 8), c=nn.Linear(8, 4)), image()

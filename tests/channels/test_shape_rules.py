@@ -211,3 +211,48 @@ def test_what_is_cut_on_one_axis_of_joint_labels_is_tied_along_it(operator: Call
     assert field.zero
     assert flow.union.find(labels).tolist() == [1] * 4 + [5] * 4 + [9] * 4
     assert not flow.locks
+
+
+@pytest.mark.parametrize("written", [torch.tensor([1, 0]), torch.tensor([True, False, True])])
+def test_rows_written_by_number_leave_their_channels_on_what_had_none(written: Tensor) -> None:
+    flow = Flow()
+    target, rows = torch.zeros(3, 4, 2), torch.zeros(2, 4, 2)
+    flow.set(rows, [Field(along(flow.union.new(4), 1, 3), True)])
+    with RuleMode(flow):
+        target[written] = rows
+    (field,) = flow.fields(target)
+    assert field.labels.tolist() == [[[1], [2], [3], [4]]]
+    assert not field.zero, "nothing is known of the rows that stay"
+    assert not flow.locks
+
+
+def test_rows_written_by_number_merge_with_what_was_there() -> None:
+    flow = Flow()
+    target, row = torch.zeros(2, 4, 3), torch.zeros(4)
+    labels = flow.union.new(8)
+    flow.set(target, [Field(along(labels[:4], 1, 3), True)])
+    flow.set(row, [Field(along(labels[4:], 0, 1), True)])
+    with RuleMode(flow):
+        target[torch.tensor([1]), :, torch.tensor([2])] = row
+    assert flow.fields(target)[0].zero
+    assert flow.union.find(labels).tolist() == [1, 2, 3, 4] * 2
+    assert not flow.locks
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.index_put_((torch.tensor([[0], [1]]), torch.tensor([0, 2])), torch.ones(2, 2)),
+        lambda x: x.index_put_((torch.ones(2, 4, dtype=torch.bool),), torch.ones(8)),
+        lambda x: torch.zeros(4, 3).index_put_((torch.tensor([3, 0, 1, 2]),), x[0, :, None]),
+    ],
+    ids=["written over", "by a mask of several axes", "onto positions picked by number"],
+)
+def test_channels_among_which_some_are_picked_to_write_are_locked(write: Callable[[Tensor], Tensor]) -> None:
+    flow = Flow()
+    labels = flow.union.new(4)
+    target = torch.zeros(2, 4)
+    flow.set(target, [Field(along(labels, 1, 2), True)])
+    with RuleMode(flow):
+        write(target)
+    assert not flow.union.find(labels).any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from prunekit.channels.constraints import EqualParts
 from prunekit.channels.labels import Field, Labels
+from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.registry import Call, rule
 from prunekit.channels.rules.shape import replay
 
@@ -122,19 +124,66 @@ def pick(flow: Flow, call: Call) -> None:
 
 def _index_rows(flow: Flow, call: Call) -> bool:
     """Looked up by integers or a mask of one axis: the axes picked from go, those of the integers come, others pass."""
-    indices = {axis: index for axis, index in enumerate(call.args[1]) if index is not None}
-    if any(index.dtype == torch.bool and index.dim() != 1 for index in indices.values()):
+    picked = _picked(flow, call)
+    if picked is None:
         return False
-    used = sorted(indices)
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # apart from each other they go to the front
-    fresh = call.out.dim() - call.args[0].dim() + len(used)
-    fields = flow.fields(call.args[0])
-    flow.lock([field for field in fields if set(used) & set(field.span)], PICKED)
-    flow.lock([field for index in indices.values() for field in flow.fields(index)], "decides what is picked")
-
-    def moved(labels: Labels) -> Labels:
-        rest = np.squeeze(labels, tuple(used))
-        return rest.reshape(*rest.shape[:first], *[1] * fresh, *rest.shape[first:])
-
-    flow.set(call.out, [f.with_labels(moved(f.labels)) for f in fields if not set(used) & set(f.span)])
+    fields = [field for field in flow.fields(call.args[0]) if not set(picked.axes) & set(field.span)]
+    flow.set(call.out, [field.with_labels(picked.forth(field.labels)) for field in fields])
     return True
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """Axes looked up by integers, and where those of the integers come in their place."""
+
+    axes: tuple[int, ...]
+    first: int
+    fresh: int
+
+    def forth(self, labels: Labels) -> Labels:
+        """Labels of the whole, the same on all positions of `axes`, as labels of what is picked."""
+        rest = np.squeeze(labels, self.axes)
+        return rest.reshape(*rest.shape[: self.first], *[1] * self.fresh, *rest.shape[self.first :])
+
+    def back(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shape of what is picked as one of the whole, with 1 on all of `axes`."""
+        rest = [*shape[: self.first], *shape[self.first + self.fresh :]]
+        for axis in self.axes:
+            rest.insert(axis, 1)
+        return tuple(rest)
+
+
+def _picked(flow: Flow, call: Call) -> _Picked | None:
+    """How an operator picks positions of its first argument; locks the labels there, and those that decide on it."""
+    source, given = call.args[0], call.args[1]
+    indices = {axis: index for axis, index in enumerate(given) if index is not None}
+    if any(index.dtype == torch.bool and index.dim() != 1 for index in indices.values()):
+        return None
+    axes = tuple(sorted(indices))
+    first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
+    flow.lock([field for field in flow.fields(source) if set(axes) & set(field.span)], PICKED)
+    flow.lock([field for index in indices.values() for field in flow.fields(index)], "decides what is picked")
+    return _Picked(axes, first, max(index.dim() for index in indices.values()))
+
+
+@rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+def put(flow: Flow, call: Call) -> None:
+    """Values written to positions picked by integers or a mask: labels on other axes are those of both."""
+    target, values = call.args[0], call.args[2]
+    picked = _picked(flow, call)
+    if picked is None:
+        flow.lock([*flow.fields(target), *flow.fields(values)], f"{call.name} picks positions by number")
+        return
+    shape, fields = aligned(flow, values, target.dim() - len(picked.axes) + picked.fresh)
+    fresh = range(picked.first, picked.first + picked.fresh)
+    flow.lock([field for field in fields if set(fresh) & set(field.span)], PICKED)
+    written = [
+        field.with_labels(field.labels.reshape(picked.back(field.labels.shape)))
+        for field in fields
+        if not set(fresh) & set(field.span)
+    ]
+    known = [field for field in flow.fields(target) if not set(picked.axes) & set(field.span)]
+    if known:
+        flow.set(call.out, flow.pointwise([(tuple(target.shape), known), (picked.back(shape), written)], product=False))
+    else:
+        flow.set(call.out, [Field(field.labels, zero=False) for field in written])
