@@ -12,10 +12,15 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 STRATIFIED = {
-    "torchvision": ("mobilenet_v2", "lraspp_mobilenet_v3_large"),
-    "timm": ("test_convnext", "test_efficientnet"),
-    "hf": ("bert", "t5"),
-}
+    "torchvision": (
+        "resnet18", "densenet121", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "googlenet", "convnext_tiny",
+        "vit_b_32", "swin_t", "swin_v2_t", "lraspp_mobilenet_v3_large", "fcn_resnet50",
+        "fasterrcnn_mobilenet_v3_large_320_fpn", "r3d_18",
+    ),
+    "timm": ("test_convnext", "test_efficientnet", "test_nfnet", "mobilevit_xxs"),
+    "hf": ("vit", "swin", "bert", "t5", "gpt2", "llama", "whisper"),
+}  # fmt: skip
+"""Of each zoo a model of each kind: 25 in all."""
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
