@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -273,14 +275,15 @@ def test_a_model_folder_in_a_run_is_tested_on_the_data_of_that_run(tmp_path: Pat
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to itself")
 def test_ctrl_c_in_a_run_exits_with_130(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     def interrupted(job: JobSettings, **options: Any) -> RunResult:
-        import os
-        import signal
-
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the signal comes first")
 
     monkeypatch.setattr(workflow, "finetune", interrupted)
-    result = run("finetune", recipe)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        result = run("finetune", recipe)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (result.exit_code, result.stderr) == (130, "prunekit: interrupted\n")
 
 
