@@ -6,7 +6,12 @@ from prunekit.models.optional import OPTIONAL_ZOOS, image_shape
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import load_weights
-from prunekit.models.window_attention import SizedRelativeAttention, SizedWindowAttention, SizedWindowAttentionV2
+from prunekit.models.window_attention import (
+    SizedRelativeAttention,
+    SizedWindowAttention,
+    SizedWindowAttention3d,
+    SizedWindowAttentionV2,
+)
 from prunekit.models.zoo import ZOOS, build_model, is_weights_file, missing_weights, zoo_names
 
 __all__ = [
@@ -15,6 +20,7 @@ __all__ = [
     "ModelSettings",
     "SizedRelativeAttention",
     "SizedWindowAttention",
+    "SizedWindowAttention3d",
     "SizedWindowAttentionV2",
     "auxiliary",
     "build_model",

@@ -1,4 +1,4 @@
-"""Equivalents with explicit sizes of torchvision's window attention: Swin, Swin V2 and MaxViT."""
+"""Equivalents with explicit sizes of torchvision's window attention: Swin, Swin V2, Swin for video, and MaxViT."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
+from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
 from prunekit.channels.substitutes import SizedAttention, substitute
 
 
-@substitute(ShiftedWindowAttention)
-class SizedWindowAttention(SizedAttention, ShiftedWindowAttention):  # type: ignore[misc]
-    """torchvision's `ShiftedWindowAttention` in which heads and widths need not follow from the input's width.
+class _Windowed(SizedAttention):
+    """What torchvision's window attentions have in common; heads and widths need not follow from the input's width.
 
-    `qkv` holds the rows of all queries, then keys, then values; (B, H, W, C) goes in and comes out.
+    `qkv` holds the rows of all queries, then keys, then values; (B, *sizes, C) goes in and comes out.
     """
 
     num_heads: int
@@ -28,7 +28,7 @@ class SizedWindowAttention(SizedAttention, ShiftedWindowAttention):  # type: ign
     shift_size: list[int]
     attention_dropout: float
     dropout: float
-    get_relative_position_bias: Callable[[], Tensor]
+    get_relative_position_bias: Callable[..., Tensor]
 
     def dense_scale(self) -> float:
         """1 / sqrt(head_dim)."""
@@ -41,30 +41,37 @@ class SizedWindowAttention(SizedAttention, ShiftedWindowAttention):  # type: ign
         return same and self.scale == (width // self.num_heads) ** -0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shifts, cuts into windows, attends within each, and puts everything back."""
-        height, width = x.shape[1:3]
-        window = self.window_size
-        x = F.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
-        padded = x.shape[1:3]
-        shift = [0 if window[i] >= padded[i] else self.shift_size[i] for i in (0, 1)]
+        """Shifts, cuts into windows, attends within each, and puts everything back; along two axes or three."""
+        sizes = x.shape[1:-1]
+        axes = list(range(1, 1 + len(sizes)))
+        window, shift = self._windows(sizes)
+        padding = [p for size, win in zip(sizes[::-1], window[::-1], strict=True) for p in (0, -size % win)]
+        x = F.pad(x, (0, 0, *padding))
+        padded = x.shape[1:-1]
         if sum(shift):
-            x = torch.roll(x, (-shift[0], -shift[1]), (1, 2))
-        cuts = (padded[0] // window[0], window[0], padded[1] // window[1], window[1])
-        x = x.view(-1, *cuts, x.shape[-1]).transpose(2, 3).reshape(-1, window[0] * window[1], x.shape[-1])
-        x = self._attend(x, _shift_mask(x, padded, window, shift) if sum(shift) else None)
-        x = x.view(-1, cuts[0], cuts[2], cuts[1], cuts[3], x.shape[-1]).transpose(2, 3)
-        x = x.reshape(-1, *padded, x.shape[-1])
+            x = torch.roll(x, [-s for s in shift], axes)
+        mask = _shift_mask(x, padded, window, shift) if sum(shift) else None
+        x = self._attend(_cut(x, window), mask, self._position_bias(window))
+        x = _join(x, padded, window)
         if sum(shift):
-            x = torch.roll(x, (shift[0], shift[1]), (1, 2))
-        return x[:, :height, :width, :].contiguous()
+            x = torch.roll(x, shift, axes)
+        return x[(slice(None), *(slice(size) for size in sizes))].contiguous()
 
-    def _attend(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _windows(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Window and shift along each axis; nothing is shifted where one window covers all."""
+        pairs = zip(sizes, self.window_size, self.shift_size, strict=True)
+        return list(self.window_size), [0 if win >= size else shift for size, win, shift in pairs]
+
+    def _position_bias(self, window: list[int]) -> Tensor:
+        return self.get_relative_position_bias()
+
+    def _attend(self, x: Tensor, mask: Tensor | None, bias: Tensor) -> Tensor:
         """Attention within windows, (B * windows, positions, C); mask: (windows, positions, positions)."""
         values = self.proj.weight.shape[1]
         keys = (self.qkv.weight.shape[0] - values) // 2
         parts = F.linear(x, self.qkv.weight, self._input_bias(keys)).split_with_sizes([keys, keys, values], -1)
         q, k, v = (part.view(*part.shape[:-1], self.num_heads, -1).transpose(1, 2) for part in parts)
-        scores = self._scores(q, k) + self.get_relative_position_bias()  # (B * windows, heads, positions, positions)
+        scores = self._scores(q, k) + bias  # (B * windows, heads, positions, positions)
         if mask is not None:
             scores = (scores.view(-1, len(mask), *scores.shape[1:]) + mask[:, None]).flatten(0, 1)
         attention = F.dropout(scores.softmax(-1), self.attention_dropout, self.training)
@@ -78,21 +85,53 @@ class SizedWindowAttention(SizedAttention, ShiftedWindowAttention):  # type: ign
         return (q * self.scale) @ k.transpose(-2, -1)
 
 
+def _cut(x: Tensor, window: Sequence[int]) -> Tensor:
+    """(B, *sizes, C) in windows: (B * windows, positions, C)."""
+    n = len(window)
+    split = [part for size, win in zip(x.shape[1:-1], window, strict=True) for part in (size // win, win)]
+    order = (0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1)
+    return x.view(len(x), *split, x.shape[-1]).permute(order).reshape(-1, math.prod(window), x.shape[-1])
+
+
+def _join(x: Tensor, sizes: Sequence[int], window: Sequence[int]) -> Tensor:
+    """The inverse of `_cut`."""
+    n = len(window)
+    counts = [size // win for size, win in zip(sizes, window, strict=True)]
+    order = (0, *(axis for i in range(n) for axis in (1 + i, 1 + n + i)), 2 * n + 1)
+    return x.view(-1, *counts, *window, x.shape[-1]).permute(order).reshape(-1, *sizes, x.shape[-1])
+
+
 def _shift_mask(x: Tensor, padded: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
     """-100 between positions that only the cyclic shift made neighbours, (windows, positions, positions)."""
-    height, width = (
-        torch.tensor([0] * (size - win) + [1] * (win - s) + [2] * s) if s else torch.zeros(size, dtype=torch.long)
-        for size, win, s in zip(padded, window, shift, strict=True)
-    )
-    regions = height[:, None] * 3 + width
-    regions = regions.view(padded[0] // window[0], window[0], padded[1] // window[1], window[1])
-    regions = regions.transpose(1, 2).reshape(-1, window[0] * window[1])
-    apart = regions[:, None] != regions[:, :, None]
+    regions = torch.zeros(tuple(padded), dtype=torch.long)
+    for axis, (size, win, s) in enumerate(zip(padded, window, shift, strict=True)):
+        part = torch.tensor([0] * (size - win) + [1] * (win - s) + [2] * s if s else [0] * size)
+        regions = regions * 3 + part.view([-1 if a == axis else 1 for a in range(len(padded))])
+    cut = _cut(regions[None, ..., None], window)[..., 0]  # (windows, positions)
+    apart = cut[:, None] != cut[:, :, None]
     return x.new_zeros(apart.shape).masked_fill(apart.to(x.device), -100.0)
 
 
+@substitute(ShiftedWindowAttention)
+class SizedWindowAttention(_Windowed, ShiftedWindowAttention):  # type: ignore[misc]
+    """torchvision's `ShiftedWindowAttention`."""
+
+
+@substitute(ShiftedWindowAttention3d)
+class SizedWindowAttention3d(_Windowed, ShiftedWindowAttention3d):  # type: ignore[misc]
+    """torchvision's `ShiftedWindowAttention3d`."""
+
+    def _windows(self, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """A window is no larger than the input here, and its part of the position table is read."""
+        _, shift = super()._windows(sizes)
+        return [min(size, win) for size, win in zip(sizes, self.window_size, strict=True)], shift
+
+    def _position_bias(self, window: list[int]) -> Tensor:
+        return self.get_relative_position_bias(window)
+
+
 @substitute(ShiftedWindowAttentionV2)
-class SizedWindowAttentionV2(SizedWindowAttention, ShiftedWindowAttentionV2):  # type: ignore[misc]
+class SizedWindowAttentionV2(_Windowed, ShiftedWindowAttentionV2):  # type: ignore[misc]
     """torchvision's `ShiftedWindowAttentionV2`: cosine attention with a learned scale for each head."""
 
     logit_scale: nn.Parameter

@@ -12,11 +12,12 @@ from equivalence import TOLERANCE, Net, difference, doubled, masked_double, pari
 from torch import Tensor, nn
 from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
+from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
 from prunekit.channels import SizedMultiheadAttention, trace
 from prunekit.channels.substitutes import SUBSTITUTES, heads_of, set_heads, substitute, substitute_all
 from prunekit.compaction import compact
-from prunekit.models import SizedRelativeAttention, SizedWindowAttention, SizedWindowAttentionV2
+from prunekit.models import SizedRelativeAttention, SizedWindowAttention, SizedWindowAttention3d, SizedWindowAttentionV2
 from prunekit.planning import Plan
 
 HEADS, DEPTH = 4, 3
@@ -248,6 +249,8 @@ WINDOWED = {
     "plain": (ShiftedWindowAttention, ([4, 4], [0, 0]), SizedWindowAttention),
     "larger_than_the_image": (ShiftedWindowAttention, ([9, 9], [4, 4]), SizedWindowAttention),
     "second_version": (ShiftedWindowAttentionV2, ([4, 4], [2, 2]), SizedWindowAttentionV2),
+    "video": (ShiftedWindowAttention3d, ([2, 4, 4], [1, 2, 2]), SizedWindowAttention3d),
+    "video_in_larger_windows": (ShiftedWindowAttention3d, ([8, 4, 7], [4, 2, 3]), SizedWindowAttention3d),
 }
 
 
@@ -257,7 +260,7 @@ def test_window_attention(name: str, bias: bool) -> None:
     cls, (window, shift), ours = WINDOWED[name]
     module = cls(WIDTH, window, shift, HEADS, qkv_bias=bias)
     net: Any = randomised(nn.Sequential(nn.Linear(6, WIDTH), module, nn.Linear(WIDTH, 4))).eval()
-    example = (normal(2, 7, 6, 6),)  # not a multiple of the windows
+    example = (normal(2, *((3,) if ours is SizedWindowAttention3d else ()), 7, 6, 6),)  # not a multiple of the windows
     equivalent = copy.deepcopy(net).double()
     assert substitute_all(equivalent) == {"1"}
     with torch.no_grad():
@@ -287,7 +290,8 @@ def test_relative_attention() -> None:
 
 def test_all_equivalents_are_tested_here() -> None:
     assert set(SUBSTITUTES.values()) == {
-        SizedMultiheadAttention, SizedWindowAttention, SizedWindowAttentionV2, SizedRelativeAttention
+        SizedMultiheadAttention, SizedWindowAttention, SizedWindowAttention3d, SizedWindowAttentionV2,
+        SizedRelativeAttention,
     }  # fmt: skip
     assert nn.MultiheadAttention in SUBSTITUTES
 
@@ -337,6 +341,7 @@ def trained(model: nn.Module, example: tuple[Any, ...]) -> None:
     nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dropout=0.1),
     ShiftedWindowAttention(WIDTH, [4, 4], [2, 2], HEADS, dropout=0.1),
     ShiftedWindowAttentionV2(WIDTH, [4, 4], [2, 2], HEADS),
+    ShiftedWindowAttention3d(WIDTH, [2, 4, 4], [1, 2, 2], HEADS),
     RelativePositionalMultiHeadAttention(WIDTH, DEPTH, 16),
 ], ids=lambda module: type(module).__name__)  # fmt: skip
 def test_compact_attention_trains_copies_and_exports(module: nn.Module) -> None:
@@ -346,6 +351,7 @@ def test_compact_attention_trains_copies_and_exports(module: nn.Module) -> None:
         return net.o(out)
 
     shape = {nn.MultiheadAttention: (2, 5, 6), RelativePositionalMultiHeadAttention: (2, 3, 16, 6)}
+    shape |= {ShiftedWindowAttention3d: (2, 4, 8, 8, 6)}
     example = (normal(*shape.get(type(module), (2, 8, 8, 6))),)
     net = randomised(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()
     small = compact(net, settled_plan(net, example, share=0.4))
