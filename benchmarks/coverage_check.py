@@ -115,7 +115,7 @@ def _forward_backward(model: nn.Module, inputs: tuple[Any, ...], training: bool)
 
 def _folder(case: Case, pruned: Any, example: tuple[Any, ...]) -> Iterator[str]:
     """Saved and loaded again, equal bit for bit in what it holds and in what it computes."""
-    compact = pruned.model.eval()
+    compact, folder = pruned.model.eval(), ""
     try:
         with tempfile.TemporaryDirectory() as folder:
             shapes = [list(tensor.shape) for tensor in gather(example)]
@@ -127,7 +127,7 @@ def _folder(case: Case, pruned: Any, example: tuple[Any, ...]) -> Iterator[str]:
         with torch.no_grad():
             want, got = (gather(_seeded(model, example)) for model in (compact, loaded))
     except Exception as error:  # a folder that cannot be written or read is a row of the table
-        yield f"folder: {where_from(error)}"
+        yield f"folder: {where_from(error)}".replace(folder + "/", "")
         return
     if differing:
         yield f"folder: {differing[0]} of the loaded model differs"
