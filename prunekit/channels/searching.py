@@ -112,10 +112,17 @@ class SizeSearch:
         """Every integer of a module that equals the old size of a resized axis, once for each new size."""
         known = {(size.module, size.name, size.position) for size in self.channel_map.sizes}
         for name, value in vars(self.model.get_submodule(path)).items():
+            if not self._unset(path, name):
+                continue
             for position, old in enumerate(integers(value) or ()):
                 element = None if isinstance(value, int) else position
                 if (path, name, element) not in known:
                     yield from self._meanings(name, element, old, operators)
+
+    def _unset(self, path: str, name: str) -> bool:
+        """Whether an attribute is what it was: a layer's own sizes follow from its tensors, and are set."""
+        dense, compact = (vars(model.get_submodule(path)) for model in (self.model, self.compact))
+        return bool(integers(dense.get(name)) is None or compact.get(name) == dense.get(name))
 
     def _meanings(self, name: str, position: int | None, old: int, operators: Sequence[Operator]) -> Iterator[Option]:
         seen = {old}
@@ -135,7 +142,7 @@ class SizeSearch:
         cls, found = type(self.model.get_submodule(path)), []
         for other, module in self.model.named_modules():
             own = operators.get(other, [])
-            if type(module) is not cls or option.operator >= len(own):
+            if type(module) is not cls or option.operator >= len(own) or not self._unset(other, option.name):
                 continue
             fields = _fields_at(own[option.operator])
             values = integers(vars(module).get(option.name)) or []
