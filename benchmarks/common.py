@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,17 @@ def keep(name: str, rows: Sequence[dict[str, Any]], setting: dict[str, Any]) -> 
     path = RESULTS / f"{name}.json"
     write_json(path, {"setting": setting, "environment": environment(), "rows": list(rows)})
     return path
+
+
+def cold(script: str, *arguments: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
+    """One repetition of a script's `--once` in a process of its own, on one thread.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer than `limit` seconds.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", script, "--once", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=limit)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -63,12 +62,12 @@ def torch_pruning_seconds(name: str) -> float:
 TOOLS = {"prunekit": prunekit_seconds, "torch-pruning": torch_pruning_seconds}
 
 
-def cold(tool: str, model: str, limit: float) -> float | str:
+def seconds_of(tool: str, model: str, limit: float) -> float | str:
     """Seconds of one repetition in a process of its own, or why there are none."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, "--once", tool, model]
+    from common import cold
+
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=limit)
+        done = cold(__file__, tool, model, limit=limit)
     except subprocess.TimeoutExpired:
         return f"over {limit:g} s"
     if done.returncode:
@@ -101,7 +100,7 @@ def main() -> None:
         for repeat in range(options.repeats):
             for tool in tools if repeat % 2 == 0 else reversed(tools):
                 if tool not in reasons:
-                    measured = cold(tool, model, options.limit)
+                    measured = seconds_of(tool, model, options.limit)
                     if isinstance(measured, str):
                         reasons[tool] = measured
                     else:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from typing import Any
@@ -95,9 +93,9 @@ def main() -> None:
 
 
 def _cold(kind: str, operators: int) -> dict[str, float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, "--once", kind, str(operators)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    from common import cold
+
+    done = cold(__file__, kind, str(operators))
     if done.returncode:
         raise SystemExit(f"{kind} net of {operators} operators failed:\n{done.stderr}")
     measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

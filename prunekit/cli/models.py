@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from prunekit.cli.options import is_recipe, load_job
+from prunekit.cli.options import Zoo, is_recipe, load_job
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
     from prunekit.models import ModelSettings
     from prunekit.workflow.targets import Target
-
-Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 
 
 @dataclass(frozen=True)

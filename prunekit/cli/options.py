@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
 if TYPE_CHECKING:
     from prunekit.workflow.settings import JobSettings
 
+Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 
@@ -55,7 +56,7 @@ def output_option(what: str) -> Callable[[Decorated], Decorated]:
 
 def model_options(function: Decorated) -> Decorated:
     """`--model`, `--weights`, `--input-shape`, `--zoo` and `--data`: the user's own model, or changes to a zoo's."""
-    zoos = click.Choice(["torchvision", "cifar", "timm", "hf"])
+    zoos = click.Choice(get_args(Zoo))
     for option in (
         data_option,
         click.option("--zoo", type=zoos, help="Where MODEL is from.  [default: torchvision, else cifar]"),

@@ -64,14 +64,15 @@ def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
 
     Transposed convolutions have the two the other way round.
     """
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in plan.channel_map.labels))
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in plan.channel_map.labels)
+    positions = {module: position for position, module in enumerate(modules)}
     rows = []
     for group in plan.channel_map.groups:
         kept = int(np.count_nonzero(plan.keep[group.labels]))
         for name, axis in group.slots:
             module, _, tensor = name.rpartition(".")
             row = {"group": group.name, "channels": len(group.labels), "kept": kept, "module": module}
-            rows.append(row | {"tensor": tensor, "axis": axis, "position": modules.index(module)})
+            rows.append(row | {"tensor": tensor, "axis": axis, "position": positions[module]})
     return rows
 
 
