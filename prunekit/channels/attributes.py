@@ -1,4 +1,4 @@
-"""Sizes that a module's Python keeps in attributes, such as `num_heads`: their values under a plan."""
+"""Sizes that a module's Python keeps in attributes, such as `num_heads`, or states: their values under a plan."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.channels.expressions import Place, set_expressions
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
 
 Values = dict[str, dict[str, Any]]
-"""Module path -> attribute -> an integer, or a list or tuple of them."""
+"""Module path -> attribute, or the name of an expression -> an integer, or a list or tuple of them."""
 
 
 def attribute_values(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> Values:
@@ -22,7 +23,7 @@ def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> V
     values: Values = {}
     for size in sizes:
         own = values.setdefault(size.module, {})
-        old = own.get(size.name, getattr(model.get_submodule(size.module), size.name))
+        old = own.get(size.name, getattr(model.get_submodule(size.module), size.name, []))
         own[size.name] = _with_element(old, size.position, size.kept(keep))
     return values
 
@@ -32,23 +33,30 @@ def _with_element(old: Any, position: int | None, value: int) -> Any:
 
 
 def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Sets attributes in place.
+    """Sets attributes in place; where a name is that of an expression, see `set_expressions`.
 
     Raises:
-        KeyError: there is no such module, or it has no such attribute of integers.
+        KeyError: there is no such module, or it has no such attribute of integers, or no such expression.
         ValueError: the value is not of the kind and length that is there, or larger.
     """
     modules = dict(model.named_modules())
     for path, named in values.items():
+        expressions = {name: value for name, value in named.items() if Place.named(name)}
+        if expressions:
+            set_expressions(modules[path], expressions)
         own = modules[path].__dict__
         for name, value in named.items():
-            old = own[name]
-            if integers(old) is None:
-                raise KeyError(f"{path}.{name}")
-            new = type(old)(value) if isinstance(value, (list, tuple)) and type(old) is not int else value
-            if type(new) is not type(old) or not _shrunk(integers(old) or [], integers(new) or []):
-                raise ValueError(f"{path}.{name}: {value!r} in place of {old!r}")
-            own[name] = new
+            if name not in expressions:
+                own[name] = _of_kind(f"{path}.{name}", own[name], value)
+
+
+def _of_kind(name: str, old: Any, value: Any) -> Any:
+    if integers(old) is None:
+        raise KeyError(name)
+    new = type(old)(value) if isinstance(value, (list, tuple)) and type(old) is not int else value
+    if type(new) is not type(old) or not _shrunk(integers(old) or [], integers(new) or []):
+        raise ValueError(f"{name}: {value!r} in place of {old!r}")
+    return new
 
 
 def _shrunk(old: list[int], new: list[int]) -> bool:

@@ -14,7 +14,9 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.attributes import integers, set_attributes, values_of
+from prunekit.channels.batches import BatchAxes
 from prunekit.channels.comparing import Divergence
+from prunekit.channels.expressions import size_expressions
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.tracing import Operator, Run
@@ -43,6 +45,7 @@ class SizeSearch:
         model: the dense model.
         compact: what is tried; attributes are set in place, and set back.
         channel_map, keep: the plan.
+        batches: tells which sizes depend on the input.
         attempt: tries `compact` as it is: the largest difference, and where the models parted.
         difference: of the attempt that agreed everywhere, where one did.
     """
@@ -51,6 +54,7 @@ class SizeSearch:
     compact: nn.Module
     channel_map: ChannelMap
     keep: Keep
+    batches: BatchAxes
     attempt: Callable[[], Trial]
     difference: float | None = None
 
@@ -64,7 +68,7 @@ class SizeSearch:
         for operator in failed[1].operators:
             operators.setdefault(operator.module, []).append(operator)
         while True:
-            found = self._within(path, failed, operators)
+            found = self._within(path, failed, operators) or self._stated(path, failed)
             if found or not path:
                 return found
             path = path.rpartition(".")[0]
@@ -92,19 +96,51 @@ class SizeSearch:
             options = [other for other in options if (other.name, other.position) != (option.name, option.position)]
         return []
 
+    def _stated(self, path: str, failed: Failure) -> list[SizeAttribute]:
+        """All sizes that stand in the Python of a module's class, where explicit ones take the trial further."""
+        cls = type(self.model.get_submodule(path))
+        found: dict[tuple[str, str, int | None], SizeAttribute] = {}
+        beside: set[str] = set()  # sizes in an expression of which one changes
+        changing: set[str] = set()
+        clashing: set[tuple[str, str]] = set()
+        for operator in (o for run in self.channel_map.traced.trace.runs if not run.repeats for o in run.operators):
+            if operator.site is None or type(self.model.get_submodule(operator.module)) is not cls:
+                continue
+            at = list(size_expressions(cls, operator, self.batches.of(operator)))
+            sizes = [SizeAttribute(operator.module, str(size.place), size.position, size.labels) for size in at]
+            fewer = {size.name for size in sizes if self._now(size).kept(self.keep) < len(size.labels)}
+            changing |= fewer
+            beside |= {str(size.place) for size in at if fewer and not size.place.text.isdecimal()}
+            for size in sizes:
+                earlier = found.setdefault((size.module, size.name, size.position), size)
+                if not self._same(earlier.labels, size.labels):
+                    clashing.add((size.module, size.name))
+        known = clashing | {(size.module, size.name) for size in self.channel_map.sizes}
+        new = [s for s in found.values() if s.name in changing | beside and (s.module, s.name) not in known]
+        reached = self._tried(new) if new else failed
+        return new if reached is None or self._progress(reached) > self._progress(failed) else []
+
+    def _same(self, left: Labels, right: Labels) -> bool:
+        return left.shape == right.shape and np.array_equal(*(self.channel_map.traced.final[x] for x in (left, right)))
+
+    def _now(self, size: SizeAttribute) -> SizeAttribute:
+        return replace(size, labels=self.channel_map.traced.final[size.labels])
+
     def _progress(self, failed: Failure) -> tuple[int, int]:
         return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].after
 
     def _tried(self, sizes: Sequence[SizeAttribute]) -> Failure | None:
-        final = self.channel_map.traced.final
-        resolved = [replace(size, labels=final[size.labels]) for size in sizes]
-        before = {size.module: dict(vars(self.compact.get_submodule(size.module))) for size in sizes}
-        set_attributes(self.compact, values_of(self.model, [*self.channel_map.sizes, *resolved], self.keep))
+        modules = {self.compact.get_submodule(path) for path in {size.module for size in sizes}}
+        before = [(module, type(module), dict(vars(module))) for module in modules]
+        known = [*self.channel_map.sizes, *map(self._now, sizes)]
+        set_attributes(self.compact, values_of(self.model, known, self.keep))
         try:
             difference, failure = self.attempt()
         finally:
-            for size in sizes:
-                setattr(self.compact.get_submodule(size.module), size.name, before[size.module][size.name])
+            for module, cls, own in before:
+                module.__class__ = cls
+                vars(module).clear()
+                vars(module).update(own)
         self.difference = difference if failure is None else None
         return failure
 

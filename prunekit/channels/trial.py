@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.attributes import attribute_values, set_attributes
+from prunekit.channels.batches import BatchAxes
 from prunekit.channels.comparing import Divergence, Reference, check, keyed, record
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double, with_zeros
@@ -64,6 +65,7 @@ def settle(
     """
     divergence: Divergence | None = None
     failed: set[tuple[Any, ...]] = set()
+    batches = BatchAxes(model, channel_map.traced.trace, examples)
     for _ in range(attempts):
         keep = choose(channel_map)
         kept = kept_indices(channel_map, keep)
@@ -73,7 +75,7 @@ def settle(
         difference, found = trial.of(compact)
         if found is None:
             return Settled(channel_map, keep, compact, difference)
-        search = SizeSearch(model, compact, channel_map, keep, partial(trial.of, compact))
+        search = SizeSearch(model, compact, channel_map, keep, batches, partial(trial.of, compact))
         sizes = search.after(found)
         channel_map = with_sizes(channel_map, sizes)
         if search.difference is not None:

@@ -13,7 +13,7 @@ from prunekit.channels.constraints import EqualParts
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.registry import Call, rule
-from prunekit.channels.rules.shape import replay
+from prunekit.channels.rules.shape import PICKED, part, replay
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
@@ -39,7 +39,7 @@ def select(flow: Flow, call: Call) -> None:
 
 @rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk")
 def split(flow: Flow, call: Call) -> None:
-    """Equal parts of a labelled axis must stay equal; unequal ones lock."""
+    """Equal parts of a labelled axis must stay equal; of unequal ones the trial tells whether their sizes can be set."""
     source = call.args[0]
     position = 1 if call.name == "aten.unbind" else 2
     axis = call.arg(position, "dim", 0) % source.dim()
@@ -53,21 +53,15 @@ def split(flow: Flow, call: Call) -> None:
     sizes = [out.shape[axis] for out in outs]
     for field in fields:
         if axis in field.span and len(outs) > 1:
-            if len(set(sizes)) > 1:
+            if len(set(sizes)) > 1 and call.name != "aten.split_with_sizes":
                 flow.lock([field], f"split into unequal parts {sizes}")
-            else:
+            elif len(set(sizes)) == 1:
                 moved = np.moveaxis(field.labels, axis, -1)
                 for row in moved.reshape(-1, moved.shape[-1]):
                     flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
     ends = np.cumsum(sizes)
     for out, size, end in zip(outs, sizes, ends, strict=True):
-        flow.set(out, [_part(field, axis, int(end) - size, int(end)) for field in fields])
-
-
-def _part(field: Field, axis: int, start: int, end: int) -> Field:
-    if axis not in field.span:
-        return field
-    return field.with_labels(np.take(field.labels, range(start, end), axis=axis))
+        flow.set(out, part(flow, fields, axis, int(end) - size, int(end)))
 
 
 @rule("aten.cat", "aten.stack")
@@ -97,9 +91,6 @@ def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]
     if not any(others):
         return []
     return flow.pointwise(list(zip(shapes, others, strict=True)), product=False)
-
-
-PICKED = "positions of this axis are picked by number"
 
 
 @rule("aten.unfold")

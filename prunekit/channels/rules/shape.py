@@ -139,28 +139,55 @@ def replay(flow: Flow, call: Call, axes: Sequence[int], reason: str, *, zero: bo
     flow.set(call.out, passing)
 
 
+PICKED = "positions of this axis are picked by number"
 BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
 
 
-@rule("aten.slice", "aten.narrow", "aten.roll")
+@rule("aten.slice", "aten.narrow")
 def cut(flow: Flow, call: Call) -> None:
-    """Takes or moves positions along axes; a labelled axis is locked unless nothing changes."""
-    old, new = call.args[0].shape, call.out.shape
-    if call.name == "aten.roll":
-        dims = call.arg(2, "dims") or range(len(old))
-        changed = [axis % len(old) for axis in dims]
-    else:
-        changed = [axis for axis in range(len(old)) if old[axis] != new[axis]]
-    replay(flow, call, changed, BY_POSITION)
+    """Labels are cut like the values; the trial tells whether the positions can be set to what is left."""
+    source, name = call.args[0], "step" if call.name == "aten.slice" else ""
+    axis = call.arg(1, "dim", 0) % source.dim()
+    if name and call.arg(4, name, 1) != 1:
+        replay(flow, call, [axis], BY_POSITION)
+        return
+    start, size = call.arg(2, "start", 0) or 0, call.out.shape[axis]
+    first = min(start + source.shape[axis] if start < 0 else start, source.shape[axis])
+    flow.set(call.out, part(flow, flow.fields(source), axis, first, first + size))
+
+
+def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
+    """Fields of some positions of an axis; a single one stays, as nothing would be left of it."""
+    if stop - start == 1:
+        flow.lock([np.take(f.labels, [start], axis=axis) for f in fields if f.span == (axis,)], PICKED)
+    taken = [np.take(f.labels, range(start, stop), axis=axis) if axis in f.span else f.labels for f in fields]
+    return [field.with_labels(labels) for field, labels in zip(fields, taken, strict=True)]
+
+
+@rule("aten.roll")
+def roll(flow: Flow, call: Call) -> None:
+    """Moves positions along axes: a labelled axis is locked."""
+    dims = call.arg(2, "dims") or range(call.out.dim())
+    replay(flow, call, [axis % call.out.dim() for axis in dims], BY_POSITION)
 
 
 @rule("aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)])
 def pad(flow: Flow, call: Call) -> None:
-    """Adds or takes away positions at both ends of the last axes: -1 and 1 leave the size and still shift."""
+    """Positions that are added to a labelled axis stay; where others go, or values come from labelled ones, it locks."""
     amounts, last = call.args[1], call.out.dim() - 1
-    changed = [last - i // 2 for i, amount in enumerate(amounts) if amount]
-    filled = call.arg(2, "value", 0) if call.name == "aten.constant_pad_nd" else 0
-    replay(flow, call, changed, BY_POSITION, zero=not filled)
+    changed = {last - i // 2: amounts[i - i % 2 : i - i % 2 + 2] for i, amount in enumerate(amounts) if amount}
+    if call.name == "aten.constant_pad_nd" and all(amount >= 0 for amount in amounts):
+        filled = bool(call.arg(2, "value", 0))
+        flow.set(call.out, [_padded(field, changed, filled) for field in flow.fields(call.args[0])])
+    else:
+        replay(flow, call, list(changed), BY_POSITION, zero=False)
+
+
+def _padded(field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
+    """Padding by zeros is as good as zero on the other axes of a field."""
+    amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
+    outside = any(axis not in field.span for axis in changed)
+    return Field(np.pad(field.labels, amounts), field.zero and not (filled and outside))
 
 
 @rule("aten.flip")

@@ -1,0 +1,140 @@
+"""Which expression of a model's own Python called an operator that takes sizes."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import CodeType
+
+import torch
+
+SIZED = frozenset(
+    f"aten.{name}"
+    for name in ("view", "_unsafe_view", "reshape", "expand", "split", "split_with_sizes", "slice")
+)  # fmt: skip
+"""Operators whose arguments are sizes or positions along an axis."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_MODULES = f"{_TORCH}/nn/modules/"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A moment in a function: its code, and the instruction that ran."""
+
+    code: CodeType
+    instruction: int
+
+    @property
+    def span(self) -> tuple[int, int, int, int] | None:
+        """First line and column of the expression that ran, and its last; None where Python keeps no columns."""
+        line, last, column, end = next(islice(self.code.co_positions(), self.instruction // 2, None))
+        return None if line is None or last is None or column is None or end is None else (line, column, last, end)
+
+
+def site_here() -> Site | None:
+    """The innermost frame above the caller's that is not torch's; None within one of torch's own modules."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.startswith(_MODULES):
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else Site(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(maxsize=1024)
+def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
+    """The syntax tree of a function and the text of its file; None where that cannot be read."""
+    source = "".join(linecache.getlines(code.co_filename))
+    try:
+        functions = [node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef)]
+    except SyntaxError:
+        return None
+    for node in functions:
+        lines = (node.lineno, *(decorator.lineno for decorator in node.decorator_list))
+        if node.name == code.co_name and code.co_firstlineno in lines:
+            return node, source
+    return None
+
+
+@lru_cache(maxsize=16)
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@lru_cache(maxsize=4096)
+def expression_at(site: Site) -> ast.expr | None:
+    """The call or subscript that ran; a call of a method may be said to begin where the method's name does."""
+    found, span = definition(site.code), site.span
+    if found is None or span is None:
+        return None
+    for node in ast.walk(found[0]):
+        if isinstance(node, (ast.Call, ast.Subscript)) and (node.end_lineno, node.end_col_offset) == span[2:]:
+            if (node.lineno, node.col_offset) == span[:2] or node.lineno < span[0]:
+                return node
+    return None
+
+
+def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr]]:
+    """The expressions for the new size of each axis in a view or an expansion to so many axes."""
+    given = _arguments(node, "view", "reshape", "expand")
+    if len(given) == 1 and isinstance(given[0], (ast.Tuple, ast.List)):
+        given = list(given[0].elts)
+    stars = [index for index, argument in enumerate(given) if isinstance(argument, ast.Starred)]
+    if len(stars) > 1 or (not stars and len(given) != axes):
+        return
+    for index, argument in enumerate(given):
+        if index not in stars:
+            yield (axes - len(given) + index if stars and index > stars[0] else index), argument
+
+
+def parts_argument(node: ast.expr) -> ast.expr | None:
+    """The expression for the sizes of the parts in a split."""
+    return next(iter(_arguments(node, "split", "split_with_sizes")), None)
+
+
+def _arguments(node: ast.expr, *functions: str) -> list[ast.expr]:
+    """Those of `x.view(...)`, or of `torch.reshape(x, ...)` without the tensor, where one of some functions is called."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in functions:
+        return []
+    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    named = [item.value for item in node.keywords if item.arg in _SIZES]
+    return [*node.args[of_torch:], *named]
+
+
+_SIZES = ("shape", "size", "split_size", "split_sizes", "split_size_or_sections")
+
+
+def slice_of_axis(node: ast.expr, axis: int, axes: int) -> ast.Slice | None:
+    """The slice of one axis in a subscript; `axes` is the number of axes at the time when it is taken."""
+    if not isinstance(node, ast.Subscript):
+        return None
+    items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    for index, item in enumerate(items):
+        before, after = items[:index], items[index + 1 :]
+        if not isinstance(item, ast.Slice):
+            if not isinstance(item, ast.Constant):  # a tensor, or what only running it tells
+                return None
+        elif axis == (axes - 1 - sum(map(_takes, after)) if any(map(_is_dots, before)) else sum(map(_leaves, before))):
+            return item
+    return None
+
+
+def _is_dots(item: ast.expr) -> bool:
+    return isinstance(item, ast.Constant) and item.value is ...
+
+
+def _takes(item: ast.expr) -> bool:
+    """Whether an item of a subscript is about an axis that was there."""
+    return isinstance(item, ast.Slice) or (isinstance(item, ast.Constant) and isinstance(item.value, int))
+
+
+def _leaves(item: ast.expr) -> bool:
+    """Whether an axis is there behind an item of a subscript."""
+    return isinstance(item, ast.Slice) or (isinstance(item, ast.Constant) and item.value is None)
