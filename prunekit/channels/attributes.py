@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.expressions import Place, set_expressions
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.places import Place
+from prunekit.channels.rewriting import set_expressions
 
 Values = dict[str, dict[str, Any]]
 """Module path -> attribute, or the name of an expression -> an integer, or a list or tuple of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.tracing import Operator, Trace, trace_model
+from prunekit.channels.tracing import Operator, Run, Trace, trace_model
 from prunekit.errors import ModelError
 from prunekit.nested import map_tensors, tensors_in
 
@@ -34,11 +35,22 @@ class BatchAxes:
 
 
 def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[Operator, frozenset[int]]]:
+    """By place and how often it ran before: a larger batch needs other copies in between."""
     for run, other in zip(trace.runs, larger.runs, strict=False):
-        if [operator.name for operator in run.operators] == [operator.name for operator in other.operators]:
-            for one, two in zip(run.operators, other.operators, strict=True):
-                for small, large in zip(one.call[2][:1], two.call[2][:1], strict=True):
-                    yield one, frozenset(a for a, sizes in enumerate(zip(small, large, strict=False)) if len(set(sizes)) > 1)
+        sizes = {key: operator.call[2][0] for key, operator in _by_place(other)}
+        for key, operator in _by_place(run):
+            axes = enumerate(zip(operator.call[2][0], sizes.get(key, ()), strict=False))
+            if key in sizes:
+                yield operator, frozenset(axis for axis, (size, more) in axes if size != more)
+
+
+def _by_place(run: Run) -> Iterator[tuple[Any, Operator]]:
+    counts: Counter[Any] = Counter()
+    for operator in run.operators:
+        if operator.site is not None:
+            place = (operator.module, operator.owner, operator.site)
+            yield (*place, counts[place]), operator
+            counts[place] += 1
 
 
 def _twice(example: tuple[Any, ...]) -> Any:

@@ -129,14 +129,17 @@ class Flow:
             others_zero: False when something that is not a tensor (a number) is added as well.
         """
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
+        gone = set()  # locked here: further on they would only tie others
         for index, (_, fields) in enumerate(operands):
             for field in fields:
                 for other in range(len(operands)):
-                    if other != index:
-                        self._meet(field, operands[index], operands[other], shape, forward=other > index)
+                    if other != index and self._meet(
+                        field, operands[index], operands[other], shape, forward=other > index
+                    ):
+                        gone.add(field)
         by_span: dict[tuple[int, ...], dict[int, list[Field]]] = {}
         for index, (_, fields) in enumerate(operands):
-            for field in fields:
+            for field in (field for field in fields if field not in gone):
                 by_span.setdefault(field.span, {}).setdefault(index, []).append(field)
         result = []
         for parts in by_span.values():
@@ -148,10 +151,11 @@ class Flow:
                 result.append(Field(field.labels, zero))
         return result
 
-    def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> None:
+    def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> bool:
+        """Merges a field with those of another operand; where that has none there, locks it and says so."""
         full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
         if not full:
-            return
+            return False
         overlapping = [match for match in other[1] if set(match.span) & set(full)]
         if overlapping:
             self._match(field, own, overlapping, full, forward=forward)
@@ -159,6 +163,8 @@ class Flow:
             self.union.tie(field.labels, full)
         else:
             self.lock([field], MEETS_FIXED)
+            return True
+        return False
 
     def _match(
         self, field: Field, own: Operand, overlapping: Sequence[Field], full: Sequence[int], *, forward: bool

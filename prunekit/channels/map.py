@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from prunekit.channels.constraints import LockRecord
+from prunekit.channels.constraints import EqualParts, LockRecord
 from prunekit.channels.flow import MacTerm
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.norms import Norm
@@ -155,7 +155,7 @@ class Resolved:
     """What a map was made from: the trace, what trials added in its numbering, and trace label -> final label."""
 
     trace: Trace
-    extra: tuple[LockRecord, ...]
+    extra: tuple[LockRecord | EqualParts, ...]
     sizes: tuple[SizeAttribute, ...]
     final: Labels
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from prunekit.channels.constraints import Crossed, LockRecord, Nested, Rectangle
+from prunekit.channels.constraints import Crossed, EqualParts, LockRecord, Nested, Rectangle
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.flow import MacTerm
 from prunekit.channels.labels import Labels, LabelUnion
@@ -28,6 +28,12 @@ def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> Channe
     return build(source.trace, [*source.extra, *records], dict(channel_map.shapes), source.sizes)
 
 
+def with_constraints(channel_map: ChannelMap, constraints: Iterable[EqualParts]) -> ChannelMap:
+    """A new map in which further labels, of the trace's own numbering, go in equal numbers."""
+    source = channel_map.traced
+    return build(source.trace, [*source.extra, *constraints], dict(channel_map.shapes), source.sizes)
+
+
 def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:
     """A new map that knows further attributes, with labels in the trace's own numbering, to be sizes."""
     source = channel_map.traced
@@ -41,20 +47,22 @@ def _renumbered(sizes: Iterable[SizeAttribute], final: Labels) -> tuple[SizeAttr
 
 def build(
     trace: Trace,
-    extra: list[LockRecord],
+    extra: list[LockRecord | EqualParts],
     shapes: dict[str, tuple[int, ...]],
     sizes: tuple[SizeAttribute, ...] = (),
 ) -> ChannelMap:
     """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
     union = trace.flow.union.copy()  # a trace serves several maps, and one map's locks are not another's
-    records = [*trace.flow.locks, *extra]
-    for record in extra:
+    locked = [record for record in extra if isinstance(record, LockRecord)]
+    constraints = [*trace.flow.constraints, *(part for part in extra if isinstance(part, EqualParts))]
+    records = [*trace.flow.locks, *locked]
+    for record in locked:
         union.lock(record.labels)
     axes = _Axes(trace)
     records += _lock_unused(trace, axes, union)
     while True:
         before = union.find(np.arange(union.size))
-        for constraint in trace.flow.constraints:
+        for constraint in constraints:
             if isinstance(constraint, Rectangle):
                 _resolve_rectangle(union, constraint.labels)
             elif isinstance(constraint, Crossed):

@@ -32,11 +32,16 @@ class ModuleStack(HookOwner):
         super().__init__()
         self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
         self.paths: list[str] = [""]
+        self._path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
 
     @property
     def current(self) -> str:
         """Path of the innermost module that runs now; empty for the root."""
         return self.paths[-1]
+
+    def path_of(self, module: Any) -> str:
+        """Path of a module of the model; empty for anything else."""
+        return self._path_of.get(id(module), "")
 
     def register(self) -> None:
         """Adds a forward-pre and a forward hook to every module."""

@@ -16,9 +16,11 @@ from torch import nn
 from prunekit.channels.attributes import integers, set_attributes, values_of
 from prunekit.channels.batches import BatchAxes
 from prunekit.channels.comparing import Divergence
+from prunekit.channels.constraints import EqualParts
 from prunekit.channels.expressions import size_expressions
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.stated import StatedSizes
 from prunekit.channels.tracing import Operator, Run
 
 
@@ -35,6 +37,8 @@ class Option:
 
 Failure = tuple[Divergence, Run]
 Trial = tuple[float, Failure | None]
+Found = tuple[list[SizeAttribute], Failure | None]
+"""Attributes, and where the models part with them."""
 
 
 @dataclass(eq=False)
@@ -48,6 +52,7 @@ class SizeSearch:
         batches: tells which sizes depend on the input.
         attempt: tries `compact` as it is: the largest difference, and where the models parted.
         difference: of the attempt that agreed everywhere, where one did.
+        equal: constraints without which no sizes can be stated.
     """
 
     model: nn.Module
@@ -57,6 +62,7 @@ class SizeSearch:
     batches: BatchAxes
     attempt: Callable[[], Trial]
     difference: float | None = None
+    equal: Sequence[EqualParts] = ()
 
     def after(self, failed: Failure) -> list[SizeAttribute]:
         """Attributes of the module that failed, or of the nearest around it that has some, and of others of its class.
@@ -68,12 +74,14 @@ class SizeSearch:
         for operator in failed[1].operators:
             operators.setdefault(operator.module, []).append(operator)
         while True:
-            found = self._within(path, failed, operators) or self._stated(path, failed)
-            if found or not path:
+            found, reached = self._within(path, failed, operators)
+            if reached is not None and reached[0].module in (path, failed[0].module):
+                found = self._stated(path, failed, found)
+            if found or self.equal or not path:
                 return found
             path = path.rpartition(".")[0]
 
-    def _within(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
+    def _within(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> Found:
         """Takes one attribute after the other, each time the one that gets furthest, until the module is passed."""
         if path == failed[0].module and path not in operators:  # it only looks at sizes before it calls its parts
             operators = {**operators, path: within(path, failed[1])}
@@ -85,43 +93,38 @@ class SizeSearch:
                 sizes = [*found, *self._everywhere(path, option, operators)]
                 reached = self._tried(sizes)
                 if reached is None:
-                    return sizes
+                    return sizes, None
                 trials.append((self._progress(reached), option, sizes, reached))
             progress, option, sizes, reached = max(trials, key=lambda trial: trial[0])
             if progress <= self._progress(failed):
                 break
             if reached[0].module not in (path, failed[0].module):
-                return sizes
+                return sizes, reached
             failed, found = reached, sizes
             options = [other for other in options if (other.name, other.position) != (option.name, option.position)]
+        return found, failed
+
+    def _stated(self, path: str, failed: Failure, found: list[SizeAttribute]) -> list[SizeAttribute]:
+        """All sizes that stand in the Python of a module and of others of its class, where explicit ones help.
+
+        With the attributes that were found to help, or without. A method that runs several times with one size needs as
+        many channels each time: that is asked for first.
+        """
+        stated = StatedSizes(self.channel_map, self.keep)
+        operators = [o for run in self.channel_map.traced.trace.runs if not run.repeats for o in run.operators]
+        here = {operator.owner for operator in operators if operator.site is not None and operator.module == path}
+        classes = {type(self.model.get_submodule(owner)) for owner in here}
+        for operator in operators:
+            cls = type(self.model.get_submodule(operator.owner))
+            if operator.site is not None and cls in classes:
+                stated.note(operator.owner, list(size_expressions(cls, operator, self.batches.of(operator))))
+        new = stated.changing()
+        self.equal = stated.equal if new else []
+        for known in ([found, []] if found else [[]]) if new and not self.equal else ():
+            reached = self._tried([*known, *new])
+            if reached is None or self._progress(reached) > self._progress(failed):
+                return [*known, *new]
         return []
-
-    def _stated(self, path: str, failed: Failure) -> list[SizeAttribute]:
-        """All sizes that stand in the Python of a module's class, where explicit ones take the trial further."""
-        cls = type(self.model.get_submodule(path))
-        found: dict[tuple[str, str, int | None], SizeAttribute] = {}
-        beside: set[str] = set()  # sizes in an expression of which one changes
-        changing: set[str] = set()
-        clashing: set[tuple[str, str]] = set()
-        for operator in (o for run in self.channel_map.traced.trace.runs if not run.repeats for o in run.operators):
-            if operator.site is None or type(self.model.get_submodule(operator.module)) is not cls:
-                continue
-            at = list(size_expressions(cls, operator, self.batches.of(operator)))
-            sizes = [SizeAttribute(operator.module, str(size.place), size.position, size.labels) for size in at]
-            fewer = {size.name for size in sizes if self._now(size).kept(self.keep) < len(size.labels)}
-            changing |= fewer
-            beside |= {str(size.place) for size in at if fewer and not size.place.text.isdecimal()}
-            for size in sizes:
-                earlier = found.setdefault((size.module, size.name, size.position), size)
-                if not self._same(earlier.labels, size.labels):
-                    clashing.add((size.module, size.name))
-        known = clashing | {(size.module, size.name) for size in self.channel_map.sizes}
-        new = [s for s in found.values() if s.name in changing | beside and (s.module, s.name) not in known]
-        reached = self._tried(new) if new else failed
-        return new if reached is None or self._progress(reached) > self._progress(failed) else []
-
-    def _same(self, left: Labels, right: Labels) -> bool:
-        return left.shape == right.shape and np.array_equal(*(self.channel_map.traced.final[x] for x in (left, right)))
 
     def _now(self, size: SizeAttribute) -> SizeAttribute:
         return replace(size, labels=self.channel_map.traced.final[size.labels])

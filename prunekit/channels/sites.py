@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import CodeType
+from typing import Any, TypeGuard
 
 import torch
 
@@ -19,6 +20,12 @@ SIZED = frozenset(
     for name in ("view", "_unsafe_view", "reshape", "expand", "split", "split_with_sizes", "slice")
 )  # fmt: skip
 """Operators whose arguments are sizes or positions along an axis."""
+
+
+def takes_sizes(name: str, args: Sequence[Any]) -> bool:
+    """Whether a size may be stated where an operator is called: attention multiplies by one of the width of a head."""
+    return name in SIZED or (name == "aten.mul" and isinstance(args[1], float))
+
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = f"{_TORCH}/nn/modules/"
@@ -38,14 +45,19 @@ class Site:
         return None if line is None or last is None or column is None or end is None else (line, column, last, end)
 
 
-def site_here() -> Site | None:
-    """The innermost frame above the caller's that is not torch's; None within one of torch's own modules."""
+def site_here() -> tuple[Site, Any] | None:
+    """The innermost frame above the caller's that is not torch's, and what its function got as its first argument.
+
+    None within one of torch's own modules.
+    """
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_code.co_filename.startswith(_TORCH) and frame.f_back is not None:
         if frame.f_code.co_filename.startswith(_MODULES):
             return None
-        frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else Site(frame.f_code, frame.f_lasti)
+        frame = frame.f_back
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return Site(code, frame.f_lasti), owner
 
 
 @lru_cache(maxsize=1024)
@@ -76,8 +88,7 @@ def expression_at(site: Site) -> ast.expr | None:
         return None
     for node in ast.walk(found[0]):
         if isinstance(node, (ast.Call, ast.Subscript)) and (node.end_lineno, node.end_col_offset) == span[2:]:
-            if (node.lineno, node.col_offset) == span[:2] or node.lineno < span[0]:
-                return node
+            return node if (node.lineno, node.col_offset) <= span[:2] else None
     return None
 
 
@@ -94,13 +105,20 @@ def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr]]
             yield (axes - len(given) + index if stars and index > stars[0] else index), argument
 
 
+def shape_attribute(node: ast.expr) -> ast.expr | None:
+    """The attribute in which a module keeps a whole shape, where a view is given one."""
+    given = _arguments(node, "view", "reshape", "expand")
+    is_attribute = len(given) == 1 and isinstance(given[0], ast.Attribute) and isinstance(given[0].value, ast.Name)
+    return given[0] if is_attribute else None
+
+
 def parts_argument(node: ast.expr) -> ast.expr | None:
     """The expression for the sizes of the parts in a split."""
     return next(iter(_arguments(node, "split", "split_with_sizes")), None)
 
 
 def _arguments(node: ast.expr, *functions: str) -> list[ast.expr]:
-    """Those of `x.view(...)`, or of `torch.reshape(x, ...)` without the tensor, where one of some functions is called."""
+    """Those of `x.view(...)`, or of `torch.reshape(x, ...)` without the tensor, where some function is called."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in functions:
         return []
     of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
@@ -138,3 +156,12 @@ def _takes(item: ast.expr) -> bool:
 def _leaves(item: ast.expr) -> bool:
     """Whether an axis is there behind an item of a subscript."""
     return isinstance(item, ast.Slice) or (isinstance(item, ast.Constant) and item.value is None)
+
+
+def is_unscaled_attention(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether a call is torch's attention with its default scale."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    plain = not any(item.arg in ("scale", None) for item in node.keywords)
+    return name == "scaled_dot_product_attention" and plain and len(node.args) < 7

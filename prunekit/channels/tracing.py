@@ -18,7 +18,7 @@ from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
-from prunekit.channels.sites import SIZED, Site, site_here
+from prunekit.channels.sites import Site, site_here, takes_sizes
 from prunekit.channels.storages import Storages
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import seeded
@@ -45,6 +45,7 @@ class Operator:
     counted: bool  # no view or plain copy, which a model needs or not depending on its widths; not of a substitute
     call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
     site: Site | None = None  # where the model's Python gave it sizes
+    owner: str = ""  # the module whose method that was
 
 
 _SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))
@@ -119,8 +120,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
         counted = is_counted(func, name) and flow.module not in flow.substituted
-        site = site_here() if before and name in SIZED else None
-        operator = Operator(name, flow.module, fields, before, counted, call, site)
+        site, owner = (site_here() if before and takes_sizes(name, args) else None) or (None, None)
+        operator = Operator(name, flow.module, fields, before, counted, call, site, self.stack.path_of(owner))
         self.run.operators.append(operator)
         self.storages.note(operator, target, inputs, outs)
         return out

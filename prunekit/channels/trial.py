@@ -18,7 +18,7 @@ from prunekit.channels.constraints import LockRecord
 from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double, with_zeros
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.resolve import with_locks, with_sizes
+from prunekit.channels.resolve import with_constraints, with_locks, with_sizes
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.channels.tracing import Operator, Run
@@ -77,6 +77,9 @@ def settle(
             return Settled(channel_map, keep, compact, difference)
         search = SizeSearch(model, compact, channel_map, keep, batches, partial(trial.of, compact))
         sizes = search.after(found)
+        if search.equal:
+            channel_map = with_constraints(channel_map, search.equal)
+            continue
         channel_map = with_sizes(channel_map, sizes)
         if search.difference is not None:
             set_attributes(compact, attribute_values(model, channel_map, keep))
@@ -159,12 +162,12 @@ class _Trial:
         culprit = operators.get(divergence.key) if divergence.operator else None
         if culprit is not None:
             before = run.operators[: run.operators.index(culprit) + 1]
-            candidates = [[operator] for operator in reversed(before)]
+            candidates = [[operator] for operator in reversed(before[-1:] if there else before)]
         else:
             inside = [operator for operator in run.operators if operator.module == divergence.module]
             parts = [[operator] for operator in within(divergence.module, run)]
-            candidates = [inside, *parts, run.operators[-1:]]
-        for labels in map(_labels_at, candidates[:1] if there else candidates):
+            candidates = [inside, *parts, *([] if there else [run.operators[-1:]])]
+        for labels in map(_labels_at, candidates):
             if not all(self.keep[self.channel_map.traced.final[label]].all() for label in labels):
                 reason = (
                     f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prunekit.channels import trace
 from prunekit.channels.attributes import attribute_values, set_attributes
+from prunekit.channels.batches import BatchAxes
 from prunekit.channels.searching import SizeSearch
 from prunekit.compaction import compact
 from prunekit.planning import load_plan
@@ -225,7 +226,10 @@ def test_many_modules_of_a_class_that_fails_are_locked_at_once() -> None:
             self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.last(self.first(x).view(*x.shape[:2], 8))
+            y = self.first(x)
+            if y.shape[-1] != 8:
+                raise ValueError("expected 8 channels")
+            return x + self.last(y)
 
     net = randomised(nn.Sequential(*(HardCoded() for _ in range(25)), nn.Linear(6, 7), nn.Linear(7, 4))).eval()
     plan = settled_plan(net, EXAMPLE)
@@ -268,7 +272,8 @@ def test_the_trace_alone_sets_nothing() -> None:
 def test_sizes_that_follow_from_a_layers_own_tensors_are_not_searched() -> None:
     net = randomised(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))).eval()
     plan = settled_plan(net, EXAMPLE)
-    search = SizeSearch(net, compact(net, plan), plan.channel_map, plan.keep, lambda: (0.0, None))
+    batches = BatchAxes(net, plan.channel_map.traced.trace, [EXAMPLE])
+    search = SizeSearch(net, compact(net, plan), plan.channel_map, plan.keep, batches, lambda: (0.0, None))
     operators = [o for o in plan.channel_map.traced.trace.runs[0].operators if o.module == "0"]
     assert operators
     assert list(search._options("0", operators)) == []

@@ -54,7 +54,6 @@ LOCKED_BY_RULE = {
     "cumulative_sum_over_channels": ("", "aten.cumsum"),
     "sum_of_sigmoids": ("", "aten.sum"),
     "shifted_channels": ("", "aten.constant_pad_nd"),
-    "first_half_of_the_channels_overwritten": ("", "aten.slice"),
     "plain_tensor_attribute": ("", "aten.mul"),
     "operator_without_a_rule": ("", "aten.renorm"),
     "layer_norm_as_a_function_locks_its_channels": ("", "aten.native_layer_norm"),

@@ -118,18 +118,17 @@ def test_shape_operators_are_replayed(name: str) -> None:
 
 
 LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
-    "slice": lambda x: x[:, 1:],
     "step": lambda x: x[:, ::2],
     "select": lambda x: x[:, 3],
     "roll": lambda x: x.roll(1, 1),
     "roll everything": lambda x: x.roll(1),
-    "pad": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, 1)),
     "pad that shifts": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, -1)),
     "index": lambda x: x[:, [1, 0, 2, 3, 4, 5]],
     "index of several": lambda x: x[torch.tensor([0, 1]), torch.tensor([1, 0])],
     "mask of several": lambda x: x[x[:, :, 0, 0] >= 0],
     "windows": lambda x: x.unfold(1, 2, 1),
-    "unequal split": lambda x: x.split([2, 4], 1)[1],
+    "unequal split by one size": lambda x: x.split(4, 1)[1],
+    "every other": lambda x: x[:, ::2],
     "unbind": lambda x: x.unbind(1)[0],
 }
 
@@ -144,6 +143,37 @@ def test_positions_picked_by_number_lock(name: str) -> None:
         LOCKING[name](tensor)
     assert not flow.union.find(labels).any()
     assert flow.locks
+
+
+PASSING: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
+    "slice": (lambda x: x[:, 2:5], [3, 4, 5]),
+    "slice from the end": (lambda x: x[:, -2:], [5, 6]),
+    "narrow": (lambda x: x.narrow(1, 1, 2), [2, 3]),
+    "unequal split": (lambda x: x.split([2, 4], 1)[1], [3, 4, 5, 6]),
+    "zeros around": (lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, 2)), [0, 1, 2, 3, 4, 5, 6, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_parts_of_a_labelled_axis_keep_their_labels(name: str) -> None:
+    flow = Flow()
+    tensor = torch.zeros(2, 6, 2, 2)
+    flow.set(tensor, [Field(along(flow.union.new(6), 1, 4), True)])
+    with RuleMode(flow):
+        (field,) = flow.fields(PASSING[name][0](tensor))
+    assert field.labels.reshape(-1).tolist() == PASSING[name][1]
+    assert field.zero
+    assert not flow.locks
+
+
+def test_the_only_position_of_a_part_stays() -> None:
+    flow = Flow()
+    labels = flow.union.new(6)
+    tensor = torch.zeros(2, 6, 2, 2)
+    flow.set(tensor, [Field(along(labels, 1, 4), True)])
+    with RuleMode(flow):
+        _ = tensor[:, 2:3], tensor.split([5, 1], 1)
+    assert flow.union.find(labels).tolist() == [1, 2, 0, 4, 5, 0]
 
 
 def test_padding_with_a_value_is_not_zero() -> None:

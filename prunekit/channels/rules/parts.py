@@ -39,7 +39,7 @@ def select(flow: Flow, call: Call) -> None:
 
 @rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk")
 def split(flow: Flow, call: Call) -> None:
-    """Equal parts of a labelled axis must stay equal; of unequal ones the trial tells whether their sizes can be set."""
+    """Equal parts of a labelled axis must stay equal; the trial tells whether sizes of unequal ones can be set."""
     source = call.args[0]
     position = 1 if call.name == "aten.unbind" else 2
     axis = call.arg(position, "dim", 0) % source.dim()

@@ -145,15 +145,24 @@ BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
 
 @rule("aten.slice", "aten.narrow")
 def cut(flow: Flow, call: Call) -> None:
-    """Labels are cut like the values; the trial tells whether the positions can be set to what is left."""
-    source, name = call.args[0], "step" if call.name == "aten.slice" else ""
+    """Labels are cut like the values; the trial tells whether the positions can be set to what is left.
+
+    Those of a part of every head are tied along it, so that whole heads go.
+    """
+    source = call.args[0]
     axis = call.arg(1, "dim", 0) % source.dim()
-    if name and call.arg(4, name, 1) != 1:
+    first, size = call.arg(2, "start", 0) or 0, call.out.shape[axis]
+    if call.name == "aten.slice" and call.arg(4, "step", 1) != 1:
         replay(flow, call, [axis], BY_POSITION)
-        return
-    start, size = call.arg(2, "start", 0) or 0, call.out.shape[axis]
-    first = min(start + source.shape[axis] if start < 0 else start, source.shape[axis])
-    flow.set(call.out, part(flow, flow.fields(source), axis, first, first + size))
+    elif size == source.shape[axis]:
+        flow.set(call.out, flow.fields(source))
+    else:
+        first = min(first + source.shape[axis] if first < 0 else first, source.shape[axis])
+        alone = [
+            f if f.span == (axis,) or axis not in f.span else f.with_labels(flow.union.tie(f.labels, [axis]))
+            for f in flow.fields(source)
+        ]
+        flow.set(call.out, part(flow, alone, axis, first, first + size))
 
 
 def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) -> list[Field]:
@@ -173,7 +182,7 @@ def roll(flow: Flow, call: Call) -> None:
 
 @rule("aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)])
 def pad(flow: Flow, call: Call) -> None:
-    """Positions that are added to a labelled axis stay; where others go, or values come from labelled ones, it locks."""
+    """Positions that are added to a labelled axis stay; where others go, or labelled ones are copied, it locks."""
     amounts, last = call.args[1], call.out.dim() - 1
     changed = {last - i // 2: amounts[i - i % 2 : i - i % 2 + 2] for i, amount in enumerate(amounts) if amount}
     if call.name == "aten.constant_pad_nd" and all(amount >= 0 for amount in amounts):

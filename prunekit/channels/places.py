@@ -1,0 +1,58 @@
+"""Where an expression stands in a class's Python, and how it is called by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FunctionType
+
+from prunekit.channels.sites import definition
+
+
+@dataclass(frozen=True)
+class Place:
+    """An expression in a method: its line, counted from the method's first, its column and its text."""
+
+    function: str
+    line: int
+    column: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.function}+{self.line}.{self.column}: {self.text}"
+
+    @property
+    def attribute(self) -> str:
+        """The attribute that holds the size."""
+        return f"_size_{self.function}_{self.line}_{self.column}"
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is written out, and so the same for all modules of the class."""
+        return self.text.isdecimal()
+
+    @classmethod
+    def named(cls, name: str) -> Place | None:
+        """The place that a name stands for; None where it is the name of a plain attribute."""
+        match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+): (.+)", name, re.DOTALL)
+        return match and cls(match[1], int(match[2]), int(match[3]), match[4])
+
+
+def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
+    """The method that a class has under a name, and the class where it stands."""
+    for base in cls.__mro__:
+        method = vars(base).get(name)
+        if method is not None:
+            return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
+    return None
+
+
+@lru_cache(maxsize=4096)
+def place_of(code: CodeType, expression: ast.expr) -> Place | None:
+    found = definition(code)
+    if found is None:
+        return None
+    text = ast.get_source_segment(found[1], expression) or ""
+    return Place(code.co_name, expression.lineno - found[0].lineno, expression.col_offset, text)

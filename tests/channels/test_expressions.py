@@ -1,0 +1,207 @@
+"""Sizes that stand in a module's Python: explicit ones take their place where a trial needs them, and only there."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence import TOLERANCE, parity, randomised, settled_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, Unscaled
+from torch import Tensor, nn
+
+from prunekit import load
+from prunekit.channels.attributes import attribute_values
+from prunekit.channels.places import Place
+from prunekit.channels.rewriting import set_expressions
+from prunekit.channels.sites import slice_of_axis
+from prunekit.compaction import compact, save
+from prunekit.errors import ArtifactError
+from prunekit.planning import Plan, load_plan
+
+EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
+
+
+def around(*modules: nn.Module) -> nn.Sequential:
+    """With the width in front of them and behind them free."""
+    return randomised(nn.Sequential(nn.Linear(6, WIDTH), *modules, nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
+
+
+def uneven_plan(net: nn.Module) -> Plan:
+    """A plan under which the width is no multiple of the heads that are left."""
+    plan = next(
+        plan for seed in range(20) if (plan := settled_plan(net, EXAMPLE, seed, 0.4)).kept("0.weight", 0).size % 3
+    )
+    assert any(Place.named(size.name) for size in plan.channel_map.sizes)
+    return plan
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_masked_equals_compact_for_any_number_of_examples(cls: type[nn.Module]) -> None:
+    net = around(cls(), cls())
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert parity(net, plan, (torch.randn(7, 5, 6),)) <= TOLERANCE
+    names = {name for name, _ in net.named_parameters() if name.startswith(("1.", "2."))}
+    assert names == {name for name in plan.kept_indices if name.startswith(("1.", "2."))}
+    assert not any("trial found a difference" in lock.reason for lock in plan.channel_map.locks)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_folder_holds_sizes_and_places_but_no_code(cls: type[nn.Module], tmp_path: Path) -> None:
+    net = around(cls())
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    small = compact(net, plan)
+    save(tmp_path / "small", small, plan, input_shapes=[[2, 5, 6]])
+    again = load(tmp_path / "small", model=around(cls()))
+    assert torch.equal(again(*EXAMPLE), small(*EXAMPLE))
+    assert isinstance(again[1], cls)  # type: ignore[index]
+    plan.save(tmp_path / "plan")
+    assert attribute_values(net, load_plan(tmp_path / "plan").channel_map, plan.keep) == attribute_values(
+        net, plan.channel_map, plan.keep
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.1, 0.9))
+def test_sizes_follow_any_plan(seed: int, share: float) -> None:
+    net = around(*(cls() for cls in CLASSES))
+    assert parity(net, settled_plan(net, EXAMPLE, seed, share), EXAMPLE) <= TOLERANCE
+
+
+def test_the_dense_model_and_its_class_stay_as_they_are() -> None:
+    net = around(Quotient())
+    before, own = Quotient.forward, dict(vars(net[1]))
+    small = compact(net, uneven_plan(net))
+    assert type(net[1]) is Quotient
+    assert Quotient.forward is before
+    assert dict(vars(net[1])) == own
+    assert type(small[1]) is not Quotient  # type: ignore[index]
+    assert type(small[1]).__name__ == "Quotient"  # type: ignore[index]
+
+
+def test_the_scale_of_attention_is_that_of_the_dense_width() -> None:
+    """Against a narrow model written by hand."""
+    net = around(Unscaled()).double()
+    example = (EXAMPLE[0].double(),)
+    plan = settled_plan(net, example, share=0.5)
+    small: Any = compact(net, plan)
+    attention = small[1]
+    x = small[0](*example)
+    q, k, v = (layer(x) for layer in (attention.q, attention.k, attention.v))
+    assert q.shape[-1] < WIDTH
+    scores = (q @ k.transpose(1, 2) * WIDTH**-0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+    assert torch.allclose(attention(x), attention.o(scores.softmax(-1) @ v), rtol=1e-12)
+
+
+def test_a_line_that_runs_several_times_leaves_as_many_channels_each_time() -> None:
+    plan = settled_plan(around(Looping()), EXAMPLE, share=0.5)
+    kept = [plan.kept(f"1.layers.{i}.weight", 0) for i in range(3)]
+    assert {(np_kept < 4).sum() for np_kept in kept} == {(kept[0] < 4).sum()}
+    assert kept[0].size < 10
+
+
+def test_sizes_that_grow_with_the_batch_are_not_stated() -> None:
+    plan = settled_plan(around(Batched()), EXAMPLE, share=0.5)
+    names = [size.name for size in plan.channel_map.sizes]
+    assert names
+    assert not any("n * v.shape[1]" in name for name in names)
+
+
+def test_a_compact_model_can_be_copied_trained_exported_and_pruned_again() -> None:
+    net = around(Quotient())
+    small = compact(net, uneven_plan(net))
+    twin = copy.deepcopy(small)
+    twin(*EXAMPLE).sum().backward()
+    exported = torch.export.export(small, EXAMPLE).module()
+    assert torch.allclose(exported(*EXAMPLE), small(*EXAMPLE), rtol=1e-5)
+    again = settled_plan(small, EXAMPLE, seed=1, share=0.5)
+    assert again.kept_indices
+    assert parity(small, again, EXAMPLE) <= TOLERANCE
+
+
+def test_an_error_in_a_method_still_names_its_own_line() -> None:
+    net = around(Quotient())
+    small: Any = compact(net, uneven_plan(net))
+    code = type(small[1]).forward.__code__
+    assert (code.co_filename, code.co_firstlineno) == (
+        Quotient.forward.__code__.co_filename,
+        Quotient.forward.__code__.co_firstlineno,
+    )
+
+
+def test_a_size_that_is_none_or_an_expression_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    module = Quotient()
+    net = around(Quotient())
+    name = next(size.name for size in uneven_plan(net).channel_map.sizes if Place.named(size.name))
+    for value in (-1, 2.0, "2", True, None, [1, "2"]):
+        with pytest.raises(ValueError, match="is no size"):
+            set_expressions(module, {name: value})
+    place = Place.named(name)
+    assert place is not None
+    moved = Place(place.function, place.line + 1, place.column, place.text)
+    other = Place(place.function, place.line, place.column, "len(x)")
+    for wrong in (moved, other, Place("backward", 0, 0, "x"), Place("num_heads", 0, 0, "x")):
+        with pytest.raises(KeyError):
+            set_expressions(module, {str(wrong): 2})
+    assert type(module) is Quotient
+
+
+def test_a_folder_whose_models_source_changed_is_refused(tmp_path: Path) -> None:
+    net = around(Quotient())
+    plan = uneven_plan(net)
+    save(tmp_path / "small", compact(net, plan), plan, input_shapes=[[2, 5, 6]])
+    manifest = tmp_path / "small" / "prunekit.json"
+    manifest.write_text(manifest.read_text().replace("width // self.num_heads", "width // self.heads"))
+    with pytest.raises(ArtifactError, match="does not fit the model"):
+        load(tmp_path / "small", model=around(Quotient()))
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "axes", "found"),
+    [
+        ("x[a:b]", 0, 3, "a:b"),
+        ("x[:, a:]", 1, 3, "a:"),
+        ("x[:, a:]", 0, 3, ":"),
+        ("x[..., :b]", 2, 3, ":b"),
+        ("x[..., :b, :]", 1, 3, ":b"),
+        ("x[0, a:b]", 0, 2, "a:b"),
+        ("x[None, a:b]", 1, 3, "a:b"),
+        ("x[..., a:b, 0]", 1, 3, "a:b"),
+        ("x[index, a:b]", 1, 3, None),
+        ("x[0]", 0, 3, None),
+        ("f(a)", 0, 3, None),
+    ],
+)
+def test_which_slice_is_of_an_axis(text: str, axis: int, axes: int, found: str | None) -> None:
+    """Axes as they are when the slice is taken: earlier items have been applied."""
+    bounds = slice_of_axis(ast.parse(text, mode="eval").body, axis, axes)
+    assert (None if bounds is None else ast.unparse(bounds)) == found
+
+
+def test_names_of_places_are_read_back() -> None:
+    place = Place("forward", 3, 14, "C // self.num_heads")
+    assert Place.named(str(place)) == place
+    assert Place.named("num_heads") is None
+
+
+def test_a_module_that_was_written_nowhere_is_locked_and_said(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {"nn": nn, "Tensor": Tensor}
+    exec(  # as in a session whose lines are kept in no file
+        "class Nowhere(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = nn.Linear(12, 8), nn.Linear(8, 12)\n"
+        "    def forward(self, x):\n"
+        "        return self.b(self.a(x).view(len(x), -1, 8))\n",
+        namespace,
+    )
+    net = around(namespace["Nowhere"]())
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert plan.kept("1.a.weight", 0).size == 8
+    assert any(lock.module == "1" and "invalid for input of size" in lock.reason for lock in plan.channel_map.locks)
