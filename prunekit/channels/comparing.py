@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prunekit.channels.decisions import Decision, decision
+from prunekit.channels.decisions import Decision, decision, without_chance
 from prunekit.channels.differences import TOLERANCE, relative_difference
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.narrowed import NarrowNorms
+from prunekit.channels.precision import Precision
 from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
 from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
@@ -70,22 +72,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-RANDOM = {f"aten.{name}{suffix}" for suffix in ("", "_") for name in
-          ("bernoulli", "uniform", "normal", "rand", "randn", "rand_like", "randn_like", "exponential")}  # fmt: skip
-
-
-def without_chance(name: str, out: Any) -> Any:
-    """Random numbers and unwritten memory made equal: two models of different widths cannot have the same."""
-    if isinstance(out, torch.Tensor):
-        if name in RANDOM:
-            out.fill_(1.0)
-        elif name == "aten.randperm":
-            torch.arange(out.numel(), out=out)
-        elif "empty" in name:
-            out.zero_()
-    return out
-
-
 def keyed(run: Run) -> dict[Key, Operator]:
     """The operators of a traced run by key."""
     counts: dict[tuple[str, str], int] = {}
@@ -121,17 +107,25 @@ def kept_entries(tensor: torch.Tensor, operator: Operator, output: int, channel_
 class Reference:
     """What a masked model computed: the kept entries of every operator's outputs, and the tensors of its output.
 
-    `decisions` are those that the compact model has to take alike; `failed` is where the narrow copy of one of its
-    norms raised.
+    `decisions` are those that the compact model has to take alike; `precision` is how both run; `failed` is where the
+    narrow copy of one of its norms raised.
     """
 
     values: dict[Key, tuple[str, list[Any]]]
     outputs: list[torch.Tensor]
     decisions: dict[Key, Decision]
+    precision: Precision = nullcontext
     failed: Divergence | None = None
 
 
-def record(masked: nn.Module, channel_map: ChannelMap, keep: Keep, example: tuple[Any, ...], run: Run) -> Reference:
+def record(
+    masked: nn.Module,
+    channel_map: ChannelMap,
+    keep: Keep,
+    example: tuple[Any, ...],
+    run: Run,
+    precision: Precision = nullcontext,
+) -> Reference:
     """Runs the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
 
     Not the operators in those norms are recorded, but those that read their output.
@@ -156,10 +150,11 @@ def record(masked: nn.Module, channel_map: ChannelMap, keep: Keep, example: tupl
 
     try:
         with NarrowNorms(masked, channel_map, keep):
-            return Reference(values, _forward(masked, example, run.training, see), decisions)
+            outputs = _forward(masked, example, run.training, see, precision)
+        return Reference(values, outputs, decisions, precision)
     except _Parted as parted:
         if parted.divergence.module in channel_map.norms:
-            return Reference(values, [], decisions, parted.divergence)
+            return Reference(values, [], decisions, precision, parted.divergence)
         raise ModelError(f"the masked model does not run in the trial: {parted.divergence}") from None
 
 
@@ -189,7 +184,7 @@ def check(
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
 
     try:
-        outputs = _forward(compact, example, run.training, see)
+        outputs = _forward(compact, example, run.training, see, reference.precision)
     except _Parted as parted:
         return parted.divergence.difference, replace(parted.divergence, line=line_of(parted))
     for want, got in zip_longest(reference.outputs, outputs):
@@ -210,7 +205,7 @@ def following(reference: Reference, compact: nn.Module, example: tuple[Any, ...]
         if key in reference.decisions:
             reference.decisions[key].follow(arguments, outs, TOLERANCE, 0.0)
 
-    return _forward(compact, example, run.training, see)
+    return _forward(compact, example, run.training, see, reference.precision)
 
 
 def _inside(path: str, norms: Container[str]) -> bool:
@@ -224,11 +219,13 @@ class _Parted(Exception):
         self.divergence = divergence
 
 
-def _forward(model: nn.Module, example: tuple[Any, ...], training: bool, see: See) -> list[torch.Tensor]:
+def _forward(
+    model: nn.Module, example: tuple[Any, ...], training: bool, see: See, precision: Precision
+) -> list[torch.Tensor]:
     """Runs a model with every operator seen, and returns the tensors of its output."""
     stack = ModuleStack(model)
     watch = _Watch(stack, see)
-    with mode_for_trace(model, training), stack, torch.no_grad(), plain_attention():
+    with mode_for_trace(model, training), stack, torch.no_grad(), plain_attention(), precision():
         try:
             with watch:
                 output = model(*example)

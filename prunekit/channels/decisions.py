@@ -1,4 +1,4 @@
-"""Where rounding decides: equal scores come in any order, and both models then go on with the order of one."""
+"""Where rounding or chance decides: equal scores come in any order, and both models go on with the order of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ import torch
 
 from prunekit.channels.differences import relative_difference
 from prunekit.nested import map_tensors, tensors_in
+
+RANDOM = {f"aten.{name}{suffix}" for suffix in ("", "_") for name in
+          ("bernoulli", "uniform", "normal", "rand", "randn", "rand_like", "randn_like", "exponential")}  # fmt: skip
+
+
+def without_chance(name: str, out: Any) -> Any:
+    """Random numbers and unwritten memory made equal: two models of different widths cannot have the same."""
+    if isinstance(out, torch.Tensor):
+        if name in RANDOM:
+            out.fill_(1.0)
+        elif name == "aten.randperm":
+            torch.arange(out.numel(), out=out)
+        elif "empty" in name:
+            out.zero_()
+    return out
 
 
 @dataclass(frozen=True, eq=False)

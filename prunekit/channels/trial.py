@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from prunekit.channels.attributes import attribute_values, set_attributes
@@ -18,6 +18,7 @@ from prunekit.channels.constraints import LockRecord
 from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double, with_zeros
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
+from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.resolve import with_constraints, with_locks, with_sizes
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
@@ -130,27 +131,32 @@ class _Trial:
 
     def _quick(self, compact: nn.Module, run: Run) -> tuple[float, Divergence | None]:
         """In float64 without copies, where that is possible."""
+        example = as_double(self.examples[run.example])
         try:
             if run not in self.references:
                 with DoubledWhileRunning(self.model, with_zeros(to_double, self.kept)) as masked:
-                    self.references[run] = self._record(masked.model, run)
+                    self.references[run] = self._record(masked.model, example, run, AS_DOUBLE[0])
             with DoubledWhileRunning(compact, to_double) as small:
-                return check(self.references[run], small.model, as_double(self.examples[run.example]), run)
+                return check(self.references[run], small.model, example, run)
         except ModelError:  # a module uses another's weights
             return self._sure(compact, run)
 
     def _sure(self, compact: nn.Module, run: Run) -> tuple[float, Divergence | None]:
-        """In float64 with copies; where that fails, in the model's precision."""
-        try:
-            reference = self._record(doubled(self.model, with_zeros(to_double, self.kept)), run)
-            return check(reference, doubled(compact, to_double), as_double(self.examples[run.example]), run)
-        except ModelError:  # the model's code fixes a precision
-            reference = self._record(doubled(self.model, with_zeros(as_it_is, self.kept)), run, None)
-            example = as_double(self.examples[run.example], None)
-            return check(reference, doubled(compact, as_it_is), example, run, OWN_PRECISION)
+        """In float64 with copies; where that fails in every way, in the model's precision."""
+        example = as_double(self.examples[run.example])
+        for precision in AS_DOUBLE:
+            masked = doubled(self.model, with_zeros(to_double, self.kept))
+            try:
+                reference = self._record(masked, example, run, precision)
+            except ModelError:  # the model's code asks for another precision
+                continue
+            return check(reference, doubled(compact, to_double), example, run)
+        example = as_double(self.examples[run.example], None)
+        reference = self._record(doubled(self.model, with_zeros(as_it_is, self.kept)), example, run, nullcontext)
+        return check(reference, doubled(compact, as_it_is), example, run, OWN_PRECISION)
 
-    def _record(self, masked: nn.Module, run: Run, dtype: torch.dtype | None = torch.float64) -> Reference:
-        return record(masked, self.channel_map, self.keep, as_double(self.examples[run.example], dtype), run)
+    def _record(self, masked: nn.Module, example: tuple[Any, ...], run: Run, precision: Precision) -> Reference:
+        return record(masked, self.channel_map, self.keep, example, run, precision)
 
     def lock_for(self, divergence: Divergence, run: Run, *, there: bool = False) -> LockRecord | None:
         """Locks all labels at the operator that differs, or at every operator of the module whose Python failed.

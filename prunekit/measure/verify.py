@@ -15,10 +15,11 @@ from prunekit.channels.copying import named_tensors
 from prunekit.channels.differences import TOLERANCE
 from prunekit.channels.doubled import as_double, doubled, to_double
 from prunekit.channels.narrowed import NarrowNorms
+from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
 from prunekit.context import training_mode
-from prunekit.errors import UsageError, VerificationError
+from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.nested import tensors_in
 from prunekit.planning import Plan
 
@@ -62,6 +63,7 @@ def verify(
 
     Raises:
         VerificationError: they differ, or hold NaN; the message names the first operator and its module path.
+        ModelError: the masked model does not run in float64, see `channels.precision`.
         UsageError: there is no example, or no tensor in the output: nothing would be compared.
     """
     masked64, compact64 = doubled(masked, to_double), doubled(compact, to_double)
@@ -69,17 +71,15 @@ def verify(
     misplaced = _misplaced(masked64, compact64, plan, tolerance)
     for example in examples:
         inputs = as_double(example, noise=False)
-        with training_mode(masked64, False), training_mode(compact64, False), torch.no_grad(), plain_attention():
-            with NarrowNorms(masked64, plan.channel_map, plan.keep):
-                want = masked64(*inputs)
-            try:
-                got = compact64(*inputs)
-            except Exception as error:  # whatever the model's own code makes of a wrong size
-                difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
-            else:
-                difference, reason = _difference(want, got)
+        precision, want = _expected(masked64, plan, inputs)
+        try:
+            got = _run(compact64, inputs, precision)
+        except Exception as error:  # whatever the model's own code makes of a wrong size
+            difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            difference, reason = _difference(want, got)
         if misplaced or not difference <= tolerance:
-            difference, reason = _by_operator(masked64, compact64, plan, inputs, misplaced or reason)
+            difference, reason = _by_operator(masked64, compact64, plan, inputs, precision, misplaced or reason)
         if misplaced and difference <= tolerance:
             difference, reason = inf, f"{misplaced}; no operator before shows it"
         if not difference <= tolerance:
@@ -91,14 +91,34 @@ def verify(
     return Verification(worst, seen)
 
 
+def _expected(masked: nn.Module, plan: Plan, inputs: tuple[Any, ...]) -> tuple[Precision, Any]:
+    """The first way of running the masked model in float64 that its code lets through, and what it computes."""
+    failures = []
+    for precision in AS_DOUBLE:
+        try:
+            with NarrowNorms(masked, plan.channel_map, plan.keep):
+                return precision, _run(masked, inputs, precision)
+        except Exception as error:  # whatever the model's own code makes of a type that it does not expect
+            failures.append(error)
+    raise ModelError(
+        f"{type(masked).__name__} does not run in float64, in which masked and compact model are compared: "
+        f"{type(failures[0]).__name__}: {failures[0]}; expected code that takes the type of its inputs"
+    ) from failures[0]
+
+
+def _run(model: nn.Module, inputs: tuple[Any, ...], precision: Precision) -> Any:
+    with training_mode(model, False), torch.no_grad(), plain_attention(), precision():
+        return model(*inputs)
+
+
 def _by_operator(
-    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], reason: str
+    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], precision: Precision, reason: str
 ) -> tuple[float, str]:
     """Where two models first part; nowhere if only equal scores came in another order, see `Decision`."""
     if plan.channel_map.source is None:
         return inf, f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
-    reference = record(masked, plan.channel_map, plan.keep, inputs, run)
+    reference = record(masked, plan.channel_map, plan.keep, inputs, run, precision)
     divergence = check(reference, compact, inputs, run)[1]
     if divergence is not None:
         return inf, f"first at {divergence}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from equivalence import Net, image
-from net_registry import Case, case, conv, tokens
+from net_registry import Case, case, conv, tokens, weight
 from torch import Tensor, nn
 
 
@@ -102,6 +102,18 @@ def layer_norm_as_a_function_locks_its_channels() -> Case:
         return net.b(nn.functional.layer_norm(net.a(x), (8,)))
 
     return Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 3)), tokens()
+
+
+@case("a.weight", "b.weight")
+def length_of_channels_as_a_function() -> Case:
+    """Zeros add nothing to it: unlike other norms it needs no module of its own."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = nn.functional.normalize(net.a(x).relu()) * net.scale.view(1, -1, 1, 1)
+        z = net.b(y).relu()
+        return net.c(z / z.norm(p=1, dim=1, keepdim=True).clamp_min(1e-3))
+
+    return Net(forward, a=conv(3, 8), b=conv(8, 6), c=conv(6, 5, 1), scale=weight(8)), image()
 
 
 @case("0.weight", "2.weight")

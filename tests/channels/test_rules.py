@@ -254,6 +254,29 @@ def test_a_sum_over_zeros_is_harmless_and_over_anything_else_locks() -> None:
     assert not flow.union.find(flow.fields(other)[0].labels).any()
 
 
+@pytest.mark.parametrize("order", [2, 1, 3.5, 0, float("inf")])
+def test_a_norm_of_zeros_is_harmless(order: float) -> None:
+    flow = Flow()
+    values, zeros = torch.tensor([[-2.0, 3.0, 0.5]]), torch.zeros(1, 3)
+    kept, removed, other = with_fields(values, flow), with_fields(zeros, flow), with_fields(values.clone(), flow)
+    with RuleMode(flow):
+        both = torch.linalg.vector_norm(torch.cat([kept, removed], 1), order, dim=1)
+        norm = torch.linalg.vector_norm(kept, order, dim=1)
+        torch.linalg.vector_norm(other.cos(), order, dim=1)
+    assert torch.equal(both, norm)
+    assert flow.union.find(flow.fields(kept)[0].labels).all()
+    assert not flow.union.find(flow.fields(other)[0].labels).any()
+
+
+@pytest.mark.parametrize("order", [-1, float("-inf")])
+def test_a_norm_that_zeros_change_locks(order: float) -> None:
+    flow = Flow()
+    tensor = with_fields(torch.ones(2, SIZE), flow)
+    with RuleMode(flow):
+        torch.linalg.vector_norm(tensor, order, dim=1)
+    assert not flow.union.find(flow.fields(tensor)[0].labels).any()
+
+
 def test_contraction_over_what_is_not_zero_locks() -> None:
     flow = Flow()
     left = with_fields(torch.zeros(2, SIZE), flow)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.pointwise import aligned
@@ -56,13 +57,15 @@ def convolution(flow: Flow, call: Call) -> None:
     flow.lock([f for f in flow.fields(source) if set(f.span) - {0, 1}], "labels on the axes a convolution slides over")
     for axis in range(2, weight.dim()):
         flow.fix(flow.on_axis(weight, axis, "labels over a kernel's positions")[0])
-    x, x_zero = flow.on_axis(source, 1, "labels over batch and channels jointly")
+    rows = whole_rows(flow, source)
+    x, x_zero = flow.on_axis(source, 1, "labels on the axes a convolution slides over")
     first, first_zero = flow.on_axis(weight, 0, "labels over several axes of a kernel")
     second, second_zero = flow.on_axis(weight, 1, "labels over several axes of a kernel")
-    positions = (source if transposed else call.out).shape[2:].numel() * call.out.shape[0]
+    positions = (source if transposed else call.out).shape[2:].numel()
     kernel = weight.shape[2:].numel()
-    sizes = [weight.shape[axis] for axis, labels in ((0, first), (1, second)) if labels is None]
-    flow.add_macs(float(positions * kernel * int(np.prod(sizes))), [first, second])
+    factors = [rows[0].labels.reshape(-1) if rows else None, first, second]
+    sizes = [size for size, labels in zip((len(source), *weight.shape[:2]), factors, strict=True) if labels is None]
+    flow.add_macs(float(positions * kernel * int(np.prod(sizes))), factors)
 
     consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
     if x is not None and not (x_zero or zero):
@@ -80,8 +83,22 @@ def convolution(flow: Flow, call: Call) -> None:
     if bias is not None:
         out = flow.join(out, b, FIXED_PARTNER)
     produced_zero = (second_zero if transposed else first_zero) or by_groups
-    if out is not None:
-        flow.set(call.out, [Field(along(out, 1, call.out.dim()), produced_zero and (bias is None or b_zero))])
+    channels = [] if out is None else [along(out, 1, call.out.dim())]
+    flow.set(call.out, [
+        *(Field(row.labels, row.zero and bias is None) for row in rows),
+        *(Field(labels, produced_zero and (bias is None or b_zero)) for labels in channels),
+    ])  # fmt: skip
+
+
+def whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
+    """Fields on the batch axis, as heads that were merged with it: each row of the batch is computed by itself.
+
+    Those that lie on channels too are tied along them, so that whole rows go.
+    """
+    fields = flow.fields(source)
+    joint = {id(field): field.with_labels(flow.union.tie(field.labels, [1])) for field in fields if field.span == (0, 1)}
+    flow.set(source, [joint.get(id(field), field) for field in fields])
+    return [joint.get(id(field), field) for field in fields if field.span in ((0,), (0, 1))]
 
 
 def _by_whole_groups(
@@ -145,7 +162,7 @@ _REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any
 
 @rule(*[f"aten.{name}" for name in _REDUCTIONS.split()])
 def reduction(flow: Flow, call: Call) -> None:
-    """Axes that stay keep their labels. A plain sum over a removed zero is harmless; anything else locks.
+    """Axes that stay keep their labels. A sum or a p-norm over a removed zero is harmless; anything else locks.
 
     Unless the module is a norm, which its end tells.
     """
@@ -165,7 +182,7 @@ def reduction(flow: Flow, call: Call) -> None:
         if set(field.span) - reduced:  # what is left has all of the reduced axes
             kept.append(field.with_labels(flow.union.tie(field.labels, sorted(shared))))
             continue
-        harmless = call.name == "aten.sum" and field.zero
+        harmless = field.zero and _adds_nothing(call)
         reason = None if harmless else f"{call.name} over these channels: their number or their zeros would change it"
         if reason is not None and flow.module in flow.substituted:
             flow.lock_if_read(call.out, field.labels, reason)
@@ -178,6 +195,14 @@ def reduction(flow: Flow, call: Call) -> None:
         axes = tuple(sorted(reduced)) if squeeze else ()
         stays = call.name in _ZERO_OF_ZEROS
         flow.set(out, [Field(np.squeeze(field.labels, axes), field.zero and stays) for field in kept])
+
+
+def _adds_nothing(call: Call) -> bool:
+    """Whether a reduction's result is the same with further zeros among its values."""
+    if "norm" not in call.name:
+        return call.name in ("aten.sum", "aten.any")
+    order = call.arg(1, "p" if call.name == "aten.norm" else "ord", 2)
+    return order is None or order >= 0  # the smallest value, or a product, only with a negative one
 
 
 _ALONG_AXIS = "_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"

@@ -1,0 +1,113 @@
+"""Models whose code names a precision are compared in float64 all the same: to its rounding, not to float32's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import TOLERANCE, Net, image, masked_double, randomised, settled_plan
+from net_registry import conv, tokens
+from torch import Tensor, nn
+
+from prunekit.channels.precision import AS_DOUBLE
+from prunekit.compaction import compact
+from prunekit.errors import ModelError
+from prunekit.measure.verify import verify
+
+Case = tuple[nn.Module, tuple[Any, ...], str]
+
+
+class FloatRMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def norm_in_float32() -> Case:
+    return Net(lambda net, x: net.b(net.norm(net.a(x))),
+               a=nn.Linear(6, 16), norm=FloatRMSNorm(16), b=nn.Linear(16, 3)), tokens(), "a.weight"  # fmt: skip
+
+
+def sum_in_float32() -> Case:
+    """Masked and compact sum other numbers of terms: rounded to float32 they differ."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        scores = (net.q(x).float()[:, :, None] * net.k(x).float()[:, None]).sum(-1)
+        causal = torch.zeros(5, 5, dtype=torch.float32).masked_fill_(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        return torch.as_tensor(net.b(F.softmax(scores + causal, -1, dtype=torch.float32).type_as(x) @ net.v(x)))
+
+    q, k, v = nn.Linear(6, 64), nn.Linear(6, 64), nn.Linear(6, 32)
+    return Net(forward, q=q, k=k, v=v, b=nn.Linear(32, 3)), tokens(), "q.weight"
+
+
+def grid_in_float32() -> Case:
+    """Torch samples only where both tensors have one type; made by hand, from Python's numbers and whole ones."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).relu()
+        line = (torch.arange(4) / 3).float() * torch.tensor([2.0]) - 1
+        grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1)[None].to(torch.float32)
+        return torch.as_tensor(net.b(F.grid_sample(y, grid.expand(len(y), -1, -1, -1), align_corners=False)))
+
+    return Net(forward, a=conv(3, 16), b=conv(16, 4)), image(), "a.weight"
+
+
+def written_into_float32() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).relu()
+        out = torch.zeros(y.shape, dtype=torch.float32).copy_(y)
+        return torch.as_tensor(net.b(out.mul_(y.half()).to(net.b.weight.dtype)))
+
+    return Net(forward, a=conv(3, 16), b=conv(16, 4)), image(), "a.weight"
+
+
+def asks_for_float32() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        if x.dtype != torch.float32 or y.dtype != torch.float32:
+            raise TypeError(f"expected float32, got {x.dtype}")
+        return torch.as_tensor(net.b(y.relu()))
+
+    return Net(forward, a=conv(3, 16), b=conv(16, 4)), image(), "a.weight"
+
+
+CASES = [norm_in_float32, sum_in_float32, grid_in_float32, written_into_float32, asks_for_float32]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compared_in_float64_whatever_the_code_names(case: Callable[[], Case]) -> None:
+    model, example, pruned = case()
+    randomised(model).eval()
+    plan = settled_plan(model, example)
+    assert plan.kept(pruned, 0).size < dict(model.named_parameters())[pruned].shape[0]
+    masked = masked_double(model, plan).float()
+    assert verify(masked, compact(masked, plan), plan, [example]).max_relative_difference <= TOLERANCE
+
+
+def test_a_norm_in_float32_computes_in_float64() -> None:
+    norm, x = FloatRMSNorm(16).double(), torch.randn(3, 16, dtype=torch.float64)
+    with AS_DOUBLE[0]():
+        got = norm(x)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), rtol=1e-14, atol=1e-14)
+
+
+def test_code_that_no_way_of_running_it_satisfies_is_named() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        if x.element_size() != 4:
+            raise TypeError("expected 4 bytes a number")
+        return torch.as_tensor(net.b(net.a(x).relu()))
+
+    model = randomised(Net(forward, a=conv(3, 16), b=conv(16, 4))).eval()
+    plan = settled_plan(model, image())
+    masked = masked_double(model, plan).float()
+    with pytest.raises(ModelError, match=r"does not run in float64.*TypeError: expected 4 bytes a number"):
+        verify(masked, compact(masked, plan), plan, [image()])
