@@ -65,9 +65,9 @@ def convolution(flow: Flow, call: Call) -> None:
     flow.add_macs(float(positions * kernel * int(np.prod(sizes))), [first, second])
 
     consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
-    if x is not None and not (x_zero or zero):
-        flow.lock([x], NOT_ZERO)
     by_groups = groups > 1 and whole_groups(groups, source.shape[1] // groups)
+    if x is not None and not (x_zero or zero or by_groups):  # whole groups are summed over with nothing else
+        flow.lock([x], NOT_ZERO)
     if groups == 1:
         flow.join(x, consumer, FIXED_PARTNER)
         out = producer
@@ -79,7 +79,7 @@ def convolution(flow: Flow, call: Call) -> None:
     b, b_zero = flow.on_axis(bias, 0, "labels of a bias")
     if bias is not None:
         out = flow.join(out, b, FIXED_PARTNER)
-    produced_zero = (second_zero if transposed else first_zero) or by_groups
+    produced_zero = first_zero or x_zero if by_groups else second_zero if transposed else first_zero
     if out is not None:
         flow.set(call.out, [Field(along(out, 1, call.out.dim()), produced_zero and (bias is None or b_zero))])
 
