@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from prunekit.channels.constraints import Constraint, LockRecord, Nested
-from prunekit.channels.labels import Field, Labels, LabelUnion
+from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
@@ -33,12 +34,16 @@ class Flow:
     Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
 
     Attributes:
+        model: the one that is traced, with the sizes that its modules remember.
+        first_made: labels from here on are of tensors that the forward pass made, not of parameters.
         substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
         module, operator: what runs now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
         self.union = LabelUnion()
+        self.first_made: int | None = None
         self.locks: list[LockRecord] = []
         self.constraints: list[Constraint] = []
         self.statistics: dict[str, list[LockRecord]] = {}
@@ -62,8 +67,16 @@ class Flow:
         for field in fields:
             labels = field.labels if isinstance(field, Field) else field
             if labels is not None and labels.size:
+                if not self._only_made(labels):
+                    self.locks.append(self.record(labels, reason))
                 self.union.lock(labels)
-                self.locks.append(self.record(labels, reason))
+
+    def _only_made(self, labels: Labels) -> bool:
+        """Whether no parameter has any of these labels: their lock means nothing to a user."""
+        if self.first_made is None or labels.min() < self.first_made:
+            return False
+        roots = self.union.find(labels)
+        return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
 
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """A lock at the running operator."""
@@ -95,8 +108,14 @@ class Flow:
         if labels is not None:
             self.union.lock(labels)
 
-    def on_axis(self, tensor: Any, axis: int, reason: str) -> tuple[Labels | None, bool]:
-        """The labels along one axis as a vector with their zero flag; fields that mix it with other axes are locked."""
+    def on_axis(
+        self, tensor: Any, axis: int, reason: str, *, beside: Container[Shape] = ()
+    ) -> tuple[Labels | None, bool]:
+        """The labels along one axis as a vector with their zero flag; fields that mix it with other axes are locked.
+
+        Args:
+            beside: spans of fields that the caller follows itself.
+        """
         found: Labels | None = None
         zero = False
         for field in self.fields(tensor):
@@ -105,7 +124,7 @@ class Flow:
                 if found is not None:
                     self.union.merge(found, labels)
                 found, zero = labels, zero or field.zero
-            elif axis in field.span:
+            elif axis in field.span and field.span not in beside:
                 self.lock([field], reason)
         return found, zero
 

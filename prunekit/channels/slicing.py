@@ -223,8 +223,12 @@ def _embedding(module: nn.Embedding) -> None:
 
 @resizer(nn.RNNBase, nn.RNNCellBase)
 def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
-    name = "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight_ih"
-    module.input_size = module.get_parameter(name).shape[1]
+    suffix = "_l0" if isinstance(module, nn.RNNBase) else ""
+    module.input_size = module.get_parameter(f"weight_ih{suffix}").shape[1]
+    state = module.get_parameter(f"weight_hh{suffix}").shape[1]
+    if isinstance(module, nn.RNNBase) and module.proj_size:
+        module.proj_size, state = state, module.get_parameter(f"weight_hr{suffix}").shape[1]
+    module.hidden_size = state
 
 
 @resizer(nn.EmbeddingBag)

@@ -15,7 +15,7 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
-from prunekit.channels.rules import COUNTED, RULES, Call
+from prunekit.channels.rules import COUNTED, MADE, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
 from prunekit.channels.sites import Site, site_here, takes_sizes
@@ -127,7 +127,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
-        if before or name in COUNTED:
+        if before or name in COUNTED or name in MADE:
             rule = RULES.get(name)
             if rule is None:
                 self.flow.lock(before, f"operator {name} has no rule")
@@ -192,9 +192,10 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
 
     stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
     clone = with_tensors(model, stand_ins)
-    flow = Flow()
+    flow = Flow(clone)
     flow.substituted = substitute_all(clone)
     fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
+    flow.first_made = flow.union.size
     labels = {}
     for name, tensor in named_tensors(clone):
         labels[name], fresh = _label(flow, tensor, fresh)

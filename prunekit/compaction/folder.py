@@ -193,12 +193,18 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Every tensor of the dense model is there, with the shape that the kept indices say."""
+    """Every tensor of the dense model is there, with the shape that the kept indices say.
+
+    But for a model's own buffers of which nothing is pruned: `forward` may make them anew for the size of its input.
+    """
     problems = []
+    remade = _own_buffers(dense) - manifest["kept"].keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)}
     for name in sorted(shapes.keys() ^ tensors.keys()):
         problems.append(f"{name} is {'missing in the folder' if name in shapes else 'not in the dense model'}")
     for name, shape in shapes.items():
+        if name in remade:
+            continue
         kept = manifest["kept"].get(name, [None] * len(shape))
         if not isinstance(kept, list):
             raise ArtifactError(f"{folder / MANIFEST}: kept[{name}]: expected a list with an entry for each axis")
@@ -209,6 +215,12 @@ def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: di
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ArtifactError(f"{folder}: does not belong to this dense model: {shown}")
+
+
+def _own_buffers(model: nn.Module) -> set[str]:
+    """Names of all buffers but those of torch's own layers, whose shapes are fixed."""
+    owners = {path: type(module).__module__.partition(".")[0] for path, module in model.named_modules()}
+    return {name for name, _ in model.named_buffers() if owners[name.rpartition(".")[0]] != "torch"}
 
 
 def _indices(folder: Path, name: str, index: Any, size: int) -> Labels:

@@ -120,3 +120,20 @@ class Fixed(nn.Sequential):
 def width_checked_before_any_operator() -> Case:
     inner = Fixed(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8))
     return nn.Sequential(nn.Linear(6, 8), inner, nn.Linear(8, 3)), tokens()
+
+
+@case("q.weight", "v.weight")
+def rotary_attention_by_halves() -> Case:
+    """Halves of every head swapped by `chunk` and `cat`: heads stay free, the table of angles stays whole."""
+
+    def turned(x: Tensor, table: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * table.cos() + torch.cat([-second, first], -1) * table.sin()
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        q, k, v = (part(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for part in (net.q, net.k, net.v))
+        scores = turned(q, net.table) @ turned(k, net.table).transpose(-2, -1)  # (N, heads, L, L)
+        return net.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    parts = {"q": nn.Linear(6, 12), "k": nn.Linear(6, 12), "v": nn.Linear(6, 12), "o": nn.Linear(12, 4)}
+    return Net(forward, **parts, table=torch.rand(5, 4)), tokens()

@@ -91,3 +91,14 @@ def padding_modes() -> Case:
 def upsampling() -> Case:
     up = nn.Upsample(scale_factor=2, mode="bilinear")
     return nn.Sequential(conv(3, 8), nn.Upsample(scale_factor=2), nn.ReLU(), conv(8, 6, 1), up, conv(6, 4, 1)), image()
+
+
+@case("a.weight", "b.weight")
+def depthwise_behind_a_shift_of_all_channels() -> Case:
+    """What is removed is the shift, not zero; it meets no other channel there."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.c(net.b(net.a(x).relu() * net.scale + net.shift).relu())
+
+    parts = {"a": conv(3, 8), "b": conv(8, 16, groups=8), "c": conv(16, 5, 1)}
+    return Net(forward, **parts, scale=nn.Parameter(torch.ones(1)), shift=nn.Parameter(torch.ones(1))), image()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from equivalence import Net
 from net_registry import Case, case, tokens
 from torch import Tensor, nn
@@ -16,24 +17,82 @@ def _read(layer: nn.Module, features: int) -> Case:
     return Net(forward, a=nn.Linear(6, 8), layer=layer, out=nn.Linear(features, 3)), tokens()
 
 
-@case("a.weight")
+@case("a.weight", "layer.weight_ih_l0")
 def lstm() -> Case:
     return _read(nn.LSTM(8, 6, batch_first=True), 6)
 
 
-@case("a.weight")
+@case("a.weight", "layer.weight_ih_l0", "layer.weight_ih_l1_reverse")
 def lstm_of_two_directions_and_layers() -> Case:
     return _read(nn.LSTM(8, 6, num_layers=2, bidirectional=True, batch_first=True), 12)
 
 
-@case("a.weight")
+@case("a.weight", "layer.weight_ih_l0")
 def gru() -> Case:
     return _read(nn.GRU(8, 6, batch_first=True), 6)
 
 
-@case("a.weight")
+@case("a.weight", "layer.weight_ih_l0", "layer.weight_ih_l0_reverse")
+def gru_of_two_directions() -> Case:
+    return _read(nn.GRU(8, 6, bidirectional=True), 12)
+
+
+@case("a.weight", "layer.weight_ih_l0")
 def plain_rnn() -> Case:
     return _read(nn.RNN(8, 6, batch_first=True), 6)
+
+
+@case("a.weight", "layer.weight_ih_l1")
+def rnn_with_relu() -> Case:
+    return _read(nn.RNN(8, 6, 2, nonlinearity="relu", bias=False), 6)
+
+
+def _loop(cell: nn.Module) -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        state = None
+        for step in net.a(x).relu().unbind(1):
+            state = net.cell(step, state)
+        return net.out(state[0] if isinstance(state, tuple) else state)
+
+    return Net(forward, a=nn.Linear(6, 8), cell=cell, out=nn.Linear(7, 3)), tokens()
+
+
+@case("a.weight", "cell.weight_ih")
+def lstm_cell_that_makes_its_state() -> Case:
+    return _loop(nn.LSTMCell(8, 7))
+
+
+@case("a.weight", "cell.weight_ih")
+def gru_cell_that_makes_its_state() -> Case:
+    return _loop(nn.GRUCell(8, 7))
+
+
+@case("a.weight", "layer.weight_ih_l0")
+def state_of_the_layers_own_size() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.out(net.layer(net.a(x), torch.zeros(1, x.shape[1], net.layer.hidden_size, dtype=x.dtype))[0])
+
+    return Net(forward, a=nn.Linear(6, 8), layer=nn.GRU(8, 6), out=nn.Linear(6, 3)), tokens()
+
+
+class _Counted(nn.Module):
+    """A recurrence with its size in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 7
+        self.a, self.h, self.out = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], self.width)
+        for step in x.unbind(1):
+            state = (self.a(step) + self.h(state)).tanh()
+        return self.out(state)
+
+
+@case("a.weight", "h.weight")
+def state_of_a_remembered_size() -> Case:
+    return _Counted(), tokens()
 
 
 @case("a.weight")

@@ -147,6 +147,37 @@ def test_the_users_own_model(how: str, tmp_path: Path) -> None:
     assert dense.first.out_features == 8
 
 
+class Growing(nn.Module):
+    """Positions kept in a buffer, made anew when the input has another length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("places", torch.zeros(1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.places) != x.shape[1]:
+            self.places = torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10
+        return self.last(self.first(x + self.places).relu())
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_buffer_that_forward_makes_anew(before: bool, tmp_path: Path) -> None:
+    dense, example = randomised(Growing()).eval(), (torch.randn(2, 5, 6),)
+    if before:  # the size of its input is in the dense model already, and not in what `Growing()` makes
+        dense(*example)
+    plan = settled_plan(dense, example)
+    small = compact(dense, plan)
+    save(tmp_path / "new", small, plan, input_shapes=[[2, 5, 6]])
+    small(*example)
+    save(tmp_path / "used", small, plan, input_shapes=[[2, 5, 6]])
+    for folder in ("new", "used"):
+        loaded = load(tmp_path / folder, Growing)
+        with torch.no_grad():
+            assert torch.equal(loaded(*example), small(*example))
+            assert torch.equal(loaded(example[0][:, :3]), small(example[0][:, :3]))
+
+
 def test_a_factory_that_looks_at_its_weights(tmp_path: Path) -> None:
     class Looking(Tied):
         def __init__(self) -> None:

@@ -54,7 +54,10 @@ def convolution(flow: Flow, call: Call) -> None:
     """Plain, grouped, depthwise and transposed convolution in any number of spatial axes."""
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
     transposed, groups = bool(call.arg(6, "transposed", False)), int(call.arg(8, "groups", 1))
-    flow.lock([f for f in flow.fields(source) if set(f.span) - {0, 1}], "labels on the axes a convolution slides over")
+    still = [axis for axis in range(2, source.dim()) if _stands_still(call, axis - 2)]
+    beside = [field for field in flow.fields(source) if field.span and set(field.span) <= set(still)]
+    sliding = [field for field in flow.fields(source) if set(field.span) - {0, 1} and field not in beside]
+    flow.lock(sliding, "labels on the axes a convolution slides over")
     for axis in range(2, weight.dim()):
         flow.fix(flow.on_axis(weight, axis, "labels over a kernel's positions")[0])
     rows = whole_rows(flow, source)
@@ -68,9 +71,9 @@ def convolution(flow: Flow, call: Call) -> None:
     flow.add_macs(float(positions * kernel * int(np.prod(sizes))), factors)
 
     consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
-    if x is not None and not (x_zero or zero):
-        flow.lock([x], NOT_ZERO)
     by_groups = groups > 1 and whole_groups(groups, source.shape[1] // groups)
+    if x is not None and not (x_zero or zero or by_groups):  # whole groups are summed over with nothing else
+        flow.lock([x], NOT_ZERO)
     if groups == 1:
         flow.join(x, consumer, FIXED_PARTNER)
         out = producer
@@ -82,12 +85,19 @@ def convolution(flow: Flow, call: Call) -> None:
     b, b_zero = flow.on_axis(bias, 0, "labels of a bias")
     if bias is not None:
         out = flow.join(out, b, FIXED_PARTNER)
-    produced_zero = (second_zero if transposed else first_zero) or by_groups
+    produced_zero = first_zero or x_zero if by_groups else second_zero if transposed else first_zero
     channels = [] if out is None else [along(out, 1, call.out.dim())]
     flow.set(call.out, [
-        *(Field(row.labels, row.zero and bias is None) for row in rows),
+        *(Field(field.labels, field.zero and bias is None) for field in (*rows, *beside)),
         *(Field(labels, produced_zero and (bias is None or b_zero)) for labels in channels),
     ])  # fmt: skip
+
+
+def _stands_still(call: Call, index: int) -> bool:
+    """Whether a convolution leaves an axis alone: its kernel has one position there, and it neither skips nor pads."""
+    stride, padding = call.args[3], call.args[4]
+    step, added = (given[index if len(given) > 1 else 0] for given in (stride, padding))
+    return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
 
 
 def whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
@@ -96,7 +106,9 @@ def whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
     Those that lie on channels too are tied along them, so that whole rows go.
     """
     fields = flow.fields(source)
-    joint = {id(field): field.with_labels(flow.union.tie(field.labels, [1])) for field in fields if field.span == (0, 1)}
+    joint = {
+        id(field): field.with_labels(flow.union.tie(field.labels, [1])) for field in fields if field.span == (0, 1)
+    }
     flow.set(source, [joint.get(id(field), field) for field in fields])
     return [joint.get(id(field), field) for field in fields if field.span in ((0,), (0, 1))]
 

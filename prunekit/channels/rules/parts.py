@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from prunekit.channels.constraints import EqualParts
+from prunekit.channels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.rules.pointwise import aligned
 from prunekit.channels.rules.registry import Call, rule
@@ -75,8 +75,10 @@ def concatenate(flow: Flow, call: Call) -> None:
         return
     columns: list[Labels] = []
     zero = True
+    joint = _joint(flow, tensors, axis)
     for tensor in tensors:
-        labels, is_zero = flow.on_axis(tensor, axis, "concatenated along an axis that is labelled jointly with another")
+        reason = "concatenated along an axis that is labelled jointly with another"
+        labels, is_zero = flow.on_axis(tensor, axis, reason, beside=joint)
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
     shape = [1] * call.out.dim()
@@ -84,7 +86,22 @@ def concatenate(flow: Flow, call: Call) -> None:
     joined = Field(np.concatenate(columns).reshape(shape), zero)
     one = [tuple(1 if a == axis else size for a, size in enumerate(tensor.shape)) for tensor in tensors]
     others = [[field for field in flow.fields(tensor) if axis not in field.span] for tensor in tensors]
-    flow.set(call.out, [*([joined] if joined.labels.any() else []), *_common(flow, one, others)])
+    flow.set(call.out, [*([joined] if joined.labels.any() else []), *joint.values(), *_common(flow, one, others)])
+
+
+def _joint(flow: Flow, tensors: Sequence[Any], axis: int) -> dict[tuple[int, ...], Field]:
+    """By span the fields that lie on an axis and on others in all of the tensors: concatenated like the values."""
+    parts = [
+        {field.span: field for field in flow.fields(t) if axis in field.span and len(field.span) > 1} for t in tensors
+    ]
+    result = {}
+    for span in parts[0] if parts else ():
+        if all(span in fields for fields in parts):
+            fields = [own[span] for own in parts]
+            labels = np.concatenate([field.labels for field in fields], axis)
+            flow.constraints.append(Rectangle(np.moveaxis(labels, axis, -1).reshape(-1, labels.shape[axis])))
+            result[span] = Field(labels, all(field.zero for field in fields))
+    return result
 
 
 def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]) -> list[Field]:
