@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.tracing import Operator, Run, Trace, trace_model
+from prunekit.channels.operators import Operator, Run
+from prunekit.channels.tracing import Trace, trace_model
 from prunekit.errors import ModelError
 from prunekit.nested import map_tensors, tensors_in
 

@@ -18,9 +18,9 @@ from prunekit.channels.decisions import Decision, decision, without_chance
 from prunekit.channels.differences import TOLERANCE, relative_difference
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.narrowed import NarrowNorms
+from prunekit.channels.operators import Operator, Run, is_counted
 from prunekit.channels.precision import Precision
 from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
-from prunekit.channels.tracing import Operator, Run, is_counted
 from prunekit.errors import ModelError
 from prunekit.nested import gather
 

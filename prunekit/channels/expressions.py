@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels.labels import Field, Labels
+from prunekit.channels.operators import Operator
 from prunekit.channels.places import Place, method_of, place_of
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.sites import (
@@ -23,7 +24,6 @@ from prunekit.channels.sites import (
     shape_attribute,
     slice_of_axis,
 )
-from prunekit.channels.tracing import Operator
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,12 @@ import torch
 from torch import nn
 
 from prunekit.channels.constraints import Constraint, LockRecord, Nested
+from prunekit.channels.costs import MacTerm
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
 MEETS_FIXED = "meets a tensor whose size along this axis does not depend on any parameter"
-
-
-@dataclass(frozen=True, eq=False)
-class MacTerm:
-    """Multiply-accumulates of one operator for one sample: `constant` times the kept labels of every factor."""
-
-    module: str
-    operator: str
-    constant: float
-    factors: tuple[Labels, ...]
 
 
 class Flow:

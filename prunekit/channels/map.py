@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.constraints import EqualParts, LockRecord
-from prunekit.channels.flow import MacTerm
+from prunekit.channels.costs import MacTerm
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace

@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.channels.constraints import Crossed, EqualParts, LockRecord, Nested, Rectangle
 from prunekit.channels.copying import named_tensors
-from prunekit.channels.flow import MacTerm
+from prunekit.channels.costs import MacTerm
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved

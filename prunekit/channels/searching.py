@@ -20,8 +20,8 @@ from prunekit.channels.constraints import EqualParts
 from prunekit.channels.expressions import size_expressions
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.operators import Operator, Run
 from prunekit.channels.stated import StatedSizes
-from prunekit.channels.tracing import Operator, Run
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from prunekit.channels.constraints import LockRecord
 from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double, with_zeros
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
+from prunekit.channels.operators import Operator, Run
 from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.resolve import with_constraints, with_locks, with_sizes
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
-from prunekit.channels.tracing import Operator, Run
 from prunekit.context import seeded
 from prunekit.errors import ModelError, PlanError
 

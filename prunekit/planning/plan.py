@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from prunekit.artifacts import atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
-from prunekit.channels.flow import MacTerm
+from prunekit.channels.costs import MacTerm
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.norms import Norm

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from equivalence import Net, image
-from net_registry import Case, case, conv
+from net_registry import Case, case, conv, tokens
 from torch import Tensor, nn
 
 
@@ -102,3 +102,15 @@ def depthwise_behind_a_shift_of_all_channels() -> Case:
 
     parts = {"a": conv(3, 8), "b": conv(8, 16, groups=8), "c": conv(16, 5, 1)}
     return Net(forward, **parts, scale=nn.Parameter(torch.ones(1)), shift=nn.Parameter(torch.ones(1))), image()
+
+
+@case("a.weight", "b.weight")
+def tokens_of_several_scales_summed_by_a_convolution() -> Case:
+    """A kernel of one position that slides over the channels leaves them alone."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        both = torch.stack([net.a(x), net.b(x)], 1)
+        return net.head(net.sum(both).squeeze(1))
+
+    layers = {"a": nn.Linear(6, 12), "b": nn.Linear(6, 12), "sum": nn.Conv1d(2, 1, 1), "head": nn.Linear(12, 4)}
+    return Net(forward, **layers), (tokens()[0].flatten(0, 1),)

@@ -1,0 +1,57 @@
+"""The operators of a forward pass, as a trace records them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from prunekit.channels.labels import Field
+from prunekit.channels.sites import Site
+
+
+@dataclass(eq=False, slots=True)
+class Operator:
+    """One operator call of a run: where it ran, what went in, and the fields of its inputs and outputs."""
+
+    name: str
+    module: str
+    outputs: tuple[tuple[Field, ...], ...]
+    inputs: tuple[Field, ...]
+    counted: bool  # no view or plain copy, which a model needs or not depending on its widths; not of a substitute
+    call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
+    site: Site | None = None  # where the model's Python gave it sizes
+    owner: str = ""  # the module whose method that was
+
+
+_SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))
+
+
+def is_counted(func: Any, name: str) -> bool:
+    """Whether an operator has a number of its own in the trial: views and plain copies do not."""
+    return not func.is_view and name not in _SAME_VALUES
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """What decides how labels flow through a call, apart from the labels themselves."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.shape
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return [plain(arg) for arg in args], {k: plain(v) for k, v in kwargs.items()}, [out.shape for out in outs]
+
+
+@dataclass(eq=False)
+class Run:
+    """The operators of one forward pass, in order, and which of the examples it was for.
+
+    `repeats` says that it did exactly what the run before it did, label for label.
+    """
+
+    example: int
+    training: bool
+    repeats: bool = False
+    operators: list[Operator] = field(default_factory=list)
