@@ -68,7 +68,9 @@ def convolution(flow: Flow, call: Call) -> None:
     kernel = weight.shape[2:].numel()
     factors = [rows[0].labels.reshape(-1) if rows else None, first, second]
     sizes = [size for size, labels in zip((len(source), *weight.shape[:2]), factors, strict=True) if labels is None]
-    flow.add_macs(float(positions * kernel * int(np.prod(sizes))), factors)
+    aside = [field.labels.reshape(-1) for field in beside]
+    constant = positions * kernel * int(np.prod(sizes)) / float(np.prod([labels.size for labels in aside]))
+    flow.add_macs(constant, [*factors, *aside])
 
     consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
     by_groups = groups > 1 and whole_groups(groups, source.shape[1] // groups)
