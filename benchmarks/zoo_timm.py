@@ -1,5 +1,8 @@
 """timm: of every file of `timm.models` the smallest model by parameters, random weights, at its own image size.
 
+But at 224 pixels for those that are made for more than 384 and take any: in float64 on one thread they need minutes.
+Those that come without a classifier get one: else what they put out is the residual stream itself, which has to stay.
+
 Which is the smallest is kept in `zoo_timm_smallest.json`, because building some 1,400 models takes minutes; for another
 release of timm it is found again by
 
@@ -9,6 +12,7 @@ release of timm it is found again by
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import timm
@@ -17,6 +21,9 @@ from torch import nn
 from zoo_cases import Case, images
 
 SMALLEST = Path(__file__).with_name("zoo_timm_smallest.json")
+LARGEST, REDUCED = 384, 224
+"""Pixels along an image: the most that a model is checked with, and what it gets instead."""
+CLASSES = 1000
 
 
 def names() -> list[str]:
@@ -25,10 +32,15 @@ def names() -> list[str]:
 
 
 def build(name: str, side: int | None) -> Case:
-    """A model with random weights; images have the size it was made for, whatever `side` says."""
-    model = timm.create_model(name, pretrained=False)
-    channels, *size = model.pretrained_cfg["input_size"]
-    return Case(model, images(size[0], channels))
+    """A model with random weights; images have the size it was made for up to `LARGEST`, whatever `side` says."""
+    settings = timm.get_pretrained_cfg(name)
+    channels, side, _ = settings.input_size
+    arguments = {} if settings.num_classes else {"num_classes": CLASSES}
+    if side > LARGEST and not settings.fixed_input_size:
+        side = REDUCED
+        with suppress(TypeError):  # a constructor that does not ask: the model takes images of any size
+            return Case(timm.create_model(name, img_size=side, **arguments), images(side, channels))
+    return Case(timm.create_model(name, **arguments), images(side, channels))
 
 
 def smallest(module: str) -> str:

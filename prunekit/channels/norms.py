@@ -44,8 +44,8 @@ class NormWatch:
     """Decides, whenever a module of a traced model ends, what becomes of the statistics that were taken in it.
 
     A module is a norm if it can run by itself on the kept channels of one tensor: it has one input and one output
-    tensor with labels on single axes, in every call of it, and all its tensors are parameters of its own. Else what
-    went into the statistics is locked.
+    tensor with labels on single axes, in every call of it, and all its tensors are parameters, those of its parts not of
+    these channels: they work on the statistics, as in spatial attention. Else what went into them is locked.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -66,7 +66,9 @@ class NormWatch:
         if isinstance(found, str):
             self._refuse(path, found, taken or [])
             return
-        self.norms.setdefault(path, found)
+        if path not in self.norms:
+            self.norms[path] = found
+            self.flow.lock(_of_parts(module, self.flow), "works on statistics over channels")
         for (_, labels), (_, others) in zip(self.norms[path].axes, found.axes, strict=True):
             self.flow.union.merge(labels, others)
         result = gather(output)[0]
@@ -95,23 +97,37 @@ class NormWatch:
 def norm_of(module: nn.Module, flow: Flow, inputs: Any, output: Any) -> Norm | str:
     """The module's call as a norm, or why it cannot be one."""
     name = type(module).__name__
-    if any(True for _ in module.buffers()) or any(True for child in module.children() for _ in child.parameters()):
-        return f"{name} does more than normalise: it has buffers, or modules with parameters"
+    if any(True for _ in module.buffers()):
+        return f"{name} does more than normalise: it has buffers"
     sources, results = gather(inputs), gather(output)
     if len(sources) != 1 or len(results) != 1:
         return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each"
-    sides = [_axes(tensor, flow.fields(tensor)) for tensor in (*sources, *results)]
-    if not all(sides):
+    before, after = (_axes(tensor, flow.fields(tensor)) for tensor in (*sources, *results))
+    if not before or after is None:
         return f"{name} has no labels, or joint ones over several axes, on its input or its output"
-    return Norm(*sides)
+    norm = Norm(before, after)
+    channels, parts = (_classes(flow, part) for part in ([a for _, a in norm.axes], _of_parts(module, flow)))
+    if np.intersect1d(channels, parts).any():
+        return f"{name} does more than normalise: it has modules with parameters of these channels"
+    return norm
 
 
-def _axes(tensor: torch.Tensor, fields: Iterable[Field]) -> Axes:
-    """Labels by axis; empty where a field lies on several axes jointly."""
+def _of_parts(module: nn.Module, flow: Flow) -> list[Labels]:
+    """The labels of all parameters of a module's parts."""
+    parameters = (parameter for child in module.children() for parameter in child.parameters())
+    return [field.labels.reshape(-1) for parameter in parameters for field in flow.fields(parameter)]
+
+
+def _classes(flow: Flow, labels: Iterable[Labels]) -> Labels:
+    return flow.union.find(np.concatenate([np.zeros(1, dtype=np.int64), *labels]))
+
+
+def _axes(tensor: torch.Tensor, fields: Iterable[Field]) -> Axes | None:
+    """Labels by axis; None where a field lies on several axes jointly."""
     found = []
     for field in fields:
         if len(field.span) != 1:
-            return ()
+            return None
         axis = field.span[0]
         found.append((-1 if axis == tensor.dim() - 1 else axis, field.labels.reshape(-1)))
     return tuple(found)

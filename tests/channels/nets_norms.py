@@ -180,3 +180,37 @@ def in_place_on_views() -> Case:
         return net.b(y)
 
     return Net(forward, a=conv(3, 8), b=conv(8, 5, 1)), image()
+
+
+class SpatialAttention(nn.Module):
+    """Every position weighted by what its channels are on average and at most, as in CBAM (Woo et al., 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.Conv2d(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)  # (N, 2, H, W)
+        return x * self.weigh(known).sigmoid()
+
+
+class ChannelPool(nn.Module):
+    """The largest and the mean of all channels, which leaves two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((x.max(1)[0].unsqueeze(1), x.mean(1).unsqueeze(1)), 1)
+
+
+@case("0.weight")
+def spatial_attention() -> Case:
+    return nn.Sequential(conv(3, 8), SpatialAttention(), conv(8, 5, 1)), image()
+
+
+@case("a.weight")
+def pool_over_channels() -> Case:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        return net.c(y * net.b(net.pool(y)).sigmoid())
+
+    parts = {"a": conv(3, 8), "pool": ChannelPool(), "b": conv(2, 1, 3, padding=1), "c": conv(8, 5, 1)}
+    return Net(forward, **parts), image()

@@ -169,7 +169,8 @@ _ZERO_OF_ZEROS = frozenset(
     f"aten.{name}" for name in ["sum", "mean", "amax", "amin", "prod", "std", "var", "norm", "linalg_vector_norm"]
 )
 _STATISTICS = frozenset(
-    f"aten.{name}" for name in ["sum", "mean", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"]
+    f"aten.{name}"
+    for name in "sum mean amax amin max min var std var_mean std_mean norm linalg_vector_norm".split()
 )
 _REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any argmax argmin norm linalg_vector_norm"
 
