@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from operator import itemgetter
 
 import numpy as np
 from torch import nn
@@ -30,8 +32,15 @@ class Option:
     field: int
     axis: int
 
+    @property
+    def attribute(self) -> tuple[str, int | None]:
+        """Name, and position in it."""
+        return self.name, self.position
+
 
 Failure = tuple[Divergence, Run]
+_Reached = tuple[tuple[int, int], tuple[Option, ...], list[SizeAttribute], Failure]
+"""How far a choice of options got, the choice, what it sets, and where the models parted then."""
 Trial = tuple[float, Failure | None]
 
 
@@ -74,22 +83,38 @@ class SizeSearch:
         if path == failed[0].module and path not in operators:  # it only looks at sizes before it calls its parts
             operators = {**operators, path: within(path, failed[1])}
         options = list(self._options(path, operators.get(path, [])))
+        alone = self._greedily(path, failed, operators, options, at_once=(1, 2))
+        return alone or self._greedily(path, failed, operators, options, at_once=(2,))
+
+    def _greedily(
+        self,
+        path: str,
+        failed: Failure,
+        operators: Mapping[str, list[Operator]],
+        options: Sequence[Option],
+        *,
+        at_once: tuple[int, ...],
+    ) -> list[SizeAttribute]:
+        """Also two at once, where none gets further: a view may need the number of heads and their width."""
         found: list[SizeAttribute] = []
         while options:
-            trials = []
-            for option in options:
-                sizes = [*found, *self._everywhere(path, option, operators)]
+            trials: list[_Reached] = []
+            for chosen in (chosen for count in at_once for chosen in _apart(options, count)):
+                if len(chosen) > at_once[0] and any(trial[0] > self._progress(failed) for trial in trials):
+                    break
+                sizes = [*found, *(size for option in chosen for size in self._everywhere(path, option, operators))]
                 reached = self._tried(sizes)
                 if reached is None:
                     return sizes
-                trials.append((self._progress(reached), option, sizes, reached))
-            progress, option, sizes, reached = max(trials, key=lambda trial: trial[0])
-            if progress <= self._progress(failed):
+                trials.append((self._progress(reached), chosen, sizes, reached))
+            if not any(trial[0] > self._progress(failed) for trial in trials):
                 break
+            _, chosen, sizes, reached = max(trials, key=itemgetter(0))
             if reached[0].module not in (path, failed[0].module):
                 return sizes
-            failed, found = reached, sizes
-            options = [other for other in options if (other.name, other.position) != (option.name, option.position)]
+            failed, found, at_once = reached, sizes, (1, 2)
+            taken = {option.attribute for option in chosen}
+            options = [option for option in options if option.attribute not in taken]
         return []
 
     def _progress(self, failed: Failure) -> tuple[int, int]:
@@ -151,6 +176,13 @@ class SizeSearch:
                 if option.axis < labels.ndim and labels.shape[option.axis] == values[option.position or 0]:
                     found.append(SizeAttribute(other, option.name, option.position, _rows(labels, option.axis)))
         return found
+
+
+def _apart(options: Sequence[Option], count: int) -> Iterator[tuple[Option, ...]]:
+    """Options for so many different attributes."""
+    for chosen in combinations(options, count):
+        if len({option.attribute for option in chosen}) == count:
+            yield chosen
 
 
 def within(path: str, run: Run) -> list[Operator]:

@@ -17,6 +17,7 @@ from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
+from prunekit.channels.scale import DefaultScale
 from prunekit.channels.shortcut import run_on_meta
 from prunekit.channels.storages import Storages
 from prunekit.channels.substitutes import substitute_all
@@ -249,7 +250,8 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
-    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier):
+    scale = DefaultScale(flow, lambda: stack.current)
+    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier), scale:
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):

@@ -1,0 +1,46 @@
+"""Scales that torch derives from a width: they change with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from prunekit.channels.constraints import LockRecord
+from prunekit.channels.flow import Flow
+
+REASON = "scaled_dot_product_attention derives its scale from this width, as none is given"
+
+
+class DefaultScale(TorchFunctionMode):
+    """While active, queries and keys of attention without an explicit scale lose whole heads only.
+
+    Args:
+        flow: of the trace.
+        current: gives the path of the running module.
+    """
+
+    def __init__(self, flow: Flow, current: Callable[[], str]) -> None:
+        super().__init__()
+        self.flow, self.current = flow, current
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and kwargs.get("scale") is None:
+            given = {**dict(zip(("query", "key"), args, strict=False)), **kwargs}
+            for name in ("query", "key"):
+                self._fix_last_axis(given[name])
+        return func(*args, **kwargs)
+
+    def _fix_last_axis(self, tensor: torch.Tensor) -> None:
+        last = tensor.dim() - 1
+        for field in self.flow.fields(tensor):
+            if last in field.span:
+                labels = field.labels.reshape(-1)
+                joint = field.span != (last,)
+                self.flow.locks.append(
+                    LockRecord(REASON, self.current(), "aten.scaled_dot_product_attention", labels, positions=joint)
+                )
