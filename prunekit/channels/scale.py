@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.flow import Flow
+from prunekit.channels.running import ModuleStack
 
 REASON = "scaled_dot_product_attention derives its scale from this width, as none is given"
 
@@ -20,12 +20,12 @@ class DefaultScale(TorchFunctionMode):
 
     Args:
         flow: of the trace.
-        current: gives the path of the running module.
+        stack: knows which module runs.
     """
 
-    def __init__(self, flow: Flow, current: Callable[[], str]) -> None:
+    def __init__(self, flow: Flow, stack: ModuleStack) -> None:
         super().__init__()
-        self.flow, self.current = flow, current
+        self.flow, self.stack = flow, stack
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,5 +42,5 @@ class DefaultScale(TorchFunctionMode):
                 labels = field.labels.reshape(-1)
                 joint = field.span != (last,)
                 self.flow.locks.append(
-                    LockRecord(REASON, self.current(), "aten.scaled_dot_product_attention", labels, positions=joint)
+                    LockRecord(REASON, self.stack.current, "aten.scaled_dot_product_attention", labels, positions=joint)
                 )

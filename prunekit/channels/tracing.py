@@ -250,8 +250,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
-    scale = DefaultScale(flow, lambda: stack.current)
-    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier), scale:
+    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier), DefaultScale(flow, stack):
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):
