@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.scale import FUSED
 
 Values = dict[str, dict[str, Any]]
 """Module path -> attribute -> an integer, or a list or tuple of them."""
@@ -23,7 +24,10 @@ def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> V
     for size in sizes:
         own = values.setdefault(size.module, {})
         old = own.get(size.name, getattr(model.get_submodule(size.module), size.name))
-        own[size.name] = _with_element(old, size.position, size.kept(keep))
+        kept = size.kept(keep)
+        own[size.name] = (
+            old and kept == len(size.labels) if size.name == FUSED else _with_element(old, size.position, kept)
+        )
     return values
 
 
@@ -32,7 +36,7 @@ def _with_element(old: Any, position: int | None, value: int) -> Any:
 
 
 def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Sets attributes in place.
+    """Sets attributes in place: integers, and whether timm's attention is fused.
 
     Raises:
         KeyError: there is no such module, or it has no such attribute of integers.
@@ -43,6 +47,9 @@ def set_attributes(model: nn.Module, values: Mapping[str, Mapping[str, Any]]) ->
         own = modules[path].__dict__
         for name, value in named.items():
             old = own[name]
+            if name == FUSED and type(old) is type(value) is bool:
+                own[name] = value
+                continue
             if integers(old) is None:
                 raise KeyError(f"{path}.{name}")
             new = type(old)(value) if isinstance(value, (list, tuple)) and type(old) is not int else value

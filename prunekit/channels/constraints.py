@@ -67,11 +67,13 @@ class Contracted:
         labels: (positions, heads).
         part: what is left, (heads,): labels of its own.
         zero: whether what is removed is exactly zero; else no position may go.
+        module: where.
     """
 
     labels: Labels
     part: Labels
     zero: bool
+    module: str
 
 
 Constraint = Rectangle | EqualParts | Crossed | Nested | Contracted

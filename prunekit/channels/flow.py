@@ -34,6 +34,7 @@ class Flow:
 
     Attributes:
         substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
+        unfused: the same of modules that compute by operators what they would let one kernel do.
         module, operator: what runs now.
     """
 
@@ -46,6 +47,7 @@ class Flow:
         self.count_macs = True
         self.batch = 1
         self.substituted: set[str] = set()
+        self.unfused: set[str] = set()
         self.module = ""
         self.operator = ""
 
@@ -225,7 +227,7 @@ class Flow:
         values, index = np.unique(first, return_inverse=True)
         part = self.union.new(values.size)[index].reshape(first.shape)
         labels = np.moveaxis(field.labels, axes, range(len(axes))).reshape(-1, part.size)
-        self.constraints.append(Contracted(labels, part.reshape(-1), field.zero))
+        self.constraints.append(Contracted(labels, part.reshape(-1), field.zero, self.module))
         return part
 
     def _lift(self, tensor: torch.Tensor, axes: str, joint: str) -> tuple[Shape, list[Field]]:

@@ -48,6 +48,8 @@ class ChannelGroup:
 class SizeAttribute:
     """An integer attribute of a module that is the size of a labelled axis, or one element of a list or tuple of such.
 
+    Or a flag that is only right while the axis has its size, see `channels.scale`.
+
     `labels` has a row for each position of the axis, (size, n): a position is left if any of its labels is.
     """
 

@@ -15,12 +15,21 @@ from prunekit.channels.joint import numbered
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
+from prunekit.channels.scale import FUSED
 from prunekit.channels.tracing import Trace
 
 
 def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
     """Resolves a trace of a model into its channel map."""
-    return build(trace, [], {name: tuple(tensor.shape) for name, tensor in named_tensors(model)})
+    return build(trace, [], {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}, _fused(trace))
+
+
+def _fused(trace: Trace) -> tuple[SizeAttribute, ...]:
+    """Attributes that have to change where queries and keys lose positions: the scale would follow from their width."""
+    contracted = (part for part in trace.flow.constraints if isinstance(part, Contracted))
+    return tuple(
+        SizeAttribute(part.module, FUSED, None, part.labels) for part in contracted if part.module in trace.flow.unfused
+    )
 
 
 def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> ChannelMap:

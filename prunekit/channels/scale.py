@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -13,6 +14,19 @@ from prunekit.channels.flow import Flow
 from prunekit.channels.running import ModuleStack
 
 REASON = "scaled_dot_product_attention derives its scale from this width, as none is given"
+
+
+FUSED = "fused_attn"
+"""Attribute of timm's attention modules: whether they call torch's attention, or do the same by operators, and with a
+scale that is an attribute of theirs."""
+
+
+def unfuse(model: nn.Module) -> set[str]:
+    """Sets it to False wherever it is True, in place; returns where."""
+    found = {path for path, module in model.named_modules() if vars(module).get(FUSED) is True}
+    for path in found:
+        setattr(model.get_submodule(path), FUSED, False)
+    return found
 
 
 class DefaultScale(TorchFunctionMode):

@@ -83,8 +83,11 @@ class SizeSearch:
         if path == failed[0].module and path not in operators:  # it only looks at sizes before it calls its parts
             operators = {**operators, path: within(path, failed[1])}
         options = list(self._options(path, operators.get(path, [])))
-        alone = self._greedily(path, failed, operators, options, at_once=(1, 2))
-        return alone or self._greedily(path, failed, operators, options, at_once=(2,))
+        at_once = (1, 2) if path == failed[0].module else (1,)
+        found, tempting = self._greedily(path, failed, operators, options, at_once=at_once)
+        if not found and tempting and 2 in at_once:
+            found, _ = self._greedily(path, failed, operators, options, at_once=(2,))
+        return found
 
     def _greedily(
         self,
@@ -94,9 +97,13 @@ class SizeSearch:
         options: Sequence[Option],
         *,
         at_once: tuple[int, ...],
-    ) -> list[SizeAttribute]:
-        """Also two at once, where none gets further: a view may need the number of heads and their width."""
+    ) -> tuple[list[SizeAttribute], bool]:
+        """Also two at once, where none gets further: a view may need the number of heads and their width.
+
+        Returns what was found, and whether an attribute alone got further at first.
+        """
         found: list[SizeAttribute] = []
+        tempting = False
         while options:
             trials: list[_Reached] = []
             for chosen in (chosen for count in at_once for chosen in _apart(options, count)):
@@ -105,17 +112,18 @@ class SizeSearch:
                 sizes = [*found, *(size for option in chosen for size in self._everywhere(path, option, operators))]
                 reached = self._tried(sizes)
                 if reached is None:
-                    return sizes
+                    return sizes, tempting
                 trials.append((self._progress(reached), chosen, sizes, reached))
             if not any(trial[0] > self._progress(failed) for trial in trials):
                 break
             _, chosen, sizes, reached = max(trials, key=itemgetter(0))
             if reached[0].module not in (path, failed[0].module):
-                return sizes
-            failed, found, at_once = reached, sizes, (1, 2)
+                return sizes, tempting
+            tempting |= len(chosen) == 1
+            failed, found, at_once = reached, sizes, tuple(sorted({1, *at_once}))
             taken = {option.attribute for option in chosen}
             options = [option for option in options if option.attribute not in taken]
-        return []
+        return [], tempting
 
     def _progress(self, failed: Failure) -> tuple[int, int]:
         return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].after

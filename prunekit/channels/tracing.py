@@ -17,7 +17,7 @@ from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
 from prunekit.channels.rules import COUNTED, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
-from prunekit.channels.scale import DefaultScale
+from prunekit.channels.scale import DefaultScale, unfuse
 from prunekit.channels.shortcut import run_on_meta
 from prunekit.channels.storages import Storages
 from prunekit.channels.substitutes import substitute_all
@@ -117,7 +117,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._apply(name, args, kwargs, out, before)
             self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
-        counted = is_counted(func, name) and flow.module not in flow.substituted
+        counted = is_counted(func, name) and flow.module not in flow.substituted | flow.unfused
         operator = Operator(name, flow.module, fields, before, counted, call)
         self.run.operators.append(operator)
         self.storages.note(operator, target, inputs, outs)
@@ -190,7 +190,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
     clone = with_tensors(model, stand_ins)
     flow = Flow()
-    flow.substituted = substitute_all(clone)
+    flow.substituted, flow.unfused = substitute_all(clone), unfuse(clone)
     fresh = flow.union.new(sum(sum(tensor.shape) for tensor in stand_ins.values()))
     labels = {}
     for name, tensor in named_tensors(clone):

@@ -160,7 +160,8 @@ class _Trial:
         culprit = operators.get(divergence.key) if divergence.operator else None
         if culprit is not None:
             before = run.operators[: run.operators.index(culprit) + 1]
-            candidates = [[operator] for operator in reversed(before)]
+            unfused = self._unfused(before)
+            candidates = [*([unfused] if unfused else []), *([operator] for operator in reversed(before))]
         else:
             inside = [operator for operator in run.operators if operator.module == divergence.module]
             parts = [[operator] for operator in within(divergence.module, run)]
@@ -171,10 +172,20 @@ class _Trial:
                 reason = (
                     f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
                 )
-                _, *positions = self.channel_map.deciding(final)
-                first = not all(self.keep[label].all() for label in positions)  # heads may then be no problem
+                first = self._loses_positions(final)  # heads may then be no problem
                 return LockRecord(reason, divergence.module, divergence.operator, labels, positions=first)
         return None
+
+    def _loses_positions(self, final: Labels) -> bool:
+        _, *positions = self.channel_map.deciding(final)
+        return not all(self.keep[labels].all() for labels in positions)
+
+    def _unfused(self, before: list[Operator]) -> list[Operator]:
+        """The last attention before a difference, if positions go there, and what it computes was not compared."""
+        paths = self.channel_map.traced.trace.flow.unfused
+        path = next((operator.module for operator in reversed(before) if operator.module in paths), None)
+        inside = [operator for operator in before if operator.module == path]
+        return inside if self._loses_positions(self.channel_map.traced.final[_labels_at(inside)]) else []
 
 
 def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergence]:
