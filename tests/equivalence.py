@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap, trace
+from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.trial import settle
@@ -142,6 +143,13 @@ def parity(model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> float:
     inputs = doubled(example)
     with NarrowNorms(masked, plan.channel_map, plan.keep):
         return difference(masked(*inputs), small(*inputs))
+
+
+def heads_and_positions(kept: Labels, depth: int) -> tuple[list[int], list[int]]:
+    """Which heads of a width are left, and which positions in each of them; the same in all."""
+    heads, positions = np.unique(kept // depth), np.unique(kept % depth)
+    assert np.array_equal(kept, (heads[:, None] * depth + positions).reshape(-1))
+    return heads.tolist(), positions.tolist()
 
 
 def settled_plan(model: nn.Module, example: tuple[Any, ...], seed: int = 0, share: float = 1 / 3) -> Plan:

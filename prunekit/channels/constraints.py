@@ -9,12 +9,13 @@ from prunekit.channels.labels import Labels
 
 @dataclass(frozen=True, eq=False)
 class LockRecord:
-    """Labels that must stay, and why."""
+    """Labels that must stay, and why; with `positions`, whole heads of them may go, but no position in the heads."""
 
     reason: str
     module: str
     operator: str
     labels: Labels
+    positions: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,4 +57,23 @@ class Nested:
     matched: bool
 
 
-Constraint = Rectangle | EqualParts | Crossed | Nested
+@dataclass(frozen=True, eq=False)
+class Contracted:
+    """A field was summed over some of its axes, as queries and keys are over the positions in each head.
+
+    A head goes with all its labels, and then what is left of it goes too; or a position goes, in all heads.
+
+    Attributes:
+        labels: (positions, heads).
+        part: what is left, (heads,): labels of its own.
+        zero: whether what is removed is exactly zero; else no position may go.
+        module: where.
+    """
+
+    labels: Labels
+    part: Labels
+    zero: bool
+    module: str
+
+
+Constraint = Rectangle | EqualParts | Crossed | Nested | Contracted

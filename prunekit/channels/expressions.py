@@ -10,18 +10,16 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from torch import nn
 
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.operators import Operator
-from prunekit.channels.places import Place, method_of, place_of
+from prunekit.channels.places import Place, place_of
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.sites import (
     expression_at,
     is_unscaled_attention,
     parts_argument,
     shape_arguments,
-    shape_attribute,
     slice_of_axis,
 )
 
@@ -40,18 +38,15 @@ class SizeExpression:
     decides: Labels
 
 
-def size_expressions(cls: type[nn.Module], operator: Operator, varying: Container[int]) -> Iterator[SizeExpression]:
-    """The sizes in the expression that called an operator, where it stands in a method of a class.
+def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[SizeExpression]:
+    """The sizes in the expression that called an operator, where it stands in a method of a module.
 
     Args:
         varying: axes of the operator's first result whose sizes depend on the input; these are left alone.
     """
     site = operator.site
-    method = site and method_of(cls, site.code.co_name)
-    if site is None or not method or method[1].__code__ is not site.code:
-        return
-    node = expression_at(site)
-    if node is None:
+    node = None if site is None else expression_at(site)
+    if site is None or node is None:
         return
     name = operator.name.removeprefix("aten.")
     if name == "mul":
@@ -61,7 +56,7 @@ def size_expressions(cls: type[nn.Module], operator: Operator, varying: Containe
     found = list(sizes(operator, node))
     whole = not any(position is not None and axis in varying for axis, _, position, _ in found)
     for axis, expression, position, labels in found if whole else ():
-        place = place_of(site.code, expression)
+        place = place_of(site.method, expression)
         if axis not in varying and place is not None and labels.size:
             if name == "mul":
                 yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
@@ -79,18 +74,12 @@ def _of_shape(operator: Operator, node: ast.expr) -> Iterator[Sized]:
     for left, right in axis_groups(old, new) if operator.name != "aten.expand" else ():
         spans = [axis for field in operator.inputs for axis in field.span if axis in left]
         linked |= set(right) if spans else set()
-    whole = shape_attribute(node)
-    if whole is not None:
-        for axis, size in enumerate(new):
-            rows = _rows(operator.outputs[0], axis)
-            yield axis, whole, axis, np.zeros((size, 1), dtype=np.int64) if rows is None else rows
-        return
-    for axis, expression in shape_arguments(node, len(new)):
+    for axis, expression, position in shape_arguments(node, len(new)):
         rows = _rows(operator.outputs[0], axis)
-        if rows is None and axis in linked and not isinstance(expression, ast.Constant):
+        if rows is None and (position is not None or (axis in linked and not isinstance(expression, ast.Constant))):
             rows = np.zeros((new[axis], 1), dtype=np.int64)
         if rows is not None and not _is_rest(expression):
-            yield axis, expression, None, rows
+            yield axis, expression, position, rows
 
 
 def _of_split(operator: Operator, node: ast.expr) -> Iterator[Sized]:

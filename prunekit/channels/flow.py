@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.channels.constraints import Constraint, LockRecord, Nested
+from prunekit.channels.constraints import Constraint, Contracted, LockRecord, Nested
 from prunekit.channels.costs import MacTerm
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion
 
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
+Fields = set[Field]
 MEETS_FIXED = "meets a tensor whose size along this axis does not depend on any parameter"
 
 
@@ -138,17 +139,15 @@ class Flow:
             others_zero: False when something that is not a tensor (a number) is added as well.
         """
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
-        gone = set()  # locked here: further on they would only tie others
+        done: set[Field] = set()
         for index, (_, fields) in enumerate(operands):
             for field in fields:
                 for other in range(len(operands)):
-                    if other != index and self._meet(
-                        field, operands[index], operands[other], shape, forward=other > index
-                    ):
-                        gone.add(field)
+                    if other != index:
+                        done |= self._meet(field, operands[index], operands[other], shape, forward=other > index)
         by_span: dict[tuple[int, ...], dict[int, list[Field]]] = {}
         for index, (_, fields) in enumerate(operands):
-            for field in (field for field in fields if field not in gone):
+            for field in (field for field in fields if field not in done):
                 by_span.setdefault(field.span, {}).setdefault(index, []).append(field)
         result = []
         for parts in by_span.values():
@@ -160,36 +159,43 @@ class Flow:
                 result.append(Field(field.labels, zero))
         return result
 
-    def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> bool:
-        """Merges a field with those of another operand; where that has none there, locks it and says so."""
+    def _meet(self, field: Field, own: Operand, other: Operand, shape: Shape, *, forward: bool) -> Fields:
+        """Merges a field with those of another operand, or locks it where that has none.
+
+        Returns fields that say nothing more: locked ones, and those of the other that this one says all about.
+        """
         full = tuple(axis for axis in field.span if other[0][axis] == shape[axis])
         if not full:
-            return False
+            return set()
         overlapping = [match for match in other[1] if set(match.span) & set(full)]
         if overlapping:
-            self._match(field, own, overlapping, full, forward=forward)
-        elif len(full) < len(field.span):
+            return self._match(field, own, overlapping, full, forward=forward)
+        if len(full) < len(field.span):
             self.union.tie(field.labels, full)
         else:
             self.lock([field], MEETS_FIXED)
-            return True
-        return False
+            return {field}
+        return set()
 
     def _match(
         self, field: Field, own: Operand, overlapping: Sequence[Field], full: Sequence[int], *, forward: bool
-    ) -> None:
+    ) -> Fields:
         """Of two fields the wider one decides, whichever operand it is on; else the first operand's."""
         alike = [match for match in overlapping if match.span == field.span]
         if forward and (len(alike) == 1 or not any(self.union.equal(field.labels, match.labels) for match in alike)):
             for match in alike:
                 self.union.merge(field.labels, match.labels)
         covered = {axis for match in overlapping for axis in match.span} >= set(full)
+        nested: set[Field] = set()
         for match in overlapping:
             wider = set(field.span) > set(match.span)
             if wider and covered:
-                self._nest(field, match, matched=any(beside.span == match.span for beside in own[1]))
+                matched = any(beside.span == match.span for beside in own[1])
+                self._nest(field, match, matched=matched)
+                nested |= set() if matched else {match}
             elif wider or (forward and not set(field.span) <= set(match.span)):
                 self.union.merge(field.labels, match.labels)
+        return nested
 
     def _nest(self, wide: Field, part: Field, *, matched: bool) -> None:
         others = [axis for axis in wide.span if axis not in part.span]
@@ -216,11 +222,24 @@ class Flow:
                 self.lock([field], "sums over values that are not exactly zero where the channel is removed")
             if contracted == field.span:
                 continue
-            labels = self.union.tie(field.labels, contracted) if contracted else field.labels
+            batched = all(joint[axis] in left_axes and joint[axis] in right_axes for axis in field.span)
+            labels = self._summed(field, contracted) if contracted or batched else field.labels
             order = [joint.index(letter) for letter in out_axes]
             rest = [axis for axis in range(len(joint)) if axis not in order]
             kept.append(Field(np.transpose(labels, order + rest).reshape([labels.shape[a] for a in order]), field.zero))
         return kept
+
+    def _summed(self, field: Field, axes: Sequence[int]) -> Labels:
+        """Labels of what is left of a field summed over some of its axes, with those reduced to size 1.
+
+        Heads whose positions hang together already are summed over no axis that the field has.
+        """
+        first = field.labels[tuple(slice(1) if axis in axes else slice(None) for axis in range(field.labels.ndim))]
+        values, index = np.unique(first, return_inverse=True)
+        part = self.union.new(values.size)[index].reshape(first.shape)
+        labels = np.moveaxis(field.labels, axes, range(len(axes))).reshape(-1, part.size)
+        self.constraints.append(Contracted(labels, part.reshape(-1), field.zero, self.module))
+        return part
 
     def _lift(self, tensor: torch.Tensor, axes: str, joint: str) -> tuple[Shape, list[Field]]:
         def lifted(shape: Sequence[int]) -> list[int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.constraints import EqualParts, LockRecord
 from prunekit.channels.costs import MacTerm
+from prunekit.channels.joint import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace
@@ -73,6 +74,8 @@ class ChannelMap:
         activations: (module path, "input" or "output", call) -> labels along that activation's channel axis.
         sizes: attributes of modules that a trial found to be sizes.
         norms: module path -> over which labels the module takes statistics; masked runs let it see kept ones only.
+        joint: labels that two others decide on, which lie on the same axes: (n, 3), rows of the label itself, that of
+            its whole head, and that of its position in all heads; it is kept if both are. They are in no group.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -85,6 +88,25 @@ class ChannelMap:
     source: Resolved | None
     norms: Mapping[str, Norm] = field(default_factory=dict)
     sizes: tuple[SizeAttribute, ...] = ()
+    joint: Labels = field(default_factory=NOT_JOINT.copy)
+
+    def completed(self, keep: Keep) -> Keep:
+        """A choice among the labels of the groups, bool (n_labels,), with what follows from it for joint labels."""
+        result = keep.copy()
+        result[self.joint[:, 0]] = keep[self.joint[:, 1]] & keep[self.joint[:, 2]]
+        return result
+
+    def deciding(self, labels: Labels) -> list[Labels]:
+        """The labels of the groups that decide on given ones: one array in their shape, or two where some are joint.
+
+        0 in the second for labels that one decides on.
+        """
+        first, second = (choice[labels] for choice in self._choices)
+        return [first, second] if second.any() else [first]
+
+    @cached_property
+    def _choices(self) -> tuple[Labels, Labels]:
+        return deciders(self.n_labels, self.joint)
 
     def macs(self, keep: Keep | None = None) -> int:
         """Multiply-accumulates for one sample with the labels in `keep` (bool, (n_labels,)); dense without."""
@@ -160,24 +182,33 @@ class Resolved:
     final: Labels
 
 
-def group_labels(labels: Mapping[str, tuple[Labels | None, ...]], n_labels: int) -> tuple[ChannelGroup, ...]:
-    """Groups free labels by the set of (name, axis) on which they lie, by partition refinement."""
+def group_labels(
+    labels: Mapping[str, tuple[Labels | None, ...]], n_labels: int, joint: Labels = NOT_JOINT
+) -> tuple[ChannelGroup, ...]:
+    """Groups free labels by the set of (name, axis) on which they lie, by partition refinement.
+
+    Where a label is joint, those that decide on it lie there, whole heads apart from positions in them.
+    """
     alike: dict[bytes, tuple[Labels, list[Slot]]] = {}
     for name, axes in labels.items():
         for index, axis in enumerate(axes):
             if axis is not None:
                 alike.setdefault(axis.tobytes(), (axis, []))[1].append((name, index))
     group = np.zeros(n_labels, dtype=np.int64)
-    slots: list[tuple[Slot, ...]] = [()]
+    group[joint[:, 2]] = 1
+    first, second = deciders(n_labels, joint)
+    slots: list[tuple[Slot, ...]] = [(), ()]
     for axis, on in alike.values():
-        members = np.unique(axis)
+        members = np.union1d(first[axis], second[axis])
         old, position = np.unique(group[members], return_inverse=True)
         group[members] = len(slots) + position
         slots += [(*slots[which], *on) for which in old]
-    group[0] = -1  # locked labels are in no group, whatever axes they lie on
+    group[0] = group[joint[:, 0]] = -1  # locked labels are in no group, whatever axes they lie on
     result: list[ChannelGroup] = []
     taken: Counter[str] = Counter()
-    for which, _ in sorted(zip(*np.unique(group[1:], return_index=True), strict=True), key=lambda pair: pair[1]):
+    for which, _ in sorted(zip(*np.unique(group, return_index=True), strict=True), key=lambda pair: pair[1]):
+        if which < 0:
+            continue
         on = slots[which]
         name = _group_name(on)
         taken[name] += 1

@@ -6,7 +6,7 @@ import ast
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CodeType
 
 from prunekit.channels.sites import definition
 
@@ -40,17 +40,9 @@ class Place:
         return match and cls(match[1], int(match[2]), int(match[3]), match[4])
 
 
-def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
-    """The method that a class has under a name, and the class where it stands."""
-    for base in cls.__mro__:
-        method = vars(base).get(name)
-        if method is not None:
-            return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
-    return None
-
-
 @lru_cache(maxsize=4096)
 def place_of(code: CodeType, expression: ast.expr) -> Place | None:
+    """Where an expression stands in a method, given by its code; None where the source cannot be read."""
     found = definition(code)
     if found is None:
         return None

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from prunekit.channels.constraints import Crossed, EqualParts, LockRecord, Nested, Rectangle
+from prunekit.channels.constraints import Contracted, Crossed, EqualParts, LockRecord, Nested, Rectangle
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.costs import MacTerm
+from prunekit.channels.joint import numbered
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
@@ -52,39 +53,20 @@ def build(
     sizes: tuple[SizeAttribute, ...] = (),
 ) -> ChannelMap:
     """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
-    union = trace.flow.union.copy()  # a trace serves several maps, and one map's locks are not another's
-    locked = [record for record in extra if isinstance(record, LockRecord)]
-    constraints = [*trace.flow.constraints, *(part for part in extra if isinstance(part, EqualParts))]
-    records = [*trace.flow.locks, *locked]
-    for record in locked:
-        union.lock(record.labels)
     axes = _Axes(trace)
-    records += _lock_unused(trace, axes, union)
-    while True:
-        before = union.find(np.arange(union.size))
-        for constraint in constraints:
-            if isinstance(constraint, Rectangle):
-                _resolve_rectangle(union, constraint.labels)
-            elif isinstance(constraint, Crossed):
-                records += _resolve_crossed(union, constraint)
-            elif isinstance(constraint, Nested):
-                records += _resolve_nested(union, constraint)
-            else:
-                _resolve_equal_parts(union, constraint.labels)
-        records += _lock_full_axes(axes, union)
-        if np.array_equal(before, union.find(np.arange(union.size))):
-            break
-    roots = union.find(np.arange(union.size))
-    used = np.unique(roots[np.append(axes.all, 0)])
-    final = np.zeros(union.size, dtype=np.int64)
-    final[used] = np.arange(used.size)
-    final = final[roots]
+    heads, records = _resolved(trace, extra, axes)
+    positions = heads
+    if any(isinstance(constraint, Contracted) for constraint in trace.flow.constraints):
+        positions, _ = _resolved(trace, extra, axes, whole_heads=False)
+    numbers = numbered(heads, positions, axes.all)
+    final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
     return ChannelMap(
         labels=labels,
         shapes=shapes,
-        n_labels=int(used.size),
-        groups=group_labels(labels, int(used.size)),
+        n_labels=numbers.n_labels,
+        groups=group_labels(labels, numbers.n_labels, numbers.joint),
+        joint=numbers.joint,
         locks=tuple(_report(records)),
         activations={key: final[axis] for key, axis in trace.activations.items()},
         mac_terms=tuple(
@@ -95,6 +77,43 @@ def build(
         norms=resolved(trace.norms.norms, final),
         sizes=_renumbered(sizes, final),
     )
+
+
+def _resolved(
+    trace: Trace, extra: Iterable[LockRecord | EqualParts], axes: _Axes, *, whole_heads: bool = True
+) -> tuple[Labels, list[LockRecord]]:
+    """The class of every label with all constraints solved, 0 for locked ones; and all locks.
+
+    Args:
+        whole_heads: what is summed over its positions loses whole heads; else positions, in all heads alike.
+    """
+    union = trace.flow.union.copy()  # a trace serves several maps, and one map's locks are not another's
+    records = [*trace.flow.locks, *(record for record in extra if isinstance(record, LockRecord))]
+    for record in records:
+        if not (whole_heads and record.positions):
+            union.lock(record.labels)
+    for constraint in trace.flow.constraints:
+        if isinstance(constraint, Contracted):
+            _resolve_contracted(union, constraint, whole_heads=whole_heads)
+    records += _lock_unused(trace, axes, union)
+    rank = {Contracted: 0, Nested: 1}
+    asked = [part for part in extra if isinstance(part, EqualParts)]
+    constraints = sorted([*trace.flow.constraints, *asked], key=lambda constraint: rank.get(type(constraint), 2))
+    while True:
+        before = union.find(np.arange(union.size))
+        for constraint in constraints:
+            if isinstance(constraint, Rectangle):
+                _resolve_rectangle(union, constraint.labels)
+            elif isinstance(constraint, Crossed):
+                records += _resolve_crossed(union, constraint)
+            elif isinstance(constraint, Nested):
+                records += _resolve_nested(union, constraint)
+            elif isinstance(constraint, EqualParts):
+                _resolve_equal_parts(union, constraint.labels)
+        records += _lock_full_axes(axes, union)
+        after = union.find(np.arange(union.size))
+        if np.array_equal(before, after):
+            return after, records
 
 
 class _Axes:
@@ -136,6 +155,17 @@ def _lock_full_axes(axes: _Axes, union: LabelUnion) -> list[LockRecord]:
     return records
 
 
+def _resolve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
+    """A head is one class with what is left of it; or a position is one class in all heads, and all of these stay."""
+    if whole_heads:
+        union.merge(contracted.labels, contracted.part[None])
+    else:
+        union.tie(contracted.labels, [1])
+        union.lock(contracted.part)
+        if not contracted.zero:
+            union.lock(contracted.labels)
+
+
 def _resolve_rectangle(union: LabelUnion, labels: Labels) -> None:
     """Whole rows where every row is one class already (attention heads); else whole columns (channel shuffle)."""
     roots = union.find(labels)
@@ -154,12 +184,18 @@ def _resolve_crossed(union: LabelUnion, crossed: Crossed) -> list[LockRecord]:
 
 
 def _resolve_nested(union: LabelUnion, nested: Nested) -> list[LockRecord]:
-    """Whole rows stay what they are, and what they met needs another partner; anything else loses whole columns."""
+    """Whole rows stay what they are, and what they met needs another partner; anything else loses whole columns.
+
+    Where what they met is locked, rows are all that can go.
+    """
     roots = union.find(nested.labels)
     whole_rows = (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any()
-    if not whole_rows:
+    free = union.find(nested.part.labels).any()
+    if not whole_rows and free:
         union.merge(nested.labels, nested.part.labels[None])
-    elif not nested.matched and union.find(nested.part.labels).any():
+    elif not whole_rows:
+        union.tie(nested.labels, [1])
+    elif free and not nested.matched:
         union.lock(nested.part.labels)
         return [nested.part]
     return []

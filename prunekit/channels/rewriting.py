@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.channels.places import Place, method_of
-from prunekit.channels.sites import definition, is_unscaled_attention
+from prunekit.channels.places import Place
+from prunekit.channels.sites import definition, is_unscaled_attention, method_of
 
 
 def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:

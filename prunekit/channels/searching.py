@@ -74,12 +74,18 @@ class SizeSearch:
         for operator in failed[1].operators:
             operators.setdefault(operator.module, []).append(operator)
         while True:
-            found, reached = self._within(path, failed, operators)
-            if reached is not None and reached[0].module in (path, failed[0].module):
-                found = self._stated(path, failed, found)
+            found = self._stated(path, failed, []) or self._unstated(path, failed, operators)
             if found or self.equal or not path:
                 return found
             path = path.rpartition(".")[0]
+
+    def _unstated(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
+        """Attributes whose meaning no expression tells, alone or together with what expressions tell."""
+        if self.equal:
+            return []
+        found, reached = self._within(path, failed, operators)
+        passed = reached is None or reached[0].module not in (path, failed[0].module)
+        return found if passed else self._stated(path, failed, found) if found else []
 
     def _within(self, path: str, failed: Failure, operators: Mapping[str, list[Operator]]) -> Found:
         """Takes one attribute after the other, each time the one that gets furthest, until the module is passed."""
@@ -107,7 +113,7 @@ class SizeSearch:
     def _stated(self, path: str, failed: Failure, found: list[SizeAttribute]) -> list[SizeAttribute]:
         """All sizes that stand in the Python of a module and of others of its class, where explicit ones help.
 
-        With the attributes that were found to help, or without. A method that runs several times with one size needs as
+        Together with attributes that were found to help. A method that runs several times with one size needs as
         many channels each time: that is asked for first.
         """
         stated = StatedSizes(self.channel_map, self.keep)
@@ -115,15 +121,15 @@ class SizeSearch:
         here = {operator.owner for operator in operators if operator.site is not None and operator.module == path}
         classes = {type(self.model.get_submodule(owner)) for owner in here}
         for operator in operators:
-            cls = type(self.model.get_submodule(operator.owner))
-            if operator.site is not None and cls in classes:
-                stated.note(operator.owner, list(size_expressions(cls, operator, self.batches.of(operator))))
+            if operator.site is not None and type(self.model.get_submodule(operator.owner)) in classes:
+                stated.note(operator.owner, list(size_expressions(operator, self.batches.of(operator))))
         new = stated.changing()
         self.equal = stated.equal if new else []
-        for known in ([found, []] if found else [[]]) if new and not self.equal else ():
-            reached = self._tried([*known, *new])
+        choices = [stated.as_attributes(self.model), new] if new and not self.equal else []
+        for choice in choices:
+            reached = self._tried([*found, *choice])
             if reached is None or self._progress(reached) > self._progress(failed):
-                return [*known, *new]
+                return [*found, *choice]
         return []
 
     def _now(self, size: SizeAttribute) -> SizeAttribute:

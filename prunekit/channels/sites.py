@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
 SIZED = frozenset(
     f"aten.{name}"
@@ -33,8 +34,9 @@ _MODULES = f"{_TORCH}/nn/modules/"
 
 @dataclass(frozen=True)
 class Site:
-    """A moment in a function: its code, and the instruction that ran."""
+    """A moment in a method: the code that ran, its own or that of a function within it, and the instruction."""
 
+    method: CodeType
     code: CodeType
     instruction: int
 
@@ -45,24 +47,62 @@ class Site:
         return None if line is None or last is None or column is None or end is None else (line, column, last, end)
 
 
-def site_here() -> tuple[Site, Any] | None:
-    """The innermost frame above the caller's that is not torch's, and what its function got as its first argument.
+def site_here() -> tuple[Site, nn.Module] | None:
+    """Where in a method of a module the frame above the caller's stands, and the module.
 
-    None within one of torch's own modules.
+    None within one of torch's own modules, and where a function runs that is in no method.
     """
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_TORCH) and frame.f_back is not None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_code.co_filename.startswith(_MODULES):
             return None
         frame = frame.f_back
-    code = frame.f_code
-    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    return Site(code, frame.f_lasti), owner
+    if frame is None:
+        return None
+    code, instruction = frame.f_code, frame.f_lasti
+    for _ in range(_NESTED):
+        if frame is None:
+            return None
+        owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        if isinstance(owner, nn.Module):
+            method = _method_around(type(owner), code)  # type: ignore[arg-type]
+            if method is not None:
+                return Site(method, code, instruction), owner
+        frame = frame.f_back
+    return None
+
+
+_NESTED = 4
+"""How many frames a method may be above the code that runs: comprehensions, lambdas and functions within it."""
+
+
+@lru_cache(maxsize=4096)
+def _method_around(cls: type, code: CodeType) -> CodeType | None:
+    """The method of a class that some code is, or stands in."""
+    names = {name for base in cls.__mro__ if base is not nn.Module for name in vars(base)}
+    for method in (method_of(cls, name) for name in names):
+        if method is not None and _within(code, method[1].__code__):
+            return method[1].__code__
+    return None
+
+
+def _within(code: CodeType, outer: CodeType) -> bool:
+    inner = (constant for constant in outer.co_consts if isinstance(constant, CodeType))
+    return code is outer or any(_within(code, constant) for constant in inner)
+
+
+def method_of(cls: type, name: str) -> tuple[type, FunctionType] | None:
+    """The method that a class has under a name, and the class where it stands."""
+    for base in cls.__mro__:
+        method = vars(base).get(name)
+        if method is not None:
+            return (base, method) if isinstance(method, FunctionType) and method.__code__.co_argcount else None
+    return None
 
 
 @lru_cache(maxsize=1024)
 def definition(code: CodeType) -> tuple[ast.FunctionDef, str] | None:
-    """The syntax tree of a function and the text of its file; None where that cannot be read."""
+    """The syntax tree of a method and the text of its file; None where that cannot be read."""
     source = "".join(linecache.getlines(code.co_filename))
     try:
         functions = [node for node in ast.walk(_tree(source)) if isinstance(node, ast.FunctionDef)]
@@ -83,7 +123,7 @@ def _tree(source: str) -> ast.Module:
 @lru_cache(maxsize=4096)
 def expression_at(site: Site) -> ast.expr | None:
     """The call or subscript that ran; a call of a method may be said to begin where the method's name does."""
-    found, span = definition(site.code), site.span
+    found, span = definition(site.method), site.span
     if found is None or span is None:
         return None
     for node in ast.walk(found[0]):
@@ -92,24 +132,46 @@ def expression_at(site: Site) -> ast.expr | None:
     return None
 
 
-def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr]]:
-    """The expressions for the new size of each axis in a view or an expansion to so many axes."""
+def shape_arguments(node: ast.expr, axes: int) -> Iterator[tuple[int, ast.expr, int | None]]:
+    """The expression for the new size of each axis in a view or an expansion, and its position in what that makes.
+
+    Args:
+        axes: how many there are then.
+    """
+    match _arguments(node, "unflatten"):
+        case [axis, ast.Tuple(elts=sizes) | ast.List(elts=sizes)] if (first := _number(axis)) is not None:
+            start = first if first >= 0 else axes + first + 1 - len(sizes)
+            yield from ((start + index, size, None) for index, size in enumerate(sizes))
+            return
     given = _arguments(node, "view", "reshape", "expand")
+    if len(given) == 1 and _is_attribute(given[0]):
+        given = [ast.Starred(given[0], ast.Load())]
     if len(given) == 1 and isinstance(given[0], (ast.Tuple, ast.List)):
         given = list(given[0].elts)
     stars = [index for index, argument in enumerate(given) if isinstance(argument, ast.Starred)]
-    if len(stars) > 1 or (not stars and len(given) != axes):
+    more = axes - len(given) + 1  # that the one with a star stands for
+    if len(stars) > 1 or (not stars and more != 1) or more < 0:
         return
     for index, argument in enumerate(given):
-        if index not in stars:
-            yield (axes - len(given) + index if stars and index > stars[0] else index), argument
+        at = index + (more - 1 if stars and index > stars[0] else 0)
+        if not isinstance(argument, ast.Starred):
+            yield at, argument, None
+        elif _is_attribute(argument.value):
+            yield from ((at + position, argument.value, position) for position in range(more))
 
 
-def shape_attribute(node: ast.expr) -> ast.expr | None:
-    """The attribute in which a module keeps a whole shape, where a view is given one."""
-    given = _arguments(node, "view", "reshape", "expand")
-    is_attribute = len(given) == 1 and isinstance(given[0], ast.Attribute) and isinstance(given[0].value, ast.Name)
-    return given[0] if is_attribute else None
+def _is_attribute(node: ast.expr) -> bool:
+    """Whether something is read off a module, and so the same in every call."""
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+
+
+def _number(node: ast.expr) -> int | None:
+    """A whole number that is written out."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return None
+    return value if type(value) is int else None
 
 
 def parts_argument(node: ast.expr) -> ast.expr | None:
@@ -126,7 +188,7 @@ def _arguments(node: ast.expr, *functions: str) -> list[ast.expr]:
     return [*node.args[of_torch:], *named]
 
 
-_SIZES = ("shape", "size", "split_size", "split_sizes", "split_size_or_sections")
+_SIZES = ("shape", "size", "sizes", "split_size", "split_sizes", "split_size_or_sections")
 
 
 def slice_of_axis(node: ast.expr, axis: int, axes: int) -> ast.Slice | None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from torch import nn
 
+from prunekit.channels.attributes import integers
 from prunekit.channels.constraints import EqualParts
 from prunekit.channels.expressions import SizeExpression
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
+from prunekit.channels.places import Place
 
 
 class StatedSizes:
@@ -21,8 +26,9 @@ class StatedSizes:
 
     def __init__(self, channel_map: ChannelMap, keep: Keep) -> None:
         self.equal: list[EqualParts] = []
-        self._final, self._keep = channel_map.traced.final, keep
+        self._map, self._final, self._keep = channel_map, channel_map.traced.final, keep
         self._left_alone = {(size.module, size.name) for size in channel_map.sizes}
+        self._asked = [part.labels for part in channel_map.traced.extra if isinstance(part, EqualParts)]
         self._found: dict[tuple[str, str, int | None], SizeAttribute] = {}
         self._changing: set[str] = set()
 
@@ -41,16 +47,60 @@ class StatedSizes:
         return not bool(self._keep[self._final[labels]].any(axis=1).all())
 
     def _same(self, left: Labels, right: Labels) -> bool:
-        one, two = (np.sort(self._final[labels], axis=0) for labels in (left, right))
+        one, two = (np.sort(self._by_row(labels), axis=0) for labels in (left, right))
         return np.array_equal(one, two)
 
+    def _by_row(self, labels: Labels) -> Labels:
+        """What decides on each row: one label, as for a position in all heads, where it is the same all along."""
+        final = self._final[labels]
+        for choice in self._map.deciding(final):
+            if choice.all() and (choice == choice[:, :1]).all():
+                return choice[:, :1]
+        return final
+
     def _clash(self, key: tuple[str, str, int | None], left: Labels, right: Labels) -> None:
-        if left.shape == right.shape and left.shape[1] == 1:
-            self.equal.append(EqualParts(np.stack([left[:, 0], right[:, 0]])))
-        else:
+        """Asks for equal numbers, of heads or of positions in the first one; where that was no help, gives up."""
+        parts = np.stack([left[:, 0], right[:, 0]]) if len(left) == len(right) else None
+        if parts is None or any(np.array_equal(parts, asked) for asked in self._asked):
             self._left_alone.add(key[:2])
+        else:
+            self.equal.append(EqualParts(parts))
 
     def changing(self) -> list[SizeAttribute]:
         """All sizes, of every module, in expressions that change in one of them."""
         found = [size for size in self._found.values() if (size.module, size.name) not in self._left_alone]
         return [size for size in found if size.name in self._changing]
+
+    def as_attributes(self, model: nn.Module) -> list[SizeAttribute]:
+        """The same, with attributes of integers in place of expressions that only read one: `self.num_heads`.
+
+        Unless that would have to be two sizes at once.
+        """
+        read: dict[tuple[str, str], list[SizeAttribute]] = {}
+        result = []
+        for size in self.changing():
+            name = _attribute_read(size, model)
+            if name is None:
+                result.append(size)
+            else:
+                read.setdefault((size.module, name), []).append(size)
+        for (module, name), sizes in read.items():
+            first = {size.position: size for size in reversed(sizes)}
+            if all(self._same(size.labels, first[size.position].labels) for size in sizes):
+                sizes = [replace(size, name=name) for size in first.values()]
+            values = integers(vars(model.get_submodule(module)).get(name)) or []
+            known = [
+                size for size in sizes if (module, size.name) in self._left_alone or values[size.position or 0] < 0
+            ]
+            result += [size for size in sizes if size not in known]
+        return result
+
+
+def _attribute_read(size: SizeAttribute, model: nn.Module) -> str | None:
+    """The attribute that an expression reads, where it is the size itself, or says that what is left is."""
+    place = Place.named(size.name)
+    match = place and re.fullmatch(r"self\.(\w+)", place.text)
+    if not match:
+        return None
+    values = integers(vars(model.get_submodule(size.module)).get(match[1]))
+    return match[1] if values and values[size.position or 0] in (len(size.labels), -1) else None

@@ -68,7 +68,7 @@ def settle(
     failed: set[tuple[Any, ...]] = set()
     batches = BatchAxes(model, channel_map.traced.trace, examples)
     for _ in range(attempts):
-        keep = choose(channel_map)
+        keep = channel_map.completed(choose(channel_map))
         kept = kept_indices(channel_map, keep)
         widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
         compact = narrow(model, kept, widths, attributes)
@@ -96,8 +96,9 @@ def settle(
             lock = trial.lock_for(divergence, run)
             if lock is None:
                 raise PlanError(f"the compact model fails where no channel is pruned: {divergence}")
-            others = (trial.lock_for(where, run, there=True) for where in alike)
-            channel_map = with_locks(channel_map, [lock, *(other for other in others if other is not None)])
+            others = [trial.lock_for(where, run, there=True) for where in alike]
+            same = [other for other in others if other is not None and other.positions == lock.positions]
+            channel_map = with_locks(channel_map, [lock, *same])
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
@@ -161,6 +162,8 @@ class _Trial:
     def lock_for(self, divergence: Divergence, run: Run, *, there: bool = False) -> LockRecord | None:
         """Locks all labels at the operator that differs, or at every operator of the module whose Python failed.
 
+        Where positions in heads are pruned there, these alone at first.
+
         Where nothing is pruned there, at the last operator before, or at the first of the module's parts, unless only
         `there` will do.
         """
@@ -174,12 +177,18 @@ class _Trial:
             parts = [[operator] for operator in within(divergence.module, run)]
             candidates = [inside, *parts, *([] if there else [run.operators[-1:]])]
         for labels in map(_labels_at, candidates):
-            if not all(self.keep[self.channel_map.traced.final[label]].all() for label in labels):
+            final = self.channel_map.traced.final[labels]
+            if not self.keep[final].all():
                 reason = (
                     f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
                 )
-                return LockRecord(reason, divergence.module, divergence.operator, np.concatenate(labels))
+                first = self._loses_positions(final)  # heads may then be no problem
+                return LockRecord(reason, divergence.module, divergence.operator, labels, positions=first)
         return None
+
+    def _loses_positions(self, final: Labels) -> bool:
+        _, *positions = self.channel_map.deciding(final)
+        return not all(self.keep[labels].all() for labels in positions)
 
 
 def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergence]:
@@ -193,6 +202,6 @@ def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergenc
     return [replace(divergence, module=key[0], key=key) for key in keys]
 
 
-def _labels_at(operators: list[Operator]) -> list[Labels]:
+def _labels_at(operators: list[Operator]) -> Labels:
     fields = [f for o in operators for f in (*o.inputs, *(f for fields in o.outputs for f in fields))]
-    return [field.labels.reshape(-1) for field in fields]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(field.labels.reshape(-1) for field in fields)])

@@ -111,7 +111,7 @@ def _first_found(evidence: Evidence, value: Callable[[LayerStats], FloatArray], 
 
 
 def _mean(evidence: Evidence, value: Callable[[LayerStats], FloatArray], accepts: Accepts) -> LabelMean:
-    found = LabelMean(evidence.channel_map.n_labels)
+    found = LabelMean(evidence.channel_map)
     assert evidence.stats is not None
     for place, labels in evidence.channel_map.activations.items():
         layer = evidence.stats.get(place)  # type: ignore[call-overload]  # a plain tuple equals the named one

@@ -25,7 +25,7 @@ def fpgm(evidence: Evidence) -> Scores:
     output channels of a weight; labels on no such axis score as in `l2`, which holds for whole groups. Costs as much as
     the product of each weight with its transpose.
     """
-    found = LabelMean(evidence.channel_map.n_labels)
+    found = LabelMean(evidence.channel_map)
     for name, weight in evidence.parameters.items():
         axis = _output_axis(evidence.modules, name)
         labels = evidence.channel_map.labels[name][axis] if weight.ndim > 1 else None

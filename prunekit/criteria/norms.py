@@ -25,7 +25,7 @@ def bn_scale(evidence: Evidence) -> Scores:
     Labels that no affine norm carries score as in `l2`. The two never meet in one ranking: labels of a group lie on the
     same parameters, so that all or none of them are on a norm, and across groups scores are normalised.
     """
-    found = LabelMean(evidence.channel_map.n_labels)
+    found = LabelMean(evidence.channel_map)
     for path, module in evidence.modules.items():
         name = f"{path}.weight" if path else "weight"
         if isinstance(module, NORMS) and name in evidence.parameters:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from prunekit.channels import ChannelMap
 from prunekit.criteria.registry import Evidence, Scores
 from prunekit.errors import NonFiniteError
 
@@ -16,10 +17,15 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class LabelMean:
-    """Mean over several axes of what each says about a label; an axis that does not carry a label says nothing."""
+    """Mean over several axes of what each says about a label; an axis that does not carry a label says nothing.
 
-    def __init__(self, n_labels: int) -> None:
-        self._total, self._axes = np.zeros(n_labels), np.zeros(n_labels, np.int64)
+    Where two labels decide on an entry together, the axis says something about both; the joint label scores 0.
+    """
+
+    def __init__(self, channel_map: ChannelMap) -> None:
+        self._map = channel_map
+        self._total, self._axes = np.zeros(channel_map.n_labels), np.zeros(channel_map.n_labels, np.int64)
+        self._axes[channel_map.joint[:, 0]] = 1
 
     def add(self, labels: IntArray, values: FloatArray, *, exponent: float = 1.0) -> None:
         """Adds one axis: the mean of `values` over the indices that share a label, to the power of `exponent`.
@@ -28,9 +34,10 @@ class LabelMean:
             labels: (size,), the label of every index along the axis.
             values: (size,), not negative where `exponent` is not whole.
         """
-        found, position, count = np.unique(labels, return_inverse=True, return_counts=True)
-        self._total[found] += (np.bincount(position, values) / count) ** exponent
-        self._axes[found] += 1
+        for deciding in self._map.deciding(labels):
+            found, position, count = np.unique(deciding, return_inverse=True, return_counts=True)
+            self._total[found] += (np.bincount(position, values) / count) ** exponent
+            self._axes[found] += 1
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
@@ -61,7 +68,7 @@ def mean_over_slices(evidence: Evidence, measure: Measure) -> Scores:
 
 
 def _measured(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMean:
-    found = LabelMean(evidence.channel_map.n_labels)
+    found = LabelMean(evidence.channel_map)
     for name, weight in evidence.parameters.items():
         if (weight.ndim < 2) == vectors:
             axes = enumerate(evidence.channel_map.labels[name])

@@ -31,9 +31,10 @@ def taylor(evidence: Evidence) -> Scores:
                     f"gradients: expected terms of parameter {name!r} for {len(labels)} indices along axis {axis}, got "
                     f"{'none' if terms is None else terms.shape[1]}; collect them from the model that is scored"
                 )
-            members, position = np.unique(labels, return_inverse=True)
-            joint = np.zeros((len(members), len(terms)))
-            np.add.at(joint, position, terms.T)
-            found.add(members, (joint**2).mean(1))
+            for deciding in evidence.channel_map.deciding(labels):
+                members, position = np.unique(deciding, return_inverse=True)
+                joint = np.zeros((len(members), len(terms)))
+                np.add.at(joint, position, terms.T)
+                found.add(members, (joint**2).mean(1))
 
     return mean_over_slices(evidence, measure)

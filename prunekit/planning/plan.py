@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from prunekit.artifacts import atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
 from prunekit.channels.costs import MacTerm
+from prunekit.channels.joint import NOT_JOINT
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.norms import Norm
@@ -32,7 +33,8 @@ class Plan:
 
     Attributes:
         channel_map: how the model's channels hang together.
-        keep: bool (n_labels,), read-only; `keep[0]` is True because label 0 is locked.
+        keep: bool (n_labels,), read-only; `keep[0]` is True because label 0 is locked. Of what is given for joint
+            labels True does not count: it follows from the others.
         provenance: where the plan came from: criterion, budget, scope, seed, versions.
         element_masks: further masks of single weights, by parameter name, bool in the dense shape.
     """
@@ -48,6 +50,12 @@ class Plan:
             raise PlanError(f"keep: expected shape ({self.channel_map.n_labels},), got {keep.shape}")
         if not keep[0]:
             raise PlanError("keep[0] stands for every locked channel and must be True")
+        given, keep = keep, self.channel_map.completed(keep)
+        if (keep & ~given).any():
+            raise PlanError(
+                "keep: a joint label goes if its whole head goes, or its position in all heads; remove one of these "
+                "two (ChannelMap.joint) instead"
+            )
         keep.flags.writeable = False
         object.__setattr__(self, "keep", keep)
 
@@ -77,8 +85,8 @@ class Plan:
 
     @property
     def removed(self) -> int:
-        """Number of labels that go."""
-        return int(np.count_nonzero(~self.keep))
+        """Number of labels that go, of those in the groups."""
+        return sum(dense - kept for kept, dense in self.widths().values())
 
     def widths(self) -> dict[str, tuple[int, int]]:
         """Kept and dense number of labels of each channel group, by its name."""
@@ -91,7 +99,7 @@ class Plan:
         """Writes `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""
         folder = Path(folder)
         chart = self.channel_map
-        tensors: dict[str, np.ndarray[Any, Any]] = {"keep": self.keep.copy()}
+        tensors: dict[str, np.ndarray[Any, Any]] = {"keep": self.keep.copy(), "joint": chart.joint}
         for name, axes in chart.labels.items():
             tensors |= {f"labels/{name}/{i}": np.ascontiguousarray(a) for i, a in enumerate(axes) if a is not None}
         activations = list(chart.activations.items())
@@ -159,11 +167,12 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         for name, shape in shapes.items()
     }
     n_labels = int(tensors["keep"].size)
+    joint = tensors.get("joint", NOT_JOINT)
     return ChannelMap(
         labels=labels,
         shapes=shapes,
         n_labels=n_labels,
-        groups=group_labels(labels, n_labels),
+        groups=group_labels(labels, n_labels, joint),
         locks=tuple(Lock(*lock) for lock in text["locks"]),
         activations={
             (p, kind, int(n)): tensors[f"activation/{i}"] for i, (p, kind, n) in enumerate(text["activations"])
@@ -181,6 +190,7 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
             SizeAttribute(path, name, position, tensors[f"size/{i}"])
             for i, (path, name, position) in enumerate(text.get("sizes", []))
         ),
+        joint=joint,
     )
 
 

@@ -54,15 +54,36 @@ def free_parts(channel_map: ChannelMap, scores: Scores, settings: PruneSettings)
     parts = []
     for group in channel_map.groups:
         free = group.labels[~excluded[group.labels]]
-        channels = channels_per_label(channel_map, group)
+        channels, unit = channels_per_label(channel_map, group), _unit(channel_map, group, settings)
         for share in np.unique(ratio[free]):
             labels = free[np.isnan(ratio[free]) if np.isnan(share) else ratio[free] == share]
             order = labels[np.lexsort((labels, -scores[labels]))]
-            part = Part(order, _allowed(labels.size, channels, settings), channels)
+            part = Part(order, _allowed(labels.size, unit or channels, settings), channels)
             if not np.isnan(share):
-                part = Part(order, np.array([part.at_most(share * labels.size)]), channels)
+                wanted = labels.size * (1 if _are_positions(channel_map, group) else share)
+                part = Part(order, np.array([part.at_most(wanted)]), channels)
             parts.append(part)
     return parts
+
+
+def _are_positions(channel_map: ChannelMap, group: ChannelGroup) -> bool:
+    """Whether labels are positions in heads that may go too: a ratio takes whole heads."""
+    return bool(np.isin(group.labels, channel_map.joint[:, 2]).any())
+
+
+def _unit(channel_map: ChannelMap, group: ChannelGroup, settings: PruneSettings) -> int | None:
+    """By what the count of heads or of positions in heads is multiplied when it is rounded; None for other labels.
+
+    Positions are rounded by themselves, and heads as the narrowest rounding of their positions needs it.
+    """
+    if _are_positions(channel_map, group):
+        return 1
+    of_heads = np.isin(channel_map.joint[:, 1], group.labels)
+    if not of_heads.any():
+        return None
+    positions = np.unique(channel_map.group_of[np.unique(channel_map.joint[of_heads, 2])])
+    sizes = [channel_map.groups[index].labels.size for index in positions]
+    return int(np.gcd.reduce(np.concatenate([_allowed(size, 1, settings) for size in sizes])))
 
 
 def _allowed(size: int, channels: int, settings: PruneSettings) -> Labels:
@@ -77,7 +98,8 @@ def channels_per_label(channel_map: ChannelMap, group: ChannelGroup) -> int:
     name, axis = next((slot for slot in group.slots if slot[1] == 0), group.slots[0])
     on_axis = channel_map.labels[name][axis]
     assert on_axis is not None
-    return max(1, int(np.isin(on_axis, group.labels).sum()) // group.labels.size)
+    carried = sum(int(np.isin(labels, group.labels).sum()) for labels in channel_map.deciding(on_axis))
+    return max(1, carried // group.labels.size)
 
 
 def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) -> NDArray[np.bool_]:
@@ -94,7 +116,8 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
         found = set(matching(pattern, paths, key, PlanError))
         for path, labels in outputs:
             if path in found:
-                result[labels] = True
+                for deciding in channel_map.deciding(labels):
+                    result[deciding] = True
     result[0] = False
     return result
 

@@ -112,7 +112,7 @@ def _keep(channel_map: ChannelMap, parts: list[Part], counts: Labels) -> Keep:
     keep = np.ones(channel_map.n_labels, dtype=bool)
     for part, count in zip(parts, counts, strict=True):
         keep[part.labels[count:]] = False
-    return keep
+    return channel_map.completed(keep)
 
 
 def _uniform(parts: list[Part]) -> tuple[Ladder, int]:

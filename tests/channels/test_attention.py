@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import TOLERANCE, Net, difference, doubled, masked_double, parity, randomised, settled_plan
+from equivalence import (
+    TOLERANCE,
+    Net,
+    difference,
+    doubled,
+    heads_and_positions,
+    masked_double,
+    parity,
+    randomised,
+    settled_plan,
+)
 from torch import Tensor, nn
 from torchvision.models.maxvit import RelativePositionalMultiHeadAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
@@ -81,28 +91,34 @@ def test_self_attention(name: str) -> None:
     net, example = self_attention(options, call), (normal(2, 5, 6) if options.get("batch_first", True) else
                                                    normal(5, 2, 6),)  # fmt: skip
     plan = settled_plan(net, example, share=0.4)
-    kept = plan.kept("m.out_proj.weight", 1).reshape(-1, DEPTH)
-    assert len(kept) == HEADS // 2
-    assert np.array_equal(kept // DEPTH, np.broadcast_to(kept[:, :1] // DEPTH, kept.shape)), "whole heads"
+    heads, positions = heads_and_positions(plan.kept("m.out_proj.weight", 1), DEPTH)
+    assert (len(heads), len(positions)) == (HEADS // 2, DEPTH - 1)
     assert plan.kept("m.out_proj.weight", 0).size < WIDTH
     assert plan.kept("i.weight", 0).size < WIDTH
     assert parity(net, plan, example) <= TOLERANCE
     small: Any = compact(net, plan)
     assert list(small.state_dict()) == list(net.state_dict())
     assert type(small.m) is SizedMultiheadAttention
-    assert small.m.num_heads == HEADS // 2
+    assert (small.m.num_heads, small.m.head_dim, small.m.value_dim) == (HEADS // 2, DEPTH - 1, DEPTH - 1)
+    assert small.m.scale == DEPTH**-0.5
 
 
-def by_hand(dense: nn.MultiheadAttention, inputs: list[Any], heads: list[int], call: dict[str, Any]) -> Tensor:
-    """Attention of some heads of a module, from slices of its weights: (N, L, E) of queries, keys and values."""
-    rows = [head * DEPTH + i for head in heads for i in range(DEPTH)]
+def by_hand(
+    dense: nn.MultiheadAttention, inputs: list[Any], heads: list[int], positions: list[list[int]], call: dict[str, Any]
+) -> Tensor:
+    """Attention of some heads of a module, from slices of its weights: (N, L, E) of queries, keys and values.
+
+    Args:
+        positions: that are left in each head of queries, keys and values.
+    """
     weights = (dense.q_proj_weight, dense.k_proj_weight, dense.v_proj_weight)
     if dense.in_proj_weight is not None:
         weights = dense.in_proj_weight.chunk(3)
     parts = []
-    for (x, columns), weight, bias in zip(inputs, weights, dense.in_proj_bias.chunk(3), strict=True):
+    for (x, columns), weight, bias, own in zip(inputs, weights, dense.in_proj_bias.chunk(3), positions, strict=True):
+        rows = [head * DEPTH + i for head in heads for i in own]
         y = x @ weight[rows][:, columns].T + bias[rows]
-        parts.append(y.reshape(*y.shape[:2], len(heads), DEPTH))
+        parts.append(y.reshape(*y.shape[:2], len(heads), len(own)))
     q, k, v = parts
     scores = torch.einsum("nlhd,nshd->nhls", q, k) / DEPTH**0.5
     if "key_padding_mask" in call:
@@ -131,12 +147,16 @@ def test_cross_attention_against_a_narrow_one_by_hand(widths: dict[str, int], pa
     x, memory = doubled(example)
     columns = {name: plan.kept(f"{name}.weight", 0) for name in "qkv"}
     assert all(columns[name].size < size for name, size in zip("qkv", sizes, strict=True))
-    heads = sorted(set((plan.kept("m.out_proj.weight", 1) // DEPTH).tolist()))
-    assert len(heads) == HEADS // 2
+    heads, of_values = heads_and_positions(plan.kept("m.out_proj.weight", 1), DEPTH)
+    rows = plan.kept("m.in_proj_bias", 0)
+    same, of_queries = heads_and_positions(rows[rows < WIDTH], DEPTH)
+    assert same == heads
+    assert (len(heads), len(of_queries), len(of_values)) == (HEADS // 2, DEPTH - 1, DEPTH - 1)
     with torch.no_grad():
         inputs = [(net.get_submodule(n)(x if n == "q" else memory)[..., columns[n]], columns[n]) for n in "qkv"]
         out = plan.kept("m.out_proj.weight", 0)
-        want = by_hand(module, inputs, heads, call)[..., out] @ net.o.weight[:, out].T + net.o.bias
+        mixed = by_hand(module, inputs, heads, [of_queries, of_queries, of_values], call)
+        want = mixed[..., out] @ net.o.weight[:, out].T + net.o.bias
         assert difference(want, compact(net, plan)(x, memory)) <= 1e-12
 
 
@@ -147,7 +167,9 @@ def test_the_original_stays_where_it_can_express_the_sizes(original: bool) -> No
     keep = np.ones(chart.n_labels, dtype=bool)
     for name, axis, count in (("i.weight", 0, 6), ("m.out_proj.weight", 0, 6 if original else 5)):
         keep[chart.labels[name][axis][:count]] = False  # type: ignore[index]
-    keep[chart.labels["m.out_proj.weight"][1][: 2 * DEPTH]] = False  # type: ignore[index]
+    entries = chart.labels["m.out_proj.weight"][1]
+    assert entries is not None
+    keep[chart.deciding(entries)[0][: 2 * DEPTH]] = False
     plan = Plan(chart, keep)
     small: Any = compact(net, plan)
     assert type(small.m) is (nn.MultiheadAttention if original else SizedMultiheadAttention)
@@ -205,7 +227,8 @@ def test_weights_that_are_returned_lock_the_heads(average: bool) -> None:
     net = randomised(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()
     example = (normal(2, 5, 6),)
     plan = settled_plan(net, example)
-    assert plan.kept("m.out_proj.weight", 1).size == WIDTH
+    heads, positions = heads_and_positions(plan.kept("m.out_proj.weight", 1), DEPTH)
+    assert (len(heads), len(positions)) == (HEADS, DEPTH - 1)
     assert plan.kept("i.weight", 0).size < WIDTH
     where = ("m", "aten.mean") if average else ("", "")
     assert where in {(lock.module, lock.operator) for lock in plan.channel_map.locks}
@@ -215,7 +238,8 @@ def test_weights_that_are_returned_lock_the_heads(average: bool) -> None:
 def test_a_mask_for_every_head_locks_the_heads() -> None:
     net, example = self_attention({}, {"attn_mask": normal(2 * HEADS, 5, 5)}), (normal(2, 5, 6),)
     plan = settled_plan(net, example)
-    assert plan.kept("m.out_proj.weight", 1).size == WIDTH
+    heads, positions = heads_and_positions(plan.kept("m.out_proj.weight", 1), DEPTH)
+    assert (len(heads), len(positions)) == (HEADS, DEPTH - 1)
     assert plan.kept("i.weight", 0).size < WIDTH
     assert parity(net, plan, example) <= TOLERANCE
 
@@ -269,7 +293,8 @@ def test_window_attention(name: str, bias: bool) -> None:
     small: Any = compact(net, plan)
     assert type(small[1]) is ours
     assert small[1].num_heads == HEADS // 2
-    assert small[1].qkv.weight.shape[0] == 3 * DEPTH * HEADS // 2
+    keys = DEPTH if name == "second_version" else DEPTH - 1  # its queries and keys are normalised over all positions
+    assert small[1].qkv.weight.shape[0] == (2 * keys + DEPTH - 1) * HEADS // 2
     if name != "second_version":
         assert small[1].relative_position_bias_table.shape[1] == HEADS // 2
     else:
@@ -284,7 +309,7 @@ def test_relative_attention() -> None:
     plan = settled_plan(net, example, share=0.4)
     small: Any = compact(net, plan)
     assert type(small[1]) is SizedRelativeAttention
-    assert (small[1].n_heads, small[1].head_dim, small[1].scale) == (HEADS // 2, DEPTH, WIDTH**-0.5)
+    assert (small[1].n_heads, small[1].head_dim, small[1].scale) == (HEADS // 2, DEPTH - 1, WIDTH**-0.5)
     assert parity(net, plan, example) <= TOLERANCE
 
 

@@ -6,10 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from equivalence import TOLERANCE, Net, difference, doubled, parity, randomised, settled_plan
+from equivalence import (
+    TOLERANCE,
+    Net,
+    difference,
+    doubled,
+    heads_and_positions,
+    parity,
+    randomised,
+    settled_plan,
+)
 from torch import Tensor, nn
 
 from prunekit.channels import trace
@@ -90,31 +99,33 @@ def test_sizes_that_the_trial_needs_are_set(heads: int, depth: int) -> None:
     net = around(Attention(heads, depth))
     plan = settled_plan(net, EXAMPLE, share=0.5)
     small: Any = compact(net, plan)[1]  # type: ignore[index]
-    left = plan.kept("1.q.weight", 0).size // depth
+    left, positions = (len(found) for found in heads_and_positions(plan.kept("1.q.weight", 0), depth))
     assert 0 < left < heads
-    assert (small.num_heads, small.head_dim, small.all_head_size) == (left, depth, left * depth)
+    assert 0 < positions < depth
+    assert (small.num_heads, small.head_dim, small.all_head_size) == (left, positions, left * positions)
     assert (small.number_of_calls, small.scale) == (heads, depth**-0.5)
-    assert {size.name for size in plan.channel_map.sizes} == {"num_heads", "all_head_size"}
+    assert {size.name for size in plan.channel_map.sizes} == {"num_heads", "head_dim", "all_head_size"}
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
 
 
 def test_against_a_narrow_model_by_hand() -> None:
     net = around(Attention(4, 3)).double()
     plan = settled_plan(net, EXAMPLE, share=0.5)
-    heads, columns = plan.kept("1.q.weight", 0), plan.kept("0.weight", 0)
-    narrow: Any = around(Attention(2, 3)).double()
+    columns, values = plan.kept("0.weight", 0), plan.kept("1.v.weight", 0)
+    assert [len(found) for found in heads_and_positions(values, 3)] == [2, 1]
+    narrow: Any = around(Attention(2, 1)).double()
     with torch.no_grad():
         for name, tensor in narrow.named_parameters():
             dense = net.get_parameter(name)
             for axis, size in enumerate(dense.shape):
-                own = {("1.o.weight", 1): heads, ("2.weight", 1): plan.kept("1.o.weight", 0)}.get((name, axis))
+                own = {("1.o.weight", 1): values, ("2.weight", 1): plan.kept("1.o.weight", 0)}.get((name, axis))
                 if own is None and name[:4] in ("1.q.", "1.k.", "1.v."):
-                    own = heads if axis == 0 else columns
+                    own = plan.kept(f"{name[:4]}weight", 0) if axis == 0 else columns
                 elif own is None and axis == 0:
                     own = plan.kept(name, 0)
                 dense = dense if own is None or own.size == size else dense.index_select(axis, torch.from_numpy(own))
             tensor.set_(dense)
-        narrow[1].number_of_calls = 4
+        narrow[1].number_of_calls, narrow[1].scale = 4, 3**-0.5
         assert difference(narrow(*doubled(EXAMPLE)), compact(net, plan)(*doubled(EXAMPLE))) <= 1e-12
 
 
@@ -122,7 +133,7 @@ def test_elements_of_tuples_and_lists() -> None:
     net = around(Shaped(4, 3))
     plan = settled_plan(net, EXAMPLE, share=0.5)
     small: Any = compact(net, plan)[1]  # type: ignore[index]
-    assert (small.shape, small.joined) == ((-1, 2, 3), [12]), "what the trial did not need stays"
+    assert (small.shape, small.joined) == ((-1, 2, 1), [12]), "what the trial did not need stays"
     assert net[1].shape == (-1, 4, 3)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
 
@@ -132,9 +143,10 @@ def test_groups_of_query_heads_go_together(interleaved: bool) -> None:
     net = around(Grouped(6, 2, interleaved=interleaved))
     plan = settled_plan(net, EXAMPLE)
     small: Any = compact(net, plan)[1]  # type: ignore[index]
-    assert (small.num_heads, small.kv_heads, small.group) == (4, 2, 2)
-    queries, keys = ({int(i) // 2 for i in plan.kept(f"1.{name}.weight", 0)} for name in "qk")
-    assert queries == {2 * head + i for head in keys for i in (0, 1)}
+    assert (small.num_heads, small.kv_heads, small.group, small.head_dim) == (4, 2, 2, 1)
+    (queries, positions), (keys, same) = (heads_and_positions(plan.kept(f"1.{n}.weight", 0), 2) for n in "qk")
+    assert queries == [2 * head + i for head in keys for i in (0, 1)]
+    assert positions == same
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
 
 
@@ -204,7 +216,7 @@ def hard_coded(net: Any, x: Tensor) -> Tensor:
 
 def scaled_by_the_width(net: Any, x: Tensor) -> Tensor:
     q, k, v = net.a(x).chunk(3, -1)
-    return net.b(F.scaled_dot_product_attention(q, k, v))  # the scale follows from the width of q
+    return net.b((q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1) @ v)  # the scale follows from the width of q
 
 
 @pytest.mark.parametrize(("forward", "widths"), [(hard_coded, (8, 8)), (scaled_by_the_width, (24, 8))])
@@ -244,7 +256,9 @@ def test_a_plan_keeps_what_it_knows_of_sizes(tmp_path: Path) -> None:
     plan.save(tmp_path)
     again = load_plan(tmp_path)
     values = attribute_values(net, plan.channel_map, plan.keep)
-    assert values == {"1": {"num_heads": 2, "all_head_size": 6}}
+    assert values == {"1": {"num_heads": 2, "head_dim": 1, "all_head_size": 2}}
+    assert np.array_equal(again.channel_map.joint, plan.channel_map.joint)
+    assert [group.name for group in again.channel_map.groups] == [group.name for group in plan.channel_map.groups]
     assert attribute_values(net, again.channel_map, again.keep) == values
     assert compact(net, again)[1].num_heads == 2  # type: ignore[index, union-attr]
 

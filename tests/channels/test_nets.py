@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from equivalence import TOLERANCE, assert_unchanged, parity, random_keep, randomised, settled_plan, snapshot
+from equivalence import (
+    TOLERANCE,
+    assert_unchanged,
+    heads_and_positions,
+    parity,
+    random_keep,
+    randomised,
+    settled_plan,
+    snapshot,
+)
 from net_cases import CASES
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
@@ -95,10 +104,10 @@ def test_what_only_the_trial_sees_is_locked_and_reported(name: str) -> None:
 def test_heads_are_pruned_whole() -> None:
     model, example = CASES["attention_with_any_number_of_heads"][0]()
     plan = settled_plan(randomised(model).eval(), example, seed=2)
-    kept = plan.kept("q.weight", 0)
-    assert 0 < kept.size < 12
-    assert np.array_equal(kept.reshape(-1, 2)[:, 0] // 2, kept.reshape(-1, 2)[:, 1] // 2), "pairs of one head"
-    assert np.array_equal(kept, plan.kept("k.weight", 0))
+    heads, positions = heads_and_positions(plan.kept("q.weight", 0), 2)
+    assert (len(heads), len(positions)) == (4, 1)
+    assert np.array_equal(plan.kept("q.weight", 0), plan.kept("k.weight", 0))
+    assert heads_and_positions(plan.kept("v.weight", 0), 2)[0] == heads
 
 
 def test_a_tied_weight_stays_tied() -> None:

@@ -55,7 +55,7 @@ def split(flow: Flow, call: Call) -> None:
         if axis in field.span and len(outs) > 1:
             if len(set(sizes)) > 1 and call.name != "aten.split_with_sizes":
                 flow.lock([field], f"split into unequal parts {sizes}")
-            elif len(set(sizes)) == 1:
+            elif len(set(sizes)) == 1 and flow.module not in flow.substituted:  # which take sizes from their tensors
                 moved = np.moveaxis(field.labels, axis, -1)
                 for row in moved.reshape(-1, moved.shape[-1]):
                     flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
