@@ -100,21 +100,22 @@ def norm_of(module: nn.Module, flow: Flow, inputs: Any, output: Any) -> Norm | s
     sources, results = gather(inputs), gather(output)
     if len(sources) != 1 or len(results) != 1:
         return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each"
-    sides = [_axes(tensor, flow.fields(tensor)) for tensor in (*sources, *results)]
+    sides = [_axes(flow, tensor) for tensor in (*sources, *results)]
     if not all(sides):
         return f"{name} has no labels, or joint ones over several axes, on its input or its output"
     return Norm(*sides)
 
 
-def _axes(tensor: torch.Tensor, fields: Iterable[Field]) -> Axes:
+def _axes(flow: Flow, tensor: torch.Tensor) -> Axes:
     """Labels by axis; empty where a field lies on several axes jointly."""
-    found = []
-    for field in fields:
+    found: dict[int, Labels] = {}
+    for field in flow.fields(tensor):
         if len(field.span) != 1:
             return ()
-        axis = field.span[0]
-        found.append((-1 if axis == tensor.dim() - 1 else axis, field.labels.reshape(-1)))
-    return tuple(found)
+        axis = -1 if field.span[0] == tensor.dim() - 1 else field.span[0]
+        labels = field.labels.reshape(-1)
+        flow.union.merge(found.setdefault(axis, labels), labels)
+    return tuple(found.items())
 
 
 def resolved(norms: dict[str, Norm], final: Labels) -> dict[str, Norm]:
