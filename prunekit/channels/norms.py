@@ -102,7 +102,7 @@ def norm_of(module: nn.Module, flow: Flow, inputs: Any, output: Any) -> Norm | s
     sources, results = gather(inputs), gather(output)
     if len(sources) != 1 or len(results) != 1:
         return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each"
-    before, after = (_axes(tensor, flow.fields(tensor)) for tensor in (*sources, *results))
+    before, after = (_axes(flow, tensor) for tensor in (*sources, *results))
     if not before or after is None:
         return f"{name} has no labels, or joint ones over several axes, on its input or its output"
     norm = Norm(before, after)
@@ -122,15 +122,16 @@ def _classes(flow: Flow, labels: Iterable[Labels]) -> Labels:
     return flow.union.find(np.concatenate([np.zeros(1, dtype=np.int64), *labels]))
 
 
-def _axes(tensor: torch.Tensor, fields: Iterable[Field]) -> Axes | None:
+def _axes(flow: Flow, tensor: torch.Tensor) -> Axes | None:
     """Labels by axis; None where a field lies on several axes jointly."""
-    found = []
-    for field in fields:
+    found: dict[int, Labels] = {}
+    for field in flow.fields(tensor):
         if len(field.span) != 1:
             return None
-        axis = field.span[0]
-        found.append((-1 if axis == tensor.dim() - 1 else axis, field.labels.reshape(-1)))
-    return tuple(found)
+        axis = -1 if field.span[0] == tensor.dim() - 1 else field.span[0]
+        labels = field.labels.reshape(-1)
+        flow.union.merge(found.setdefault(axis, labels), labels)
+    return tuple(found.items())
 
 
 def resolved(norms: dict[str, Norm], final: Labels) -> dict[str, Norm]:

@@ -137,3 +137,30 @@ def rotary_attention_by_halves() -> Case:
 
     parts = {"q": nn.Linear(6, 12), "k": nn.Linear(6, 12), "v": nn.Linear(6, 12), "o": nn.Linear(12, 4)}
     return Net(forward, **parts, table=torch.rand(5, 4)), tokens()
+
+
+class PoolingAttention(nn.Module):
+    """Heads are merged with the batch, so that one convolution pools the positions of each; the first stays apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.depth = 3, 4
+        self.qkv, self.out = nn.Linear(6, 36), nn.Linear(12, 5)
+        self.pool = nn.Conv1d(4, 4, 3, stride=2, padding=1, groups=4)
+        self.norm = nn.LayerNorm(4)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        first, rest = x.tensor_split((1,), 2)  # (N, heads, L, depth)
+        rest = self.pool(rest.transpose(2, 3).flatten(0, 1)).unflatten(0, x.shape[:2])
+        return self.norm(torch.cat([first, rest.transpose(2, 3)], 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.depth).transpose(1, 3).unbind(2)
+        k, v = self.pooled(k), self.pooled(v)
+        y = (q @ k.transpose(-2, -1) * 0.5).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@case("qkv.weight")
+def pooling_attention() -> Case:
+    return PoolingAttention(), tokens()

@@ -60,7 +60,7 @@ def convolution(flow: Flow, call: Call) -> None:
     flow.lock(sliding, "labels on the axes a convolution slides over")
     for axis in range(2, weight.dim()):
         flow.fix(flow.on_axis(weight, axis, "labels over a kernel's positions")[0])
-    rows = whole_rows(flow, source)
+    rows = _whole_rows(flow, source)
     x, x_zero = flow.on_axis(source, 1, "labels on the axes a convolution slides over")
     first, first_zero = flow.on_axis(weight, 0, "labels over several axes of a kernel")
     second, second_zero = flow.on_axis(weight, 1, "labels over several axes of a kernel")
@@ -102,17 +102,17 @@ def _stands_still(call: Call, index: int) -> bool:
     return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
 
 
-def whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
+def _whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
     """Fields on the batch axis, as heads that were merged with it: each row of the batch is computed by itself.
 
     Those that lie on channels too are tied along them, so that whole rows go.
     """
-    fields = flow.fields(source)
-    joint = {
-        id(field): field.with_labels(flow.union.tie(field.labels, [1])) for field in fields if field.span == (0, 1)
-    }
-    flow.set(source, [joint.get(id(field), field) for field in fields])
-    return [joint.get(id(field), field) for field in fields if field.span in ((0,), (0, 1))]
+    fields = [
+        field.with_labels(flow.union.tie(field.labels, [1])) if field.span == (0, 1) else field
+        for field in flow.fields(source)
+    ]
+    flow.set(source, fields)
+    return [field for field in fields if field.span == (0,)]
 
 
 def _by_whole_groups(

@@ -77,11 +77,16 @@ def view(flow: Flow, call: Call) -> None:
         for axes in splits:
             _constrain(flow, labels, axes)
         fields.append(field.with_labels(collapse(labels)))
+    gone = set()
     for i, j in combinations(range(len(fields)), 2):
         if set(fields[i].span) & set(fields[j].span) and not set(before[i].span) & set(before[j].span):
-            flow.constraints.append(
-                Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j)))
-            )
+            locked = [k for k in (i, j) if not flow.union.find(fields[k].labels).any()]
+            gone.update(locked)  # like an axis without labels: nothing there is removed, whatever it is merged with
+            if not locked:
+                flow.constraints.append(
+                    Crossed(*(flow.record(fields[k].labels, "merged with another axis") for k in (i, j)))
+                )
+    fields = [field for k, field in enumerate(fields) if k not in gone]
     flow.set(out, fields)
 
 
