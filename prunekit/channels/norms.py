@@ -44,8 +44,8 @@ class NormWatch:
     """Decides, whenever a module of a traced model ends, what becomes of the statistics that were taken in it.
 
     A module is a norm if it can run by itself on the kept channels of one tensor: it has one input and one output
-    tensor with labels on single axes, in every call of it, and all its tensors are parameters, those of its parts not of
-    these channels: they work on the statistics, as in spatial attention. Else what went into them is locked.
+    tensor with labels on single axes, in every call of it, and all its tensors are parameters, those of its parts not
+    of these channels: they work on the statistics, as in spatial attention. Else what went into them is locked.
     """
 
     def __init__(self, flow: Flow) -> None:

@@ -139,8 +139,8 @@ _ZERO_OF_ZEROS = frozenset(
 )
 _STATISTICS = frozenset(
     f"aten.{name}"
-    for name in "sum mean amax amin max min var std var_mean std_mean norm linalg_vector_norm".split()
-)
+    for name in ["sum", "mean", "amax", "amin", "max", "min", "var", "std", "var_mean", "std_mean", "norm"]
+) | {"aten.linalg_vector_norm"}
 _REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any argmax argmin norm linalg_vector_norm"
 
 
