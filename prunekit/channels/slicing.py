@@ -15,7 +15,7 @@ from prunekit.channels.attributes import Values, set_attributes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.rules.compute import whole_groups
+from prunekit.channels.rules.convolution import whole_groups
 from prunekit.channels.substitutes import SizedAttention, heads_left, set_heads
 
 KeptIndices = Mapping[str, tuple[Labels | None, ...]]
@@ -63,7 +63,7 @@ def bare_widths(model: nn.Module, channel_map: ChannelMap, keep: Keep) -> dict[s
 
 def _width_of_bare(path: str, norm: nn.Module, channel_map: ChannelMap) -> Labels | None:
     """The labels that a norm takes together, or of the channels that it takes one by one; None where none are free."""
-    last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))
+    last = _remembers_shape(norm)
     if path in channel_map.norms:
         inputs = channel_map.norms[path].inputs
         return dict(inputs).get(-1 if last else 1, inputs[0][1])  # or the only one: a norm may permute its axes first
@@ -73,9 +73,14 @@ def _width_of_bare(path: str, norm: nn.Module, channel_map: ChannelMap) -> Label
 _NORMS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
+def _remembers_shape(module: nn.Module) -> bool:
+    """Torch's norms over the last axes, and hand-written ones that keep their size under the same name."""
+    return isinstance(vars(module).get("normalized_shape"), tuple)
+
+
 def _is_bare(module: nn.Module) -> bool:
-    tables = (module._parameters, module._buffers)
-    return isinstance(module, _NORMS) and all(tensor is None for table in tables for tensor in table.values())
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return (isinstance(module, _NORMS) or _remembers_shape(module)) and all(tensor is None for tensor in own)
 
 
 def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
@@ -94,8 +99,8 @@ def set_bare_widths(model: nn.Module, widths: Mapping[str, int]) -> None:
 def _set_width(norm: nn.Module, width: int) -> None:
     if isinstance(norm, nn.GroupNorm):
         _set_groups(norm, width)
-    elif isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
-        norm.normalized_shape = (*norm.normalized_shape[:-1], width)
+    elif _remembers_shape(norm):
+        norm.normalized_shape = (*norm.normalized_shape[:-1], width)  # type: ignore[index, assignment]
     elif isinstance(norm, _NormBase):
         norm.num_features = width
 

@@ -214,3 +214,20 @@ def pool_over_channels() -> Case:
 
     parts = {"a": conv(3, 8), "pool": ChannelPool(), "b": conv(2, 1, 3, padding=1), "c": conv(8, 5, 1)}
     return Net(forward, **parts), image()
+
+
+class Bare(nn.Module):
+    """A norm without weight that hands the size it remembers to torch, as in torch's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.normalized_shape = (width,)
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight, 1e-6)
+
+
+@case("0.weight")
+def norm_by_hand_that_remembers_its_shape() -> Case:
+    return nn.Sequential(nn.Linear(6, 8), Bare(8), nn.Linear(8, 3)), tokens()

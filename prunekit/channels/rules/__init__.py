@@ -1,7 +1,8 @@
 """Rules by operator family; importing this package fills the table."""
 
-from prunekit.channels.rules import compute, lookup, made, norms, parts, pointwise, shape, vision
-from prunekit.channels.rules.compute import COUNTED, whole_groups
+from prunekit.channels.rules import compute, convolution, lookup, made, norms, parts, pointwise, shape, vision
+from prunekit.channels.rules.compute import COUNTED
+from prunekit.channels.rules.convolution import whole_groups
 from prunekit.channels.rules.made import MADE
 from prunekit.channels.rules.registry import RULES, Call, Rule, rule
 
@@ -12,6 +13,7 @@ __all__ = [
     "Call",
     "Rule",
     "compute",
+    "convolution",
     "lookup",
     "made",
     "norms",

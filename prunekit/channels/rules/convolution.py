@@ -1,0 +1,114 @@
+"""Convolutions: plain, grouped, depthwise and transposed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.rules.registry import Call, rule
+
+if TYPE_CHECKING:
+    from prunekit.channels.flow import Flow
+
+FIXED_PARTNER = "its partner in this product has a size that does not depend on any parameter"
+NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
+
+
+def whole_groups(groups: int, channels_per_group: int) -> bool:
+    """Whether a grouped convolution loses whole groups (ResNeXt, depthwise) or a column of every group (RegNet)."""
+    return groups >= channels_per_group
+
+
+@rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")
+def convolution(flow: Flow, call: Call) -> None:
+    """Plain, grouped, depthwise and transposed convolution in any number of spatial axes."""
+    source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")
+    transposed, groups = bool(call.arg(6, "transposed", False)), int(call.arg(8, "groups", 1))
+    still = [axis for axis in range(2, source.dim()) if _stands_still(call, axis - 2)]
+    beside = [field for field in flow.fields(source) if field.span and set(field.span) <= set(still)]
+    sliding = [field for field in flow.fields(source) if set(field.span) - {0, 1} and field not in beside]
+    flow.lock(sliding, "labels on the axes a convolution slides over")
+    for axis in range(2, weight.dim()):
+        flow.fix(flow.on_axis(weight, axis, "labels over a kernel's positions")[0])
+    rows = _whole_rows(flow, source)
+    x, x_zero = flow.on_axis(source, 1, "labels on the axes a convolution slides over")
+    first, first_zero = flow.on_axis(weight, 0, "labels over several axes of a kernel")
+    second, second_zero = flow.on_axis(weight, 1, "labels over several axes of a kernel")
+    positions = (source if transposed else call.out).shape[2:].numel()
+    kernel = weight.shape[2:].numel()
+    factors = [rows[0].labels.reshape(-1) if rows else None, first, second]
+    sizes = [size for size, labels in zip((len(source), *weight.shape[:2]), factors, strict=True) if labels is None]
+    aside = [field.labels.reshape(-1) for field in beside]
+    constant = positions * kernel * int(np.prod(sizes)) / float(np.prod([labels.size for labels in aside]))
+    flow.add_macs(constant, [*factors, *aside])
+
+    consumer, producer, zero = (first, second, first_zero) if transposed else (second, first, second_zero)
+    by_groups = groups > 1 and whole_groups(groups, source.shape[1] // groups)
+    if x is not None and not (x_zero or zero or by_groups):  # whole groups are summed over with nothing else
+        flow.lock([x], NOT_ZERO)
+    if groups == 1:
+        flow.join(x, consumer, FIXED_PARTNER)
+        out = producer
+    elif by_groups:
+        flow.fix(second)
+        out = _by_whole_groups(flow, x, first, groups, call.out.shape[1], transposed=transposed)
+    else:
+        out = _by_columns(flow, x, first, second, groups, transposed=transposed)
+    b, b_zero = flow.on_axis(bias, 0, "labels of a bias")
+    if bias is not None:
+        out = flow.join(out, b, FIXED_PARTNER)
+    produced_zero = first_zero or x_zero if by_groups else second_zero if transposed else first_zero
+    channels = [] if out is None else [along(out, 1, call.out.dim())]
+    flow.set(call.out, [
+        *(Field(field.labels, field.zero and bias is None) for field in (*rows, *beside)),
+        *(Field(labels, produced_zero and (bias is None or b_zero)) for labels in channels),
+    ])  # fmt: skip
+
+
+def _stands_still(call: Call, index: int) -> bool:
+    """Whether a convolution leaves an axis alone: its kernel has one position there, and it neither skips nor pads."""
+    stride, padding = call.args[3], call.args[4]
+    step, added = (given[index if len(given) > 1 else 0] for given in (stride, padding))
+    return bool(call.args[1].shape[2 + index] == 1 and step == 1 and added == 0)
+
+
+def _whole_rows(flow: Flow, source: torch.Tensor) -> list[Field]:
+    """Fields on the batch axis, as heads that were merged with it: each row of the batch is computed by itself.
+
+    Those that lie on channels too are tied along them, so that whole rows go.
+    """
+    fields = [
+        field.with_labels(flow.union.tie(field.labels, [1])) if field.span == (0, 1) else field
+        for field in flow.fields(source)
+    ]
+    flow.set(source, fields)
+    return [field for field in fields if field.span == (0,)]
+
+
+def _by_whole_groups(
+    flow: Flow, x: Labels | None, first: Labels | None, groups: int, out_channels: int, *, transposed: bool
+) -> Labels | None:
+    """One label for each group: its inputs, its outputs and its slice of the weight."""
+    if x is None or first is None:
+        flow.lock([x, first], FIXED_PARTNER)
+        return None
+    tied = flow.union.tie(x.reshape(groups, -1), [1])
+    flow.union.merge(tied, first.reshape(groups, -1))
+    return np.repeat(tied.reshape(-1), out_channels // groups) if transposed else first
+
+
+def _by_columns(
+    flow: Flow, x: Labels | None, first: Labels | None, second: Labels | None, groups: int, *, transposed: bool
+) -> Labels | None:
+    """The same columns in every group, so that the number of groups stays."""
+    columns = None if x is None else flow.union.tie(x.reshape(groups, -1), [0]).reshape(-1)
+    if first is not None:
+        rows = flow.union.tie(first.reshape(groups, -1), [0]).reshape(-1)
+    if transposed:
+        flow.join(columns, None if first is None else rows, FIXED_PARTNER)
+        return None if second is None else np.tile(second, groups)
+    flow.join(columns, second, FIXED_PARTNER)
+    return first
