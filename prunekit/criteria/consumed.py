@@ -70,7 +70,8 @@ def obs(evidence: Evidence) -> Scores:
     found = LabelMean(evidence.channel_map.n_labels)
     for read, moments in _with_moments(evidence):
         inverse = _damped_inverse(moments)
-        columns = read.columns(evidence).reshape(*moments.blocks.shape[:2], -1)
+        alive = moments.rms[:, None] > 0  # what is always 0 does nothing: the ridge must not say otherwise
+        columns = (read.columns(evidence) * alive).reshape(*moments.blocks.shape[:2], -1)
 
         def cost(block: int, index: IntArray, inverse: FloatArray = inverse, columns: FloatArray = columns) -> float:
             removed = columns[block, index]  # (channels, outputs x taps)

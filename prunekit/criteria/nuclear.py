@@ -41,7 +41,8 @@ class NuclearNorm:
         weighted = np.concatenate([self._integrand(vectors, t) * t for t in parts])  # dt = t d(log t)
         step = np.log(self._t[1] / self._t[0])
         ends = weighted[0] + weighted[-1]  # below the range the integrand is constant, above it falls with t^-2
-        return max(0.0, 2 / np.pi * float(step * (weighted.sum() - ends / 2) + ends))
+        inside = step * (weighted.sum() - ends / 2) + step**2 / 12 * ends  # Euler and Maclaurin's first correction
+        return max(0.0, 2 / np.pi * float(inside + ends))
 
     def _integrand(self, vectors: FloatArray, t: FloatArray) -> FloatArray:
         """(points,) At each t."""
