@@ -31,7 +31,7 @@ class CriterionFacts:
 
 
 _LI = "Li et al. 2017, Pruning filters for efficient ConvNets"
-_MOLCHANOV = "Molchanov et al. 2017, Pruning CNNs for resource efficient inference"
+_MOLCHANOV = "Molchanov et al. 2017, Pruning CNNs"
 _LOSS: tuple[Need, ...] = ("weights", "gradients", "labels")
 _SECOND: tuple[Need, ...] = ("weights", "gradients", "curvature", "labels")
 _FACTS = (
@@ -43,9 +43,7 @@ _FACTS = (
     CriterionFacts("fpgm", ("weights",), "distance to the layer's other filters", "He et al. 2019, FPGM"),
     CriterionFacts("bn_scale", ("weights",), "|scale| of norms", "Liu et al. 2017, Network slimming"),
     CriterionFacts("activation", ("stats",), "mean |activation|", _MOLCHANOV),
-    CriterionFacts(
-        "activation_rms", ("stats",), "root mean square of activations", "Molchanov et al. 2017, Pruning CNNs"
-    ),
+    CriterionFacts("activation_rms", ("stats",), "root mean square of activations", _MOLCHANOV),
     CriterionFacts("apoz", ("stats",), "share of activations that are not zero", "Hu et al. 2016, Network trimming"),
     CriterionFacts("wanda", ("weights", "stats"), "|w| times the norm of what it reads", "Sun et al. 2024, Wanda"),
     CriterionFacts(
