@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-STRIP = 256
+STRIP = 128
 """Rows of a symmetric product computed at a time, from the diagonal on: the other half is its mirror image."""
 DOUBTFUL = 1e-2
 """Below this share of the second moment, float32 products leave a variance fewer than four digits."""
@@ -63,22 +64,31 @@ def _of_maps(maps: Tensor, groups: int) -> Tensor:
     samples, channels, positions = maps.shape
     if groups == channels:
         return maps.square().sum((0, 2)).view(-1, 1, 1)
-    if positions < channels // groups:  # many small products cost more than laying the samples side by side
+    few = positions < channels // groups  # many small products cost more than laying the samples side by side
+    if few or (groups == 1 and channels > STRIP and maps.device.type != "cpu"):
         return _of_matrix(maps.transpose(0, 1).flatten(1), groups)
+    if groups == 1 and channels > STRIP:
+        return _symmetric(maps.unbind())
     parts = maps.view(samples * groups, -1, positions)
     return torch.bmm(parts, parts.mT).view(samples, groups, -1, channels // groups).sum(0)
 
 
 def _of_matrix(matrix: Tensor, groups: int) -> Tensor:
     """The same for (channels, positions)."""
-    if groups > 1:
-        parts = matrix.reshape(groups, -1, matrix.shape[1])
-        return parts.square().sum(2)[..., None] if parts.shape[1] == 1 else torch.bmm(parts, parts.mT)
-    size = len(matrix)
-    gram = matrix.new_empty(1, size, size)
+    if groups == 1:
+        return _symmetric([matrix])
+    parts = matrix.reshape(groups, -1, matrix.shape[1])
+    return parts.square().sum(2)[..., None] if parts.shape[1] == 1 else torch.bmm(parts, parts.mT)
+
+
+def _symmetric(matrices: Sequence[Tensor]) -> Tensor:
+    """(1, n, n) Sum of the products of matrices, (n, positions) each, with their transposes."""
+    size = len(matrices[0])
+    gram = matrices[0].new_zeros(1, size, size)
     for start in range(0, size, STRIP):
         strip = gram[0, start : start + STRIP, start:]
-        torch.mm(matrix[start : start + STRIP], matrix[start:].T, out=strip)
+        for matrix in matrices:
+            strip.addmm_(matrix[start : start + STRIP], matrix[start:].T)
         gram[0, start + STRIP :, start : start + STRIP] = strip[:, STRIP:].T
     return gram
 
