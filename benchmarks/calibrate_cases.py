@@ -1,9 +1,10 @@
-"""Calibration beside the plain forward pass: the collector, fused and eager, and six separate reductions in a hook.
+"""Calibration beside the plain forward pass: statistics, fused and eager; second moments; six reductions in a hook.
 
 A batch of 16 images of 224 px, float32, eval mode without gradients. The forms alternate with the plain forward in one
 run; a ratio is the median over the rounds of time with hooks / time without, and `low` and `high` are its 10th and 90th
 percentiles. Compiling is not part of it and stated in `compile_s`. The collector measures every
-leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone.
+leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone. The
+Gram matrices and means of the inputs of `activations` layers are collected alone, and `memory_mib` is what they take.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from prunekit.calibration import StatsCollector, collector, first_tensor
+from prunekit.calibration import MomentsCollector, StatsCollector, collector, first_tensor
 
 MODELS = ("resnet34", "densenet121", "mobilenet_v2", "efficientnet_b0")
 BATCH, SIZE = 16, 224
+MIB = 2**20
 
 
 class SixReductions(ExitStack):
@@ -52,7 +54,7 @@ Form = Callable[[], AbstractContextManager[Any]]
 
 
 def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """For each model the fused and the eager form of the collector, and the six reductions.
+    """For each model the fused and the eager form of the collector, the second moments, and the six reductions.
 
     Args:
         rounds: repetitions of a forward pass.
@@ -65,21 +67,25 @@ def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
                 yield from _model_rows(name, wanted, rounds)
 
 
-def _names(model: str) -> tuple[str, str, str]:
-    return f"calibrate/{model}/fused", f"calibrate/{model}/eager", f"torch/naive-six/{model}"
+def _names(model: str) -> tuple[str, ...]:
+    ours = [f"calibrate/{model}/{form}" for form in ("fused", "eager", "moments")]
+    return *ours, f"torch/naive-six/{model}"
 
 
 def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     model, images = getattr(torchvision.models, name)(weights=None).eval(), torch.randn(BATCH, 3, SIZE, SIZE)
     collectors = [StatsCollector(model, fused=fused) for fused in (True, False)]
-    every: list[Form] = [lambda: collectors[0], lambda: collectors[1], lambda: SixReductions(model)]
+    moments = MomentsCollector(model)
+    every: list[Form] = [lambda: collectors[0], lambda: collectors[1], lambda: moments, lambda: SixReductions(model)]
     forms = {form: hooks for form, hooks in zip(_names(name), every, strict=True) if form in wanted}
     baseline, seconds = _alternated(model, images, forms, rounds)
     setting = {"threads": torch.get_num_threads(), "batch": BATCH, "size": SIZE, "dtype": "float32"}
     for form, times in seconds.items():
         row = {"name": form, **_ratio(times, baseline), **setting}
-        if form.startswith("calibrate"):
+        if form.endswith("moments"):
+            row.update(activations=len(moments.bytes), memory_mib=sum(moments.bytes.values()) / MIB)
+        elif form.startswith("calibrate"):
             row["activations"] = _measured(model, images)
         if form.endswith("fused"):
             row.update(compile_s=collectors[0].compile_seconds, form=collectors[0].form)

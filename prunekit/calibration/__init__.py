@@ -1,8 +1,13 @@
 """Calibration: what activations look like, channel by channel, on a few hundred images."""
 
-from prunekit.calibration.collector import StatsCollector, collect, first_tensor
+from prunekit.calibration.collect import Collectors, collect
+from prunekit.calibration.collector import StatsCollector, first_tensor
+from prunekit.calibration.consumers import Consumer, ConsumerHooks, consumers_of
 from prunekit.calibration.gradients import TaylorTerms, collect_gradients
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
+from prunekit.calibration.moments import InputMoments
+from prunekit.calibration.moments_collector import MomentsCollector
+from prunekit.calibration.ranks import MapRanks, RankCollector
 from prunekit.calibration.settings import CalibrationSettings
 from prunekit.calibration.sketch import MagnitudeSketch
 from prunekit.calibration.stats import ChannelStats, NonFinite
@@ -10,14 +15,22 @@ from prunekit.calibration.stats import ChannelStats, NonFinite
 __all__ = [
     "CalibrationSettings",
     "ChannelStats",
+    "Collectors",
+    "Consumer",
+    "ConsumerHooks",
+    "InputMoments",
     "LayerStats",
     "MagnitudeSketch",
+    "MapRanks",
+    "MomentsCollector",
     "NonFinite",
+    "RankCollector",
     "StatsCollector",
     "StatsKey",
     "TaylorTerms",
     "collect",
     "collect_gradients",
     "combine",
+    "consumers_of",
     "first_tensor",
 ]

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS, FloatArray, LayerStats, StatsKey, combine_rows
+from prunekit.calibration.passes import PassHooks, run_passes
 from prunekit.calibration.reduce import summarise
 from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
-from prunekit.context import training_mode
 from prunekit.errors import UsageError, nearest
-from prunekit.hooks import HookOwner, never_called, refuse_compiled, refuse_nested
+from prunekit.hooks import never_called, refuse_nested
 from prunekit.nested import tensors_in
 
 Side = Literal["input", "output"]
@@ -36,13 +36,12 @@ class _Measured(NamedTuple):
     rows: FloatArray
 
 
-class StatsCollector(HookOwner):
+class StatsCollector(PassHooks):
     """Collects per-channel statistics of a model's activations, as a context manager of forward hooks.
 
     Every forward pass of `model` inside the `with` counts, in full: every batch, every call of a module that is
     called more than once, every position. Memory is O(channels). Train or eval mode and `no_grad` are the caller's
-    business. What runs outside of `model(...)`, such as the second forward of activation checkpointing, is not
-    counted, and nor is a forward pass that raises.
+    business.
 
     Values are reduced inside the hook, because a later in-place ReLU overwrites what a hook was given.
 
@@ -72,8 +71,7 @@ class StatsCollector(HookOwner):
         axes: Mapping[str, int] | None = None,
         fused: bool | None = None,
     ) -> None:
-        super().__init__()
-        self._model = model
+        super().__init__(model)
         self._targets = _targets(model, modules)
         self._sides = {"input": inputs, "output": outputs}
         self._axes = _known(axes or {}, self._targets)
@@ -82,25 +80,15 @@ class StatsCollector(HookOwner):
         self._running: dict[StatsKey, FloatArray] = {}
         self._calls: Counter[tuple[str, str]] = Counter()
         self._measured: dict[int, _Measured] = {}
-        self._depth = 0
-        self._passes = 0
 
-    def register(self) -> None:
-        """Hooks the modules, between a hook that opens and one that closes each forward pass of the model."""
-        refuse_compiled(self._model, type(self).__name__)
-        self._depth = 0
-        self.own_forward_pre(self._model, self._begin, again=True)
+    def watch(self) -> None:
+        """Hooks the modules."""
         for path, module in self._targets.items():
             self._watch(path, module)
-        self.own_forward(self._model, self._keep, again=True)
-        self.own_forward(self._model, self._end, again=True, always=True)
 
     def run(self, batches: Iterable[Any], device: torch.device) -> ChannelStats:
         """Runs the model over batches, as `collect` does, and returns the statistics so far."""
-        with training_mode(self._model, False), torch.no_grad(), self:
-            for batch in batches:
-                images = batch[0] if isinstance(batch, (tuple, list)) else batch
-                self._model(images.to(device, non_blocking=True))
+        run_passes(self._model, batches, device, self)
         return self.stats()
 
     @property
@@ -121,8 +109,7 @@ class StatsCollector(HookOwner):
         Raises:
             UsageError: the model has not run inside the `with`.
         """
-        if self._passes == 0:
-            raise UsageError("no forward pass was seen: call the model itself inside `with StatsCollector(model)`")
+        self.require_passes()
         merged = {key: LayerStats.from_rows(combine_rows(parts)) for key, parts in self._parts.items()}
         return ChannelStats(merged, {"reduction": self.form})
 
@@ -138,18 +125,14 @@ class StatsCollector(HookOwner):
         if self._sides["output"]:
             self.own_forward(module, after, again=True)
 
-    def _begin(self, *forward: Any) -> None:
-        if self._depth == 0:
-            self._running.clear()
-            self._calls.clear()
-            self._measured.clear()
-        self._depth += 1  # a model may call itself
-
-    def _end(self, *forward: Any) -> None:
-        self._depth -= 1
+    def begin(self) -> None:
+        """Forgets what a pass that raised has left."""
+        self._running.clear()
+        self._calls.clear()
+        self._measured.clear()
 
     def _see(self, path: str, side: Side, value: Any) -> None:
-        if self._depth == 0:
+        if not self.inside:
             return
         key = StatsKey(path, side, self._calls[path, side])
         self._calls[path, side] += 1
@@ -160,11 +143,8 @@ class StatsCollector(HookOwner):
         axis = self._axes.get(path, channel_axis(self._targets[path], tensor.ndim))
         self._running[key] = self._summarise(tensor, _checked_axis(tensor, axis, key))
 
-    def _keep(self, *forward: Any) -> None:
+    def keep(self) -> None:
         """Adds what the finished forward pass showed; one that failed half way counts for nothing."""
-        if self._depth > 1:
-            return
-        self._passes += 1
         for key, rows in self._running.items():
             parts = self._parts.setdefault(key, [])
             if parts and parts[0].shape != rows.shape:
@@ -188,29 +168,6 @@ class StatsCollector(HookOwner):
         if not tensor.is_inference():
             self._measured[id(tensor)] = _Measured(weakref.ref(tensor), tensor._version, axis, rows)
         return rows
-
-
-def collect(
-    model: nn.Module,
-    batches: Iterable[Any],
-    device: torch.device,
-    *,
-    modules: Sequence[str] | None = None,
-    inputs: bool = True,
-    outputs: bool = True,
-    fused: bool | None = None,
-) -> ChannelStats:
-    """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
-
-    Args:
-        model: already on `device`; every module is afterwards in the mode it had.
-        batches: tensors, or tuples and lists whose first entry is the model's input.
-        modules, inputs, outputs, fused: as for `StatsCollector`.
-
-    Raises:
-        UsageError: `batches` is empty, and as for `StatsCollector`.
-    """
-    return StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused).run(batches, device)
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""What the loss would change by, to first order, if slices of the weights were gone."""
+"""What the loss would change by, to first and second order, if slices of the weights were gone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.curvature import Factors, curvature_factors
 from prunekit.calibration.layer_stats import FloatArray
+from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
 
@@ -26,39 +28,68 @@ class TaylorTerms:
     """Weight times gradient, summed over everything but one axis: float64 (batches, size) for each axis."""
 
     terms: Mapping[Axis, FloatArray]
+    curvature: Mapping[Axis, FloatArray] | None = None
+    """The same of weight times (Hessian times all weights); None where it was not asked for."""
+    diagonal: Mapping[Axis, FloatArray] | None = None
+    """The same of weight squared times the Hessian's diagonal, estimated without bias."""
 
 
 def collect_gradients(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, loss: Loss
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    device: torch.device,
+    loss: Loss,
+    *,
+    second_order: bool = False,
+    seed: int = 0,
 ) -> TaylorTerms:
-    """First-order Taylor terms of every axis of every parameter, batch by batch, in eval mode.
+    """Taylor terms of every axis of every parameter, batch by batch, in eval mode.
 
     Batches are kept apart because the square of their sum is not the sum of their squares: `criteria.taylor` needs
     both. Frozen parameters count like the others; those that the loss does not depend on have terms of 0.
+
+    Second derivatives are products of the Hessian H with two vectors, each about as dear as a backward pass: with the
+    weights w, and with z * w, z random signs. The mean of z_k w_k (H (z * w))_k is H_kk w_k^2 (Hutchinson 1989; Bekas
+    et al. 2007): its noise falls with the number of batches, and with the size of a slice.
 
     Args:
         model: already on `device`; modes, `requires_grad` and `grad` are afterwards what they were.
         batches: images and labels.
         loss: such as `torch.nn.functional.cross_entropy`, where the model returns its logits.
+        second_order: whether to collect `curvature` and `diagonal` too.
+        seed: of the random signs.
 
     Raises:
-        UsageError: there are no batches, one is not images with labels, or the loss is not one number with a gradient.
+        UsageError: there are no batches, one is not images with labels, or the loss is not one number with a gradient;
+            or an operator of the model has no second derivative.
         NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter and the batch.
     """
-    rows: dict[Axis, list[FloatArray]] = {}
-    with training_mode(model, False), torch.enable_grad(), _all_trainable(model) as parameters:
+    rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
+    draw = torch.Generator().manual_seed(seed)
+    plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
+    with training_mode(model, False), torch.enable_grad(), plain, _all_trainable(model) as parameters:
+        weights = list(parameters.values())
         for number, batch in enumerate(batches, 1):
             if not isinstance(batch, (tuple, list)) or len(batch) < 2:
                 raise UsageError(f"batch {number}: expected images and labels for the loss, got {type(batch).__name__}")
             value = _checked(loss(model(batch[0].to(device)), batch[1].to(device)))
-            gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-            for (name, weight), gradient in zip(parameters.items(), gradients, strict=True):
-                for axis, sums in enumerate(_sums(weight, gradient)):
-                    _require_finite(sums, name, number)
-                    rows.setdefault((name, axis), []).append(sums)
-    if not rows:
+            gradients = torch.autograd.grad(value, weights, allow_unused=True, create_graph=second_order)
+            found: list[Factors] = [list(zip(weights, gradients, strict=True))]
+            if second_order:
+                found += curvature_factors(weights, gradients, draw)
+            for kind, factors in zip(rows, found, strict=False):
+                _add(kind, parameters, factors, number)
+    if not rows[0]:
         raise UsageError("no batch was given: gradients need images with labels")
-    return TaylorTerms({axis: np.stack(sums) for axis, sums in rows.items()})
+    terms, *second = ({axis: np.stack(sums) for axis, sums in kind.items()} for kind in rows)
+    return TaylorTerms(terms, *second) if second_order else TaylorTerms(terms)
+
+
+def _add(rows: dict[Axis, list[FloatArray]], names: Iterable[str], factors: Factors, batch: int) -> None:
+    for name, (weight, gradient) in zip(names, factors, strict=True):
+        for axis, sums in enumerate(_sums(weight, gradient)):
+            _require_finite(sums, name, batch)
+            rows.setdefault((name, axis), []).append(sums)
 
 
 @contextmanager
@@ -88,7 +119,7 @@ def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
         yield from (np.zeros(size) for size in weight.shape)
         return
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
-    rest = weight.detach() * gradient
+    rest = weight.detach() * gradient.detach()
     for _ in weight.shape:
         yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide).cpu().double().numpy()
         rest = rest.sum(0, dtype=wide)  # what is left for the axes behind is small

@@ -12,6 +12,8 @@ import pandas as pd
 
 from prunekit.calibration import store
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
+from prunekit.calibration.moments import InputMoments
+from prunekit.calibration.ranks import MapRanks
 from prunekit.errors import NonFiniteError, UsageError
 
 
@@ -42,6 +44,10 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
     layers: Mapping[StatsKey, LayerStats]
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Where the statistics came from (model, data, settings); saved and loaded with them."""
+    moments: Mapping[str, InputMoments] = field(default_factory=dict)
+    """Second moments of the inputs of layers, by module path; empty where they were not asked for."""
+    ranks: Mapping[StatsKey, MapRanks] = field(default_factory=dict)
+    """Ranks of feature maps; empty where they were not asked for."""
 
     def __getitem__(self, key: tuple[str, str, int]) -> LayerStats:
         return self.layers[key]  # type: ignore[index]  # a plain tuple equals the named one
@@ -71,6 +77,21 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
                 f"{first}, and there are some in {len(found) - 1} activations after it; expected finite activations: "
                 f"check the images of that batch and the weights up to {first.key.module!r}"
             )
+        path = next((path for path, moments in self.moments.items() if not moments.finite), None)
+        if path is not None:
+            raise NonFiniteError(
+                f"moments: NaN or Inf got into the products of the input of {path or 'the model'}; check the images "
+                "and the weights before it"
+            )
+
+    def too_few_samples(self) -> list[str]:
+        """What to say of each layer whose Gram matrix cannot have full rank, because it saw too few positions."""
+        few = {path: m for path, m in self.moments.items() if m.count < m.channels // m.groups}
+        return [
+            f"the Gram matrix of the input of {path or 'the model'} has rank {m.rank()} for {m.channels} channels: "
+            f"{m.count} positions are too few, take more images"
+            for path, m in few.items()
+        ]
 
     def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:
         """Output channels that never changed (always zero among them): their indices, where there are any."""
@@ -91,7 +112,12 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
             if ours is not None and ours.channels != theirs.channels:
                 raise UsageError(f"{key}: {ours.channels} channels here, {theirs.channels} there: not the same model")
             merged[key] = theirs if ours is None else combine((ours, theirs))
-        return ChannelStats(merged, dict(self.provenance.items() & other.provenance.items()))
+        moments, ranks = dict(self.moments), dict(self.ranks)
+        for path, second in other.moments.items():
+            moments[path] = moments[path].merge(second) if path in moments else second
+        for key, rank in other.ranks.items():
+            ranks[key] = ranks[key].merge(rank) if key in ranks else rank
+        return ChannelStats(merged, dict(self.provenance.items() & other.provenance.items()), moments, ranks)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per channel: module, side, call, channel, count, mean, variance, mean_abs, rms, min, max,
@@ -110,7 +136,7 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
             The safetensors file; the CSV has the same name with `.csv`.
         """
         file = store.locate(path)
-        store.write(file, self.layers, self.provenance)
+        store.write(file, store.Contents(self.layers, self.provenance, self.moments, self.ranks))
         store.write_csv(file.with_suffix(".csv"), self.to_frame())
         return file
 
@@ -121,8 +147,7 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
         Raises:
             ArtifactError: the file is missing, damaged, or not channel statistics.
         """
-        layers, provenance = store.read(store.locate(path))
-        return cls(layers, provenance)
+        return cls(*store.read(store.locate(path)))
 
 
 def _first_non_finite(key: StatsKey, layer: LayerStats) -> NonFinite:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,13 +15,25 @@ from safetensors.numpy import save_file
 
 from prunekit.artifacts import atomic_file
 from prunekit.calibration.layer_stats import ARRAYS, LayerStats, StatsKey
+from prunekit.calibration.moments import InputMoments
+from prunekit.calibration.ranks import MapRanks
 from prunekit.errors import ArtifactError
 
 FILE_NAME = "channel_stats.safetensors"
 FORMAT = "prunekit.channel_stats"
 VERSION = 2
+MOMENTS = ("total", "blocks")
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class Contents(NamedTuple):
+    """What a file holds: the fields of `ChannelStats` in their order."""
+
+    layers: Mapping[StatsKey, LayerStats]
+    provenance: Mapping[str, str]
+    moments: Mapping[str, InputMoments]
+    ranks: Mapping[StatsKey, MapRanks]
 
 
 def locate(path: Path) -> Path:
@@ -30,17 +42,28 @@ def locate(path: Path) -> Path:
     return path if path.suffix == ".safetensors" else path / FILE_NAME
 
 
-def write(path: Path, layers: Mapping[StatsKey, LayerStats], provenance: Mapping[str, str]) -> None:
-    """Writes every array as `module/side/call/array`; the metadata holds the keys' order and a checksum."""
+def write(path: Path, contents: Contents) -> None:
+    """Writes every array as `module/side/call/array`, and those of a layer's input as `moments/module/array`, and
+    `ranks/module/side/call/total`; the metadata holds the keys' order, counts and a checksum."""
+    layers, provenance, moments, ranks = contents
     arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in layers.items() for name in ARRAYS}
-    content = json.dumps({"keys": [list(key) for key in layers], "provenance": dict(provenance)})
+    arrays |= {f"moments/{module}/{name}": getattr(m, name) for module, m in moments.items() for name in MOMENTS}
+    arrays |= {f"ranks/{_name(key)}/total": rank.total for key, rank in ranks.items()}
+    content = json.dumps(
+        {
+            "keys": [list(key) for key in layers],
+            "provenance": dict(provenance),
+            "moments": {module: m.count for module, m in moments.items()},
+            "ranks": [[*key, rank.count] for key, rank in ranks.items()],
+        }
+    )
     header = {"version": VERSION, "sha256": _checksum(content, arrays), "content": content}
     metadata = {FORMAT: json.dumps(header)}  # one entry, because safetensors writes several in any order
     with atomic_file(path) as temporary:
         save_file(arrays, temporary, metadata=metadata)
 
 
-def read(path: Path) -> tuple[dict[StatsKey, LayerStats], dict[str, str]]:
+def read(path: Path) -> Contents:
     """Reads what `write` wrote.
 
     Raises:
@@ -63,7 +86,7 @@ def write_csv(path: Path, table: pd.DataFrame) -> None:
         table.to_csv(temporary, index=False)
 
 
-def _parse(path: Path, text: str, arrays: Arrays) -> tuple[dict[StatsKey, LayerStats], dict[str, str]]:
+def _parse(path: Path, text: str, arrays: Arrays) -> Contents:
     try:
         header = json.loads(text)
         if header["version"] != VERSION:
@@ -73,8 +96,14 @@ def _parse(path: Path, text: str, arrays: Arrays) -> tuple[dict[StatsKey, LayerS
         content = json.loads(header["content"])
         keys = [StatsKey(*key) for key in content["keys"]]
         layers = {key: LayerStats(**{name: arrays[f"{_name(key)}/{name}"] for name in ARRAYS}) for key in keys}
-        return layers, dict(content["provenance"])
-    except (KeyError, ValueError, TypeError) as error:
+        moments = {
+            module: InputMoments(count, *(arrays[f"moments/{module}/{name}"] for name in MOMENTS))
+            for module, count in content.get("moments", {}).items()
+        }
+        counts = {StatsKey(*key): count for *key, count in content.get("ranks", [])}
+        ranks = {key: MapRanks(count, arrays[f"ranks/{_name(key)}/total"]) for key, count in counts.items()}
+        return Contents(layers, dict(content["provenance"]), moments, ranks)
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise ArtifactError(f"{path}: not usable as channel statistics ({error}); calibrate again") from error
 
 

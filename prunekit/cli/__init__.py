@@ -13,6 +13,7 @@ from prunekit.cli.evaluate import evaluate_command
 from prunekit.cli.finetune import finetune_command
 from prunekit.cli.group import FAILED, INTERRUPTED, ErrorGroup
 from prunekit.cli.inspect import inspect_command
+from prunekit.cli.list import list_command
 from prunekit.cli.options import debug_option
 
 
@@ -26,7 +27,7 @@ def cli() -> None:
     """
 
 
-for command in (finetune_command, calibrate_command, evaluate_command, bench_command, inspect_command):
+for command in (finetune_command, calibrate_command, evaluate_command, bench_command, inspect_command, list_command):
     cli.add_command(command)
 
 

@@ -17,13 +17,24 @@ if TYPE_CHECKING:
 @click.command("calibrate", short_help="Collect activation statistics of the dense model.")
 @click.argument("recipe", metavar="RECIPE.yaml")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--moments",
+    type=click.Choice(["none", "full"]),
+    help="full: also the Gram matrix of every layer's input.  [default: as the recipe and its criterion have it]",
+)
 @own_options
 @device_option
 @seed_option
 @output_option("runs.  [default: runs]")
 @common_options
 def calibrate_command(
-    recipe: str, overrides: tuple[str, ...], factory: str | None, data: str | None, as_json: bool, **options: Any
+    recipe: str,
+    overrides: tuple[str, ...],
+    moments: str | None,
+    factory: str | None,
+    data: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Run the dense model of a recipe on its calibration images and write the statistics of every channel, as
     safetensors and CSV. `finetune` uses them again when model, weights, data and settings are the same.
@@ -31,7 +42,8 @@ def calibrate_command(
     The table averages over the channels of each layer's output; dead channels never change.
     """
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    given = (*overrides, f"calibration.moments={moments}") if moments else overrides
+    job = load_job(recipe, given, factory=factory, data=data, **options)
     check_folder(job.output)
     from prunekit.workflow import Own
     from prunekit.workflow import calibrate as run
@@ -39,7 +51,17 @@ def calibrate_command(
     with console.running():
         result = run(job, log=console.log, progress=console.progress, own=Own(factory, data))
     layers = list(summary(result.stats))
-    payload = {"path": str(result.path), "csv": str(result.csv), "reused": result.reused, "layers": layers}
+    payload = {
+        "path": str(result.path),
+        "csv": str(result.csv),
+        "reused": result.reused,
+        "layers": layers,
+        "moments": [
+            {"module": path, "channels": second.channels, "groups": second.groups, "positions": second.count}
+            for path, second in result.stats.moments.items()
+        ],
+        "too_few_samples": result.stats.too_few_samples(),
+    }
     reused = " (from an earlier run)" if result.reused else ""
     console.result(payload, f"{_text(layers)}\nStatistics{reused}: {result.path}\nAs a table: {result.csv}")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from prunekit.catalogue import CRITERIA
 from prunekit.criteria.registry import Evidence, Scores, criterion
 
 
-@criterion("random", needs="nothing")
+@criterion(CRITERIA["random"])
 def random(evidence: Evidence) -> Scores:
     """Uniform in [0, 1), from the seed alone."""
     return np.random.default_rng(evidence.seed).random(evidence.channel_map.n_labels)

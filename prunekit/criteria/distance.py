@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from prunekit.catalogue import CRITERIA
 from prunekit.criteria.magnitude import l2
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import LabelMean, require_finite
@@ -16,7 +17,7 @@ COLUMNS = 4096
 """Columns of a weight multiplied at a time, in its own precision; their products are added in float64."""
 
 
-@criterion("fpgm", needs="weights")
+@criterion(CRITERIA["fpgm"])
 def fpgm(evidence: Evidence) -> Scores:
     """Distance to the geometric median (He et al. 2019, FPGM): how far a filter lies from the others of its layer.
 

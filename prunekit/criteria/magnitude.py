@@ -6,23 +6,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunekit.catalogue import CRITERIA
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import IntArray, LabelMean, mean_over_slices, require_finite
 
 
-@criterion("l1", needs="weights")
+@criterion(CRITERIA["l1"])
 def l1(evidence: Evidence) -> Scores:
     """Mean |w| of a label's slices (Li et al. 2017, "Pruning filters for efficient ConvNets")."""
     return _mean_power(evidence, 1)
 
 
-@criterion("l2", needs="weights")
+@criterion(CRITERIA["l2"])
 def l2(evidence: Evidence) -> Scores:
     """Root mean square of a label's slices (the l2 norm that Li et al. 2017 compare with)."""
     return _mean_power(evidence, 2)
 
 
-@criterion("lamp", needs="weights", comparable=True)
+@criterion(CRITERIA["lamp"])
 def lamp(evidence: Evidence) -> Scores:
     """Layer-adaptive magnitude (Lee et al. 2021), carried from weights to channels.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
+from prunekit.catalogue import CRITERIA
 from prunekit.criteria.magnitude import l2
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import LabelMean, require_finite
@@ -18,7 +19,7 @@ NORMS = (
 )
 
 
-@criterion("bn_scale", needs="weights")
+@criterion(CRITERIA["bn_scale"])
 def bn_scale(evidence: Evidence) -> Scores:
     """|gamma| of the norms that carry a label (Liu et al. 2017, "Network slimming"), mean over them.
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.catalogue import CriterionFacts, Need
 from prunekit.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from prunekit.channels import ChannelMap
 
 Scores = npt.NDArray[np.float64]
-Need = Literal["weights", "stats", "gradients", "nothing"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,29 +36,35 @@ class Evidence:
 class Criterion:
     """An importance score: a pure function from the evidence to one score for each label, shape (n_labels,)."""
 
-    name: str
-    needs: Need
+    facts: CriterionFacts
     function: Callable[[Evidence], Scores]
-    comparable: bool
-    """Whether scores of different channel groups can be ranked together as they are; others are normalised first."""
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What it looks at."""
+        return self.facts.needs
+
+    @property
+    def comparable(self) -> bool:
+        """Whether scores of different channel groups can be ranked together as they are."""
+        return self.facts.comparable
 
 
 _CRITERIA: dict[str, Criterion] = {}
 
 
-def criterion(
-    name: str, *, needs: Need, comparable: bool = False
-) -> Callable[[Callable[[Evidence], Scores]], Callable[[Evidence], Scores]]:
-    """Registers an importance score under a name.
+def criterion(facts: CriterionFacts) -> Callable[[Callable[[Evidence], Scores]], Callable[[Evidence], Scores]]:
+    """Registers an importance score.
 
     Raises:
         ValueError: the name is taken.
     """
 
     def register(function: Callable[[Evidence], Scores]) -> Callable[[Evidence], Scores]:
+        name = facts.name
         if name in _CRITERIA:
             raise ValueError(f"criterion {name!r} is registered already, as {_CRITERIA[name].function.__qualname__}")
-        _CRITERIA[name] = Criterion(name, needs, function, comparable)
+        _CRITERIA[name] = Criterion(facts, function)
         return function
 
     return register

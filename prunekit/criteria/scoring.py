@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.catalogue import Need
 from prunekit.channels import ChannelMap
 from prunekit.criteria.registry import Criterion, Evidence, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
@@ -24,12 +25,13 @@ def score(
     """Importance of every label: the lowest go first.
 
     Args:
-        criterion: a registered name: "l1", "l2", "lamp", "fpgm" or "bn_scale", from weights alone; "activation" or
-            "apoz", which need `stats`; "taylor", which needs `gradients`; or "random".
+        criterion: a registered name; `catalogue.CRITERIA` says of each what it measures and needs.
         model: the model that `channel_map` was traced from; only read.
         channel_map: its labels.
-        stats: channel statistics of that model, from `calibration.collect`.
-        gradients: of a loss on calibration images, from `calibration.collect_gradients`.
+        stats: channel statistics of that model, from `calibration.collect`; for "moments" with its `moments="full"`,
+            for "ranks" with `ranks=True`.
+        gradients: of a loss on labelled images, from `calibration.collect_gradients`; for "curvature" with its
+            `second_order=True`.
         seed: for "random".
 
     Returns:
@@ -73,15 +75,31 @@ def normalise(scores: Scores, channel_map: ChannelMap) -> Scores:
 
 
 def _require_evidence(criterion: Criterion, stats: ChannelStats | None, gradients: TaylorTerms | None) -> None:
-    if criterion.needs == "stats" and stats is None:
-        raise UsageError(
-            f"criterion {criterion.name!r} needs channel statistics: pass stats=collect(model, batches, device)"
-        )
-    if criterion.needs == "gradients" and gradients is None:
-        raise UsageError(
-            f"criterion {criterion.name!r} needs gradients of the loss on calibration images: "
-            "pass gradients=collect_gradients(model, batches, device, loss)"
-        )
+    """Checks that there is what a criterion needs; the message says how to get it."""
+    gradient = "gradients of the loss on labelled calibration images"
+    missing: dict[Need, tuple[bool, str, str]] = {
+        "stats": (stats is None, "channel statistics", "stats=collect(model, batches, device)"),
+        "moments": (
+            stats is None or not stats.moments,
+            "Gram matrices of layers' inputs",
+            "stats=collect(model, batches, device, moments='full')",
+        ),
+        "ranks": (
+            stats is None or not stats.ranks,
+            "ranks of feature maps",
+            "stats=collect(model, batches, device, ranks=True)",
+        ),
+        "gradients": (gradients is None, gradient, "gradients=collect_gradients(model, batches, device, loss)"),
+        "curvature": (
+            gradients is None or gradients.curvature is None,
+            f"second derivatives beside {gradient}",
+            "gradients=collect_gradients(model, batches, device, loss, second_order=True)",
+        ),
+    }
+    needed = [missing[need] for need in reversed(criterion.needs) if need in missing]
+    for lacking, what, how in needed:
+        if lacking:
+            raise UsageError(f"criterion {criterion.facts.name!r} needs {what}: pass {how}")
 
 
 def _check_fit(channel_map: ChannelMap, parameters: dict[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prunekit.channels import ChannelMap
 from prunekit.criteria.registry import Evidence, Scores
-from prunekit.errors import NonFiniteError
+from prunekit.errors import NonFiniteError, UsageError
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -85,3 +85,25 @@ def require_finite(name: str, values: FloatArray) -> None:
     """
     if not np.isfinite(values).all():
         raise NonFiniteError(f"parameter {name!r} holds NaN or Inf; importance needs finite weights")
+
+
+def require_all(
+    found: LabelMean, evidence: Evidence, name: str, advice: str, *, otherwise: Scores | float = np.nan
+) -> Scores:
+    """The scores of a criterion that has to know something of every label.
+
+    Args:
+        otherwise: for those of which `found` knows nothing.
+
+    Raises:
+        UsageError: some label is left without; names its group.
+    """
+    scores = found.result(otherwise=otherwise)
+    for group in evidence.channel_map.groups:
+        missing = int((np.isnan(scores[group.labels]) & ~found.seen[group.labels]).sum())
+        if missing:
+            raise UsageError(
+                f"criterion {name!r}: {missing} of {len(group.labels)} channels of group {group.name!r} cannot be "
+                f"scored: {advice}"
+            )
+    return scores

@@ -9,7 +9,24 @@ from annotated_types import Ge, Gt, Le
 
 Share = Annotated[float, Gt(0), Le(1)]
 PositiveInt = Annotated[int, Ge(1)]
-Criterion = Literal["l1", "l2", "lamp", "fpgm", "bn_scale", "taylor", "activation", "apoz", "random"]
+Criterion = Literal[
+    "l1",
+    "l2",
+    "lamp",
+    "fpgm",
+    "bn_scale",
+    "activation",
+    "activation_rms",
+    "apoz",
+    "wanda",
+    "obs",
+    "chip",
+    "hrank",
+    "taylor",
+    "taylor2",
+    "obd",
+    "random",
+]
 Scope = Literal["uniform", "global"]
 
 

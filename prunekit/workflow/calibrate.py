@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.calibration import ChannelStats, StatsCollector, TaylorTerms, collect_gradients
+from prunekit.calibration import (
+    ChannelStats,
+    Collectors,
+    MomentsCollector,
+    RankCollector,
+    StatsCollector,
+    TaylorTerms,
+    collect_gradients,
+)
+from prunekit.calibration import collect as collect
 from prunekit.context import threads
 from prunekit.criteria import get_criterion
 from prunekit.data import Batches, batches, describe_corrupt
@@ -60,7 +69,16 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
         "model": digest(prepared.structure),
         "weights": weights_digest(model),
         "data": prepared.splits.fingerprint,
-        "calibration": digest([asdict(job.calibration), job.data.batch, job.seed, prepared.device.type]),
+        "calibration": digest(
+            [
+                asdict(job.calibration),
+                job.data.batch,
+                job.seed,
+                prepared.device.type,
+                _wants_moments(job),
+                _wants_ranks(job),
+            ]
+        ),
     }
     path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
     if path.is_file():
@@ -68,19 +86,56 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
             stats = ChannelStats.load(path)
             if facts.items() <= stats.provenance.items():
                 log(f"calibration: reused {path} (same model, weights, data and settings)")
+                _log_ranks(stats, log)
                 return CalibrationResult(stats, path, path.with_suffix(".csv"), reused=True)
         except ArtifactError as error:
             log(f"calibration: {error}; collecting again")
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training images")
-    collector = StatsCollector(model.to(prepared.device), fused=job.calibration.fused)
+    collectors = _collectors(job, model.to(prepared.device))
+    if collectors.moments is not None:
+        log(f"calibration: {collectors.moments.memory}")
     with threads(job.threads):
-        collected = collector.run(images, prepared.device)
+        collected = collectors.run(model, images, prepared.device)
     model.cpu()
-    log(f"calibration: reduction {collector.form}, {collector.compile_seconds:.1f} s of compiling")
+    log(f"calibration: reduction {collectors.stats.form}, {collectors.stats.compile_seconds:.1f} s of compiling")
     collected.require_finite()
+    _log_ranks(collected, log)
     stats = replace(collected, provenance={**collected.provenance, **facts})
     return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
+
+
+def _settings(job: JobSettings, device: torch.device) -> list[Any]:
+    """All that the statistics of a model and its data depend on."""
+    return [asdict(job.calibration), job.data.batch, job.seed, device.type, _wants_moments(job), _wants_ranks(job)]
+
+
+def needs_activations(job: JobSettings) -> bool:
+    """Whether the criterion of a job looks at activations."""
+    return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(job.prune.criterion).needs)
+
+
+def _wants_moments(job: JobSettings) -> bool:
+    return job.calibration.moments == "full" or "moments" in get_criterion(job.prune.criterion).needs
+
+
+def _wants_ranks(job: JobSettings) -> bool:
+    return "ranks" in get_criterion(job.prune.criterion).needs
+
+
+def _collectors(job: JobSettings, model: nn.Module) -> Collectors:
+    settings = job.calibration
+    moments = None
+    if _wants_moments(job):
+        exclude, limit_mib = settings.moments_exclude, settings.moments_limit_mib
+        moments = MomentsCollector(model, exclude=exclude, limit_mib=limit_mib)
+    ranks = RankCollector(model) if _wants_ranks(job) else None
+    return Collectors(StatsCollector(model, fused=settings.fused), moments, ranks)
+
+
+def _log_ranks(stats: ChannelStats, log: Log) -> None:
+    for problem in stats.too_few_samples():
+        log(f"calibration: {problem}")
 
 
 def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
@@ -89,7 +144,8 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     Raises:
         NonFiniteError: a gradient is NaN or Inf; names the parameter.
     """
-    if get_criterion(prepared.job.prune.criterion).needs != "gradients":
+    needs = get_criterion(prepared.job.prune.criterion).needs
+    if "gradients" not in needs:
         return None
     images = calibration_batches(prepared)
     log(f"calibration: gradients of the loss on {images.images} training images")

@@ -6,8 +6,7 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
-from prunekit.criteria import get_criterion
-from prunekit.workflow.calibrate import calibrate_model, loss_gradients
+from prunekit.workflow.calibrate import calibrate_model, loss_gradients, needs_activations
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.pruning import feasible, plan_model
@@ -32,7 +31,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
     stats: ChannelStats | None = None
-    if get_criterion(job.prune.criterion).needs == "stats":
+    if needs_activations(job):
         stats = calibrate_model(prepared, prepared.model, log=log).stats
     planned = plan_model(
         prepared.model,

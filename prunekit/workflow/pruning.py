@@ -154,8 +154,7 @@ def prune(
         example_inputs: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`.
         macs: share of the multiply-accumulates that may be left, above 0 and below 1.
         channels: share of the channels that may be left; exactly one of `macs` and `channels` is given.
-        criterion: `l1`, `l2`, `lamp`, `fpgm` or `bn_scale`; `activation` or `apoz` (need `stats`); `taylor` (needs
-            `gradients`); or `random`.
+        criterion: as `prunekit list criteria` shows them, each with what it needs.
         scope: `uniform`, the same share of every group; or `global`, ranked over all of them.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.

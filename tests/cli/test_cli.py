@@ -47,7 +47,7 @@ def test_help_of_every_command_shows_its_shared_options(command: str) -> None:
         assert option in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["finetune", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["finetune", "--help"], ["--version"], ["list", "criteria"]])
 def test_help_imports_neither_torch_nor_anything_as_large(arguments: list[str]) -> None:
     code = (
         "import sys, time; start = time.perf_counter()\n"
@@ -60,13 +60,13 @@ def test_help_imports_neither_torch_nor_anything_as_large(arguments: list[str]) 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     print(done.stderr)
     assert done.returncode == 0, done.stderr
-    assert "prunekit" in done.stdout
+    assert ("criterion" if "list" in arguments else "prunekit") in done.stdout
 
 
 def test_the_package_is_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "prunekit", "-h"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.split("Commands:\n")[1].splitlines()] == list(COMMANDS)
+    assert [line.split()[0] for line in done.stdout.split("Commands:\n")[1].splitlines()] == [*COMMANDS, "list"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_table_puts_text_to_the_left_and_numbers_to_the_right() -> None:
 
 
 def test_every_command_is_registered() -> None:
-    assert tuple(cli.list_commands(click.Context(cli))) == COMMANDS
+    assert tuple(cli.list_commands(click.Context(cli))) == (*COMMANDS, "list")
 
 
 @pytest.mark.parametrize(

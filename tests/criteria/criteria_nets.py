@@ -82,4 +82,5 @@ class Scored:
 def scored(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Scored:
     """Traces a model and collects statistics and gradients."""
     chart = trace(model, (batches[0][0][:1],))
-    return Scored(model, chart, collect(model, batches, CPU), collect_gradients(model, batches, CPU, F.cross_entropy))
+    stats = collect(model, batches, CPU, moments="full", ranks=True)
+    return Scored(model, chart, stats, collect_gradients(model, batches, CPU, F.cross_entropy, second_order=True))

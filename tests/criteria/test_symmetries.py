@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from prunekit.criteria import criterion_names, get_criterion
 
-LEARNED = [name for name in criterion_names() if get_criterion(name).needs != "nothing"]
-quick = settings(deadline=None, max_examples=10)
+LEARNED = [name for name in criterion_names() if get_criterion(name).needs]
+quick = settings(deadline=None, max_examples=6)
 
 
 def permuted(model: SmallNet, order: list[int]) -> SmallNet:
@@ -31,13 +31,11 @@ def permuted(model: SmallNet, order: list[int]) -> SmallNet:
 def test_permuted_channels_get_permuted_scores(order: list[int], seed: int) -> None:
     model = small_net(seed)
     before, after = scored(model, data()), scored(permuted(model, order), data())
-    for name in LEARNED:
-        np.testing.assert_allclose(
-            after.along(name, "conv1.weight"), before.along(name, "conv1.weight")[order], rtol=1e-7, err_msg=name
-        )
-        np.testing.assert_allclose(
-            after.along(name, "conv2.weight"), before.along(name, "conv2.weight"), rtol=1e-7, err_msg=name
-        )
+    for name in set(LEARNED) - {"obd"}:  # whose random signs do not move with the channels
+        for weight, moved in (("conv1.weight", order), ("conv2.weight", range(5))):
+            expected = before.along(name, weight)[list(moved)]
+            atol = 1e-9 * expected.max()
+            np.testing.assert_allclose(after.along(name, weight), expected, rtol=1e-7, atol=atol, err_msg=name)
 
 
 def all_scores(model: SmallNet) -> dict[str, Scores]:
@@ -61,7 +59,7 @@ def test_scaled_weights(scale: float, seed: int) -> None:
 
 @quick
 @given(st.floats(0.01, 100), st.integers(0, 100))
-def test_scales_that_cancel_leave_taylor_and_apoz_as_they_are(scale: float, seed: int) -> None:
+def test_scales_that_cancel_leave_what_the_network_does_as_it_is(scale: float, seed: int) -> None:
     model = small_net(seed)
     before = all_scores(model)
     with torch.no_grad():  # a ReLU passes a positive scale on, and the next weight takes it back
@@ -69,5 +67,5 @@ def test_scales_that_cancel_leave_taylor_and_apoz_as_they_are(scale: float, seed
         model.norm1.bias *= scale
         model.conv2.weight /= scale
     after = all_scores(model)
-    for name in ("taylor", "apoz"):
-        np.testing.assert_allclose(after[name], before[name], rtol=1e-6, err_msg=name)
+    for name in ("taylor", "taylor2", "obd", "apoz", "wanda", "obs", "hrank"):
+        np.testing.assert_allclose(after[name], before[name], rtol=1e-6, atol=1e-12, err_msg=name)

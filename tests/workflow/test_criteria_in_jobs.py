@@ -48,11 +48,12 @@ def test_recipes_know_every_criterion() -> None:
 
 
 def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
-    for criterion in ("lamp", "apoz", "taylor"):  # weights, statistics, gradients
+    for criterion in ("lamp", "apoz", "taylor", "obs"):  # weights, statistics, gradients, moments
         log: list[str] = []
         found = dry_run(job(tmp_path, criterion), log=log.append)
         assert found["macs_after"] <= 0.5 * found["macs_before"], criterion
         assert any("gradients of the loss on 64" in line for line in log) == (criterion == "taylor")
+        assert any("Gram matrices of 21 layers' inputs take 17" in line for line in log) == (criterion == "obs")
 
 
 def test_a_job_by_gradients(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_pruning_by_gradients_in_one_call() -> None:
 
 def test_scores_are_normalised_only_where_layers_cannot_be_compared() -> None:
     comparable = {name for name in criterion_names() if get_criterion(name).comparable}
-    assert comparable == {"lamp", "taylor"}
+    assert comparable == {"lamp", "taylor", "taylor2", "obd"}
     model = torchvision.models.resnet18(num_classes=4)
     chart = prunekit.trace(model, (torch.randn(1, 3, 32, 32),))
     for criterion, scope, normalised in (("l2", "global", True), ("l2", "uniform", False), ("lamp", "global", False)):

@@ -1,0 +1,66 @@
+"""Calibration in one call: everything that is wanted, in the same forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.calibration.collector import StatsCollector
+from prunekit.calibration.moments_collector import MomentsCollector
+from prunekit.calibration.passes import run_passes
+from prunekit.calibration.ranks import RankCollector
+from prunekit.calibration.settings import Moments
+from prunekit.calibration.stats import ChannelStats
+
+
+@dataclass(frozen=True, eq=False)
+class Collectors:
+    """What looks on while a model runs; `moments` and `ranks` where they are wanted."""
+
+    stats: StatsCollector
+    moments: MomentsCollector | None = None
+    ranks: RankCollector | None = None
+
+    def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
+        """Runs the model as `collect` does, and returns all that was seen so far."""
+        owners = [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
+        run_passes(model, batches, device, *owners)
+        return replace(
+            self.stats.stats(),
+            moments={} if self.moments is None else self.moments.moments(),
+            ranks={} if self.ranks is None else self.ranks.ranks(),
+        )
+
+
+def collect(
+    model: nn.Module,
+    batches: Iterable[Any],
+    device: torch.device,
+    *,
+    modules: Sequence[str] | None = None,
+    inputs: bool = True,
+    outputs: bool = True,
+    fused: bool | None = None,
+    moments: Moments = "none",
+    ranks: bool = False,
+) -> ChannelStats:
+    """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
+
+    Args:
+        model: already on `device`; every module is afterwards in the mode it had.
+        batches: tensors, or tuples and lists whose first entry is the model's input.
+        modules, inputs, outputs, fused: as for `StatsCollector`.
+        moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
+        ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
+
+    Raises:
+        UsageError: `batches` is empty, and as for the collectors.
+        NonFiniteError: as for `RankCollector`.
+    """
+    stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
+    second = MomentsCollector(model) if moments == "full" else None
+    return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, batches, device)

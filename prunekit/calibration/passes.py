@@ -1,0 +1,96 @@
+"""Hooks that act within whole forward passes of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.context import training_mode
+from prunekit.errors import UsageError
+from prunekit.hooks import HookOwner, refuse_compiled
+
+
+class PassHooks(HookOwner):
+    """Hooks between one that opens and one that closes each forward pass of a model.
+
+    What runs outside of `model(...)`, such as the second forward of activation checkpointing, is not counted, and nor
+    is a forward pass that raises. Subclasses override `watch`, `begin` and `keep`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._depth = 0
+        self._passes = 0
+
+    def watch(self) -> None:
+        """Registers the hooks that look into the pass."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Forgets what a pass that raised has left."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """Adds what the finished pass showed."""
+        raise NotImplementedError
+
+    def register(self) -> None:
+        """Hooks the model.
+
+        Raises:
+            ModelError: it is compiled.
+        """
+        refuse_compiled(self._model, type(self).__name__)
+        self._depth = 0
+        self.own_forward_pre(self._model, self._enter, again=True)
+        self.watch()
+        self.own_forward(self._model, self._finish, again=True)
+        self.own_forward(self._model, self._leave, again=True, always=True)
+
+    @property
+    def inside(self) -> bool:
+        """Whether a forward pass of the model is running."""
+        return self._depth > 0
+
+    def require_passes(self) -> None:
+        """Checks that there is something to return.
+
+        Raises:
+            UsageError: the model has not run inside the `with`.
+        """
+        if self._passes == 0:
+            name = type(self).__name__
+            raise UsageError(f"no forward pass was seen: call the model itself inside `with {name}(model)`")
+
+    def _enter(self, *forward: Any) -> None:
+        if self._depth == 0:
+            self.begin()
+        self._depth += 1  # a model may call itself
+
+    def _finish(self, *forward: Any) -> None:
+        if self._depth == 1:
+            self._passes += 1
+            self.keep()
+
+    def _leave(self, *forward: Any) -> None:
+        self._depth -= 1
+
+
+def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device, *owners: HookOwner) -> None:
+    """Runs a model over batches, in eval mode without gradients, while the owners look on.
+
+    Args:
+        model: already on `device`; every module is afterwards in the mode it had.
+        batches: tensors, or tuples and lists whose first entry is the model's input.
+    """
+    with training_mode(model, False), torch.no_grad(), ExitStack() as entered:
+        for owner in owners:
+            entered.enter_context(owner)
+        for batch in batches:
+            images = batch[0] if isinstance(batch, (tuple, list)) else batch
+            model(images.to(device, non_blocking=True))

@@ -1,0 +1,139 @@
+"""How much the feature maps of a channel hold: their ranks, as in HRank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.consumers import consumers_of
+from prunekit.calibration.layer_stats import FloatArray, StatsKey
+from prunekit.calibration.passes import PassHooks
+from prunekit.channels import channel_axis
+from prunekit.errors import NonFiniteError, UsageError
+from prunekit.hooks import never_called
+from prunekit.nested import tensors_in
+
+
+@dataclass(frozen=True, eq=False)
+class MapRanks:
+    """Ranks of the feature maps of an activation, summed for each channel."""
+
+    count: int
+    """Feature maps of each channel."""
+    total: FloatArray
+    """(channels,) Sums of their ranks."""
+
+    def __post_init__(self) -> None:
+        self.total.setflags(write=False)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return len(self.total)
+
+    @property
+    def mean(self) -> FloatArray:
+        """(channels,) Mean rank."""
+        return self.total / max(self.count, 1)
+
+    def merge(self, other: MapRanks) -> MapRanks:
+        """Ranks of both together.
+
+        Raises:
+            UsageError: the number of channels differs.
+        """
+        if self.channels != other.channels:
+            raise UsageError(f"ranks of {self.channels} channels here, {other.channels} there: not the same model")
+        return MapRanks(self.count + other.count, self.total + other.total)
+
+
+class RankCollector(PassHooks):
+    """Measures the ranks of feature maps while a model runs, as a context manager of hooks.
+
+    Of the inputs of layers that read channels through a weight, and of the outputs of all other modules without
+    children. A feature map is a channel's height x width on one image, 1 x 1 of a flat input; a channel of tokens has
+    none, and there the matrix is samples x tokens of one batch. Each takes a singular value decomposition, in all many
+    times the forward pass: a few hundred images do.
+
+    Args:
+        model: the model, not compiled.
+
+    Raises:
+        ModelError: on enter, when the model is compiled.
+        NonFiniteError: in a hook: a feature map holds NaN or Inf; names the activation.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._consumers = consumers_of(dict(model.named_modules()))
+        self._sums: dict[StatsKey, MapRanks] = {}
+        self._running: dict[StatsKey, MapRanks] = {}
+        self._calls: Counter[str] = Counter()
+
+    def ranks(self) -> dict[StatsKey, MapRanks]:
+        """The ranks so far, by activation.
+
+        Raises:
+            UsageError: the model has not run inside the `with`.
+        """
+        self.require_passes()
+        return dict(self._sums)
+
+    def watch(self) -> None:
+        """Hooks inputs and outputs."""
+        for path, module in self._model.named_modules():
+            if not any(module.children()) and not never_called(module):
+                self._watch(path, module)
+
+    def begin(self) -> None:
+        """Forgets what a pass that raised has left."""
+        self._running.clear()
+        self._calls.clear()
+
+    def keep(self) -> None:
+        """Adds the finished pass."""
+        for key, ranks in self._running.items():
+            known = self._sums.get(key)
+            self._sums[key] = ranks if known is None else known.merge(ranks)
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._see(path, "input", module, (arguments, named))
+
+        def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+            self._see(path, "output", module, result)
+
+        if path in self._consumers:
+            self.own_forward_pre(module, before, again=True)
+        else:
+            self.own_forward(module, after, again=True)
+
+    def _see(self, path: str, side: Literal["input", "output"], module: nn.Module, value: Any) -> None:
+        if not self.inside:
+            return
+        key = StatsKey(path, side, self._calls[path])
+        self._calls[path] += 1
+        tensor = next(tensors_in(value), None)
+        maps = None if tensor is None else _maps(tensor, channel_axis(module, tensor.ndim))
+        if maps is None:
+            return
+        if not maps.isfinite().all():
+            raise NonFiniteError(f"NaN or Inf in the {key}; check the images and the weights before it")
+        with torch.no_grad():
+            found = torch.linalg.matrix_rank(maps)  # (maps, channels)
+        self._running[key] = MapRanks(len(found), found.sum(0).cpu().double().numpy())
+
+
+def _maps(values: Tensor, axis: int) -> Tensor | None:
+    """(maps, channels, rows, columns) in float32 at least; None where there are none."""
+    if values.ndim < 2 or not values.is_floating_point() or values.numel() == 0:
+        return None
+    values = values[..., None, None] if values.ndim == 2 else values
+    channels = values.to(torch.promote_types(values.dtype, torch.float32)).movedim(axis, 0)
+    if channels.ndim == 3:  # (channels, samples, tokens)
+        return channels[None]
+    return channels.transpose(0, 1).flatten(3)

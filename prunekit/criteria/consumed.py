@@ -1,0 +1,173 @@
+"""Importance from what the layers that read a channel make of it: their weights, and what was seen at their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from prunekit.calibration import Consumer, InputMoments, StatsKey, consumers_of
+from prunekit.catalogue import CRITERIA
+from prunekit.criteria.nuclear import NuclearNorm
+from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.slices import FloatArray, IntArray, LabelMean, require_all, require_finite
+from prunekit.errors import UsageError
+
+DAMPING = 0.01
+"""What SparseGPT adds to the diagonal of the Gram matrix, as a share of its mean."""
+NO_GRAM = (
+    "no Gram matrix of an input that carries it: leave no layer out (moments_exclude), or score by 'l2' or 'taylor'"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A layer, and the labels of its input's channels, (channels,)."""
+
+    consumer: Consumer
+    labels: IntArray
+
+    def columns(self, evidence: Evidence) -> FloatArray:
+        """(channels, outputs x taps) What the layer's weight does with each channel."""
+        columns = self.consumer.columns(evidence.parameters[self.consumer.name]).cpu().double().numpy()
+        require_finite(self.consumer.name, columns)
+        return columns
+
+
+@criterion(CRITERIA["wanda"])
+def wanda(evidence: Evidence) -> Scores:
+    """Mean |w| of what reads a channel times the channel's root mean square, mean over the layers that read it.
+
+    (Sun et al. 2024, "A simple and effective pruning approach for large language models": |w| times the norm of the
+    input; the mean over a channel's weights carries it to channels.)
+
+    Raises:
+        UsageError: nothing that reads some label was measured.
+        NonFiniteError: weights or statistics hold NaN or Inf.
+    """
+    found = LabelMean(evidence.channel_map)
+    for read in _reads(evidence):
+        norms = _norms(evidence, read)
+        if norms is not None:
+            found.add(read.labels, np.abs(read.columns(evidence)).mean(1) * norms)
+    advice = "no statistics of an input that carries it: collect with moments='full', which sees more layers"
+    return require_all(found, evidence, "wanda", advice)
+
+
+@criterion(CRITERIA["obs"])
+def obs(evidence: Evidence) -> Scores:
+    """Squared error of a layer's outputs where channels go and the others make up for them as well as they can.
+
+    For the channels c that carry a label: tr(W_c^T [(H^-1)_cc]^-1 W_c), with H the mean of x x^T, damped by 0.01 of its
+    mean diagonal; the taps of a kernel share H. Mean over the layers that read the label. (Frantar & Alistarh 2023,
+    "SparseGPT"; Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon".)
+
+    Raises:
+        UsageError: no Gram matrix covers some label.
+        NonFiniteError: weights or statistics hold NaN or Inf.
+    """
+    found = LabelMean(evidence.channel_map)
+    for read, moments in _with_moments(evidence):
+        inverse = _damped_inverse(moments)
+        alive = moments.rms[:, None] > 0  # what is always 0 does nothing: the ridge must not say otherwise
+        columns = (read.columns(evidence) * alive).reshape(*moments.blocks.shape[:2], -1)
+
+        def cost(block: int, index: IntArray, inverse: FloatArray = inverse, columns: FloatArray = columns) -> float:
+            removed = columns[block, index]  # (channels, outputs x taps)
+            return float((removed * np.linalg.solve(inverse[block][np.ix_(index, index)], removed)).sum())
+
+        for labels in evidence.channel_map.deciding(read.labels):
+            _add_joint(found, labels, moments.groups, cost)
+    return require_all(found, evidence, "obs", NO_GRAM)
+
+
+@criterion(CRITERIA["chip"])
+def chip(evidence: Evidence) -> Scores:
+    """Channel independence: what the nuclear norm of a layer's input loses with the channel, mean over the layers.
+
+    (Sui et al. 2021, "CHIP: channel independence-based pruning for compact neural networks"; here of all calibration
+    data together, whose singular values are the roots of the Gram matrix's eigenvalues, not image by image.) Channels
+    that are sums of others lose little. Layers that read channels one by one speak only where no other does.
+
+    Raises:
+        UsageError: no Gram matrix covers some label.
+        NonFiniteError: the statistics hold NaN or Inf.
+    """
+    whole, grouped = LabelMean(evidence.channel_map), LabelMean(evidence.channel_map)
+    for read, moments in _with_moments(evidence):
+        if moments.groups > 1 and whole.seen[read.labels].all():
+            continue
+        norms = [NuclearNorm(block / max(moments.count, 1)) for block in moments.blocks]
+
+        def lost(block: int, index: IntArray, norms: list[NuclearNorm] = norms) -> float:
+            return norms[block].lost_without(index)
+
+        for labels in evidence.channel_map.deciding(read.labels):
+            _add_joint(whole if moments.groups == 1 else grouped, labels, moments.groups, lost)
+    return require_all(whole, evidence, "chip", NO_GRAM, otherwise=grouped.result(otherwise=np.nan))
+
+
+def _reads(evidence: Evidence) -> Iterator[Read]:
+    """Every layer whose input channels have labels."""
+    assert evidence.stats is not None
+    evidence.stats.require_finite()
+    chart = evidence.channel_map
+    for path, consumer in consumers_of(evidence.modules).items():
+        on_weight = chart.labels.get(consumer.name, ())[consumer.input_axis : consumer.input_axis + 1]
+        candidates = (*on_weight, chart.activations.get((path, "input", 0)))  # a grouped weight has those of one group
+        labels = next((on for on in candidates if on is not None and len(on) == consumer.channels), None)
+        if labels is not None and labels.any() and consumer.name in evidence.parameters:
+            yield Read(consumer, labels)
+
+
+def _with_moments(evidence: Evidence) -> Iterator[tuple[Read, InputMoments]]:
+    assert evidence.stats is not None
+    for read in _reads(evidence):
+        moments = evidence.stats.moments.get(read.consumer.path)
+        if moments is not None:
+            _require_fit(read, moments.channels)
+            yield read, moments
+
+
+def _norms(evidence: Evidence, read: Read) -> FloatArray | None:
+    """(channels,) Root mean square of a layer's input."""
+    assert evidence.stats is not None
+    moments = evidence.stats.moments.get(read.consumer.path)
+    measured = evidence.stats.get(StatsKey(read.consumer.path, "input", 0)) if moments is None else moments
+    if measured is not None:
+        _require_fit(read, measured.channels)
+    return None if measured is None else measured.rms
+
+
+def _require_fit(read: Read, channels: int) -> None:
+    if channels != len(read.labels):
+        raise UsageError(
+            f"input of {read.consumer.path!r}: the channel map has {len(read.labels)} channels, the statistics "
+            f"{channels}; both must come from the same model"
+        )
+
+
+def _damped_inverse(moments: InputMoments) -> FloatArray:
+    """(groups, n, n) Inverse of the mean of x x^T with a ridge; where the input is always 0, of the ridge alone."""
+    mean = moments.blocks / max(moments.count, 1)
+    ridge = DAMPING * mean.diagonal(axis1=1, axis2=2).mean(1)
+    damped = mean + np.where(ridge > 0, ridge, 1)[:, None, None] * np.eye(mean.shape[1])
+    return np.asarray(np.linalg.inv(damped), np.float64)
+
+
+def _add_joint(found: LabelMean, labels: IntArray, groups: int, value: Callable[[int, IntArray], float]) -> None:
+    """Adds what the channels of each label are worth together, summed over the groups that they lie in.
+
+    Args:
+        labels: (channels,)
+        value: gets a group, and the positions of a label's channels within it.
+    """
+    joint: dict[int, float] = {}
+    for block, on in enumerate(labels.reshape(groups, -1)):
+        order = np.argsort(on, kind="stable")
+        names, starts = np.unique(on[order], return_index=True)
+        for label, index in zip(names.tolist(), np.split(order, starts[1:]), strict=True):
+            if label:
+                joint[label] = joint.get(label, 0.0) + value(block, index)
+    found.add(np.array(list(joint), np.int64), np.array(list(joint.values())))

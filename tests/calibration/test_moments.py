@@ -1,0 +1,254 @@
+"""Second moments of layers' inputs against direct computation in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision import models
+
+import prunekit.models  # noqa: F401  # registers torchvision's window attention
+from prunekit.calibration import ChannelStats, InputMoments, MomentsCollector, collect, consumers_of
+from prunekit.errors import ModelError, NonFiniteError, UsageError
+from prunekit.hooks import count_hooks
+
+CPU = torch.device("cpu")
+TOKENS = ("shared", "attention")
+"""Modules of `Mixed` that see tokens."""
+
+
+class Mixed(nn.Module):
+    """Every kind of consumer: plain, grouped, depthwise, transposed, shared, linear, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.beside = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 2, 1)
+        self.grouped, self.depthwise = nn.Conv2d(8, 12, 3, groups=4), nn.Conv2d(12, 12, 1, groups=12)
+        self.back, self.shared = nn.ConvTranspose2d(12, 6, 2, groups=2), nn.Linear(6, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.beside(x)
+        x = self.back(self.depthwise(self.grouped(self.stem(x).relu_())))
+        x = self.shared(x.flatten(2).mT)
+        x = self.shared(x)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))  # type: ignore[no-any-return]
+
+
+def mixed() -> Mixed:
+    torch.manual_seed(0)
+    return Mixed().double().eval()
+
+
+def batches(*sizes: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(size, 3, 8, 8, dtype=torch.float64, generator=draw) for size in sizes]
+
+
+def inputs_of(model: nn.Module, images: list[Tensor]) -> dict[str, np.ndarray]:
+    """(channels, positions) of every consumer that is called, as plain hooks saw it."""
+    seen: dict[str, list[Tensor]] = {}
+    handles = []
+    for path, consumer in consumers_of(dict(model.named_modules())).items():
+
+        def keep(module: nn.Module, arguments: tuple[Tensor, ...], path: str = path) -> None:
+            axis = arguments[0].ndim - 3 if hasattr(module, "kernel_size") else -1
+            seen.setdefault(path, []).append(arguments[0].double().movedim(axis, 0).flatten(1))
+
+        handles.append(consumer.module.register_forward_pre_hook(keep))
+    with torch.no_grad():
+        for batch in images:
+            model(batch)
+    for handle in handles:
+        handle.remove()
+    return {path: torch.cat(parts, 1).numpy() for path, parts in seen.items()}
+
+
+def assert_are(moments: InputMoments, values: np.ndarray, *, rtol: float = 1e-11) -> None:
+    groups, scale = moments.groups, np.sqrt((values**2).mean(1))
+    within = np.kron(np.eye(groups), np.ones((len(values) // groups,) * 2))
+    assert moments.count == values.shape[1]
+    np.testing.assert_allclose(moments.mean, values.mean(1), atol=rtol * scale.max())
+    np.testing.assert_allclose(moments.rms, scale, rtol=rtol)
+    np.testing.assert_allclose(moments.gram / moments.count, values @ values.T / values.shape[1] * within,
+                               atol=rtol * scale.max() ** 2)  # fmt: skip
+    expected = np.cov(values, ddof=0).reshape(within.shape) * within
+    np.testing.assert_allclose(moments.covariance, expected, atol=rtol * scale.max() ** 2)
+
+
+def test_every_kind_of_consumer() -> None:
+    model, images = mixed(), batches(3, 2)
+    moments = collect(model, images, CPU, moments="full").moments
+    expected = inputs_of(model, images)
+    assert set(expected) == {*moments} - {"attention.out_proj"}
+    for path, values in expected.items():
+        assert_are(moments[path], values)
+    assert [moments[path].groups for path in ("stem", "grouped", "depthwise", "back")] == [1, 4, 12, 2]
+    assert moments["shared"].count == 2 * moments["attention"].count
+
+
+def test_the_output_projection_of_attention_is_seen_though_it_is_never_called() -> None:
+    model, images = mixed(), batches(3, 2)
+    found = collect(model, images, CPU, moments="full").moments["attention.out_proj"]
+    with torch.no_grad():
+        model.attention.out_proj.weight.copy_(torch.eye(6))
+        model.attention.out_proj.bias.zero_()
+    outputs: list[Tensor] = []
+    handle = model.attention.register_forward_hook(lambda module, args, out: outputs.append(out[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in images:
+            model(batch)
+    handle.remove()
+    assert_are(found, torch.cat(outputs).T.numpy(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "swin_t"])
+def test_float32_models(name: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(models, name)(weights=None).eval()
+    images = [torch.randn(2, 3, 32, 32) for _ in range(2)]
+    moments = collect(model, images, CPU, moments="full").moments
+    assert set(moments) == set(consumers_of(dict(model.named_modules())))
+    for path, values in inputs_of(model, images).items():
+        scale = np.sqrt((values**2).mean(1)) + 1e-30
+        wanted = values.reshape(moments[path].groups, -1, values.shape[1])
+        wanted = wanted @ wanted.transpose(0, 2, 1) / values.shape[1]
+        ratio = scale.reshape(len(wanted), -1)
+        error = np.abs(moments[path].blocks / moments[path].count - wanted) / (ratio[:, :, None] * ratio[:, None])
+        assert error.max() < 5e-6, path
+
+
+def test_a_large_mean_does_not_cost_the_variance_its_digits() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    images = [torch.randn(50, 4) * 1e-3 + torch.tensor([100.0, 0, -30, 0]) for _ in range(3)]
+    moments = collect(model, images, CPU, moments="full").moments[""]
+    expected = np.cov(torch.cat(images).double().numpy(), rowvar=False, ddof=0)
+    np.testing.assert_allclose(moments.covariance, expected, atol=1e-3 * 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC", "view"])
+def test_any_memory_layout(layout: str) -> None:
+    model, images = nn.Conv2d(6, 2, 1).double(), torch.randn(3, 6, 5, 4, dtype=torch.float64)
+    if layout == "NHWC":
+        images = images.to(memory_format=torch.channels_last)
+    elif layout == "view":
+        images = torch.randn(3, 12, 5, 8, dtype=torch.float64)[:, ::2, :, 1::2]
+    assert_are(collect(model, [images], CPU, moments="full").moments[""], images.transpose(0, 1).flatten(1).numpy())
+
+
+def test_merged_and_reloaded_equal_one_pass(tmp_path: Path) -> None:
+    model, images = mixed(), batches(3, 1, 4)
+    a, b, c = (collect(model, [part], CPU, moments="full", ranks=True) for part in images)
+    whole = collect(model, [torch.cat(images)], CPU, moments="full", ranks=True)
+    merged = ChannelStats.load(a.merge(b.merge(c)).save(tmp_path))
+    assert list(merged.moments) == list(whole.moments)
+    for path, moments in whole.moments.items():
+        assert merged.moments[path].count == moments.count
+        np.testing.assert_allclose(merged.moments[path].total, moments.total, rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(merged.moments[path].blocks, moments.blocks, rtol=1e-11, atol=1e-11)
+    assert not merged.moments["stem"].blocks.flags.writeable
+    assert list(merged.ranks) == list(whole.ranks)
+    for key, ranks in whole.ranks.items():
+        assert merged.ranks[key].count == (3 if key.module in TOKENS else 1) * ranks.count
+        assert key.module in TOKENS or (merged.ranks[key].total == ranks.total).all()
+    with pytest.raises(UsageError, match="moments of 8 channels in 4 groups here, of 3 in 1 there"):
+        whole.moments["grouped"].merge(whole.moments["stem"])
+
+
+def test_memory_is_stated_before_anything_runs_and_kept_to() -> None:
+    collector = MomentsCollector(mixed())
+    assert sum(collector.bytes.values()) == 16 * (3**2 + 3**2 + 4 * 2**2 + 12 + 2 * 6**2 + 6**2 * 4)
+    assert "Gram matrices of 9 layers' inputs take 0.0 MiB, the largest 0.0 MiB (back, 12 channels)" in collector.memory
+    large = nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 2))
+    message = r"192 MiB, more than the limit of 100 MiB; .* '2': 4,096 channels, 192 MiB\. Leave it out .*exclude"
+    with pytest.raises(UsageError, match=message):
+        MomentsCollector(large, limit_mib=100)
+    assert list(MomentsCollector(large, limit_mib=100, exclude=["2"]).consumers) == ["0"]
+    with pytest.raises(UsageError, match="moments_exclude: 'fc' matches no module path"):
+        MomentsCollector(large, exclude=["fc"])
+
+
+def test_too_few_samples_say_their_rank() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 2)).double()
+    stats = collect(model, [torch.randn(5, 12, dtype=torch.float64)], CPU, moments="full")
+    assert stats.moments["0"].rank() == 5
+    (first, second) = stats.too_few_samples()
+    assert "input of 0 has rank 5 for 12 channels: 5 positions are too few" in first
+    assert "input of 1 has" in second
+    dead = torch.randn(99, 12, dtype=torch.float64) * (torch.arange(12) > 2)
+    stats = collect(model, [dead], CPU, moments="full")
+    assert stats.moments["0"].rank() == 9
+    assert stats.too_few_samples() == []
+
+
+def test_what_is_not_finite_is_named() -> None:
+    model, images = mixed(), batches(2)
+    with torch.no_grad():
+        model.grouped.weight[3] = torch.nan
+    stats = collect(model, images, CPU, moments="full")
+    with pytest.raises(NonFiniteError, match="input of depthwise"):
+        dataclasses.replace(stats, layers={}).require_finite()
+    with pytest.raises(NonFiniteError, match="NaN or Inf in the input of depthwise"):
+        collect(model, images, CPU, ranks=True)
+
+
+def test_a_pass_that_raises_counts_for_nothing_and_hooks_go() -> None:
+    model = mixed()
+    collector = MomentsCollector(model)
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), collector:
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 3, 4, 4, dtype=torch.float64))
+        for batch in batches(3, 2):
+            model(batch)
+    assert count_hooks(model) == 0
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
+    expected = collect(model, batches(3, 2), CPU, moments="full").moments
+    for path, moments in collector.moments().items():
+        np.testing.assert_array_equal(moments.blocks, expected[path].blocks)
+    with pytest.raises(UsageError, match="no forward pass was seen"):
+        MomentsCollector(model).moments()
+
+
+def test_a_compiled_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.compile()
+    with pytest.raises(ModelError, match="compiled"), MomentsCollector(model):
+        pass
+
+
+def test_autocast_does_not_touch_the_products() -> None:
+    model, images = nn.Linear(8, 4), torch.randn(64, 8)
+    collector = MomentsCollector(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), collector:
+        model(images)
+    expected = (images.T.double() @ images.double()).numpy()
+    np.testing.assert_allclose(collector.moments()[""].gram, expected, atol=1e-4)
+
+
+def ranks_of(maps: Tensor) -> Iterator[int]:
+    for channel in maps.unbind(1):
+        yield sum(int(np.linalg.matrix_rank(one.numpy())) for one in channel)
+
+
+def test_ranks_of_feature_maps() -> None:
+    model, images = nn.Conv2d(3, 2, 1).double(), batches(4)[0].clone()
+    images[:2, 1] = images[:2, 1, :1] * images[:2, 1, :, :1]
+    images[:, 2, 3:] = 0
+    ranks = collect(model, [images[:1], images[1:]], CPU, ranks=True).ranks["", "input", 0]
+    assert ranks.count == 4
+    np.testing.assert_array_equal(ranks.total, list(ranks_of(images)))
+    np.testing.assert_array_equal(ranks.mean, [8, (1 + 1 + 8 + 8) / 4, 3])
+    tokens = torch.randn(5, 7, 3, dtype=torch.float64)
+    tokens[3:, :, 2] = 0
+    ranks = collect(nn.Linear(3, 2).double(), [tokens], CPU, ranks=True).ranks["", "input", 0]
+    np.testing.assert_array_equal(ranks.total, [5, 5, 3])
+    flat = collect(nn.Linear(3, 2).double(), [tokens[3:, 0]], CPU, ranks=True).ranks["", "input", 0]
+    np.testing.assert_array_equal(flat.total, [2, 2, 0])
