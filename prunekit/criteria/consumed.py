@@ -16,9 +16,7 @@ from prunekit.errors import UsageError
 
 DAMPING = 0.01
 """What SparseGPT adds to the diagonal of the Gram matrix, as a share of its mean."""
-NO_GRAM = (
-    "no Gram matrix of an input that carries it: leave no layer out (moments_exclude), or score by 'l2' or 'taylor'"
-)
+NOTHING_SEEN = "no input that carries them was measured: collect over every layer, with moments='full'"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +45,9 @@ def wanda(evidence: Evidence) -> Scores:
         NonFiniteError: weights or statistics hold NaN or Inf.
     """
     found = LabelMean(evidence.channel_map)
-    for read in _reads(evidence):
-        norms = _norms(evidence, read)
-        if norms is not None:
-            found.add(read.labels, np.abs(read.columns(evidence)).mean(1) * norms)
-    advice = "no statistics of an input that carries it: collect with moments='full', which sees more layers"
-    return require_all(found, evidence, "wanda", advice)
+    for read, moments in _with_moments(evidence):
+        found.add(read.labels, np.abs(read.columns(evidence)).mean(1) * moments.rms)
+    return require_all(found, evidence, "wanda", NOTHING_SEEN, otherwise=_made(evidence, squared=False))
 
 
 @criterion(CRITERIA["obs"])
@@ -60,11 +55,12 @@ def obs(evidence: Evidence) -> Scores:
     """Squared error of a layer's outputs where channels go and the others make up for them as well as they can.
 
     For the channels c that carry a label: tr(W_c^T [(H^-1)_cc]^-1 W_c), with H the mean of x x^T, damped by 0.01 of its
-    mean diagonal; the taps of a kernel share H. Mean over the layers that read the label. (Frantar & Alistarh 2023,
-    "SparseGPT"; Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon".)
+    mean diagonal; the taps of a kernel share H. Mean over the layers that read the label; of a layer whose Gram matrix
+    was left out, H is the diagonal alone. (Frantar & Alistarh 2023, "SparseGPT"; Hassibi & Stork 1993, "Second order
+    derivatives for network pruning: optimal brain surgeon".)
 
     Raises:
-        UsageError: no Gram matrix covers some label.
+        UsageError: nothing that reads some label was measured.
         NonFiniteError: weights or statistics hold NaN or Inf.
     """
     found = LabelMean(evidence.channel_map)
@@ -79,7 +75,7 @@ def obs(evidence: Evidence) -> Scores:
 
         for labels in evidence.channel_map.deciding(read.labels):
             _add_joint(found, labels, moments.groups, cost)
-    return require_all(found, evidence, "obs", NO_GRAM)
+    return require_all(found, evidence, "obs", NOTHING_SEEN, otherwise=_made(evidence, squared=True))
 
 
 @criterion(CRITERIA["chip"])
@@ -88,15 +84,16 @@ def chip(evidence: Evidence) -> Scores:
 
     (Sui et al. 2021, "CHIP: channel independence-based pruning for compact neural networks"; here of all calibration
     data together, whose singular values are the roots of the Gram matrix's eigenvalues, not image by image.) Channels
-    that are sums of others lose little. Layers that read channels one by one speak only where no other does.
+    that are sums of others lose little. Layers that read channels one by one, and those whose Gram matrix was left out,
+    speak only where no other does.
 
     Raises:
-        UsageError: no Gram matrix covers some label.
+        UsageError: nothing that reads some label was measured.
         NonFiniteError: the statistics hold NaN or Inf.
     """
     whole, grouped = LabelMean(evidence.channel_map), LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
-        if moments.groups > 1 and whole.seen[read.labels].all():
+        if moments.groups > 1 and whole.seen[read.labels[read.labels > 0]].all():
             continue
         norms = [NuclearNorm(block / max(moments.count, 1)) for block in moments.blocks]
 
@@ -105,7 +102,22 @@ def chip(evidence: Evidence) -> Scores:
 
         for labels in evidence.channel_map.deciding(read.labels):
             _add_joint(whole if moments.groups == 1 else grouped, labels, moments.groups, lost)
-    return require_all(whole, evidence, "chip", NO_GRAM, otherwise=grouped.result(otherwise=np.nan))
+    otherwise = grouped.result(otherwise=_made(evidence, squared=False))
+    return require_all(whole, evidence, "chip", NOTHING_SEEN, otherwise=otherwise)
+
+
+def _made(evidence: Evidence, *, squared: bool) -> Scores:
+    """(n_labels,) For channels that no layer reads, as positions in queries and keys: how large linear layers make them.
+
+    The root mean square of an output whose inputs are independent, or its square; NaN where there is none.
+    """
+    found = LabelMean(evidence.channel_map)
+    for read, moments in _with_moments(evidence):
+        labels = evidence.channel_map.labels[read.consumer.name][0]
+        if labels is not None and evidence.parameters[read.consumer.name].ndim == 2:
+            energy = ((read.columns(evidence) * moments.rms[:, None]) ** 2).sum(0)
+            found.add(labels, energy if squared else np.sqrt(energy))
+    return found.result(otherwise=np.nan)
 
 
 def _reads(evidence: Evidence) -> Iterator[Read]:
@@ -122,30 +134,20 @@ def _reads(evidence: Evidence) -> Iterator[Read]:
 
 
 def _with_moments(evidence: Evidence) -> Iterator[tuple[Read, InputMoments]]:
+    """What was measured of each input; where its Gram matrix was left out, the diagonal, from the statistics."""
     assert evidence.stats is not None
     for read in _reads(evidence):
         moments = evidence.stats.moments.get(read.consumer.path)
+        layer = evidence.stats.get(StatsKey(read.consumer.path, "input", 0))
+        if moments is None and layer is not None:
+            moments = InputMoments(1, layer.mean.copy(), np.square(layer.rms)[:, None, None])
         if moments is not None:
-            _require_fit(read, moments.channels)
+            if moments.channels != len(read.labels):
+                raise UsageError(
+                    f"input of {read.consumer.path!r}: the channel map has {len(read.labels)} channels, the "
+                    f"statistics {moments.channels}; both must come from the same model"
+                )
             yield read, moments
-
-
-def _norms(evidence: Evidence, read: Read) -> FloatArray | None:
-    """(channels,) Root mean square of a layer's input."""
-    assert evidence.stats is not None
-    moments = evidence.stats.moments.get(read.consumer.path)
-    measured = evidence.stats.get(StatsKey(read.consumer.path, "input", 0)) if moments is None else moments
-    if measured is not None:
-        _require_fit(read, measured.channels)
-    return None if measured is None else measured.rms
-
-
-def _require_fit(read: Read, channels: int) -> None:
-    if channels != len(read.labels):
-        raise UsageError(
-            f"input of {read.consumer.path!r}: the channel map has {len(read.labels)} channels, the statistics "
-            f"{channels}; both must come from the same model"
-        )
 
 
 def _damped_inverse(moments: InputMoments) -> FloatArray:

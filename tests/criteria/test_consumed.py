@@ -243,13 +243,29 @@ def test_each_says_what_it_needs(net: Scored) -> None:
         stats = None if name == "wanda" else plain
         with pytest.raises(UsageError, match=message):
             score(name, net.model, net.chart, stats=stats, gradients=first)
-    few = dataclasses.replace(net.stats, moments={"conv2": net.stats.moments["conv2"]})
-    for name in ("obs", "chip"):
-        with pytest.raises(UsageError, match=f"'{name}': 5 of 5 channels of group 'conv2' cannot be scored: no Gram"):
+    few = dataclasses.replace(net.stats, layers={}, moments={"conv2": net.stats.moments["conv2"]})
+    for name in ("wanda", "obs", "chip"):
+        with pytest.raises(UsageError, match=f"'{name}': 5 of 5 channels of group 'conv2' cannot be scored: no input"):
             score(name, net.model, net.chart, stats=few)
     foreign = dataclasses.replace(net.stats, moments={"conv2": net.stats.moments["fc"]})
     with pytest.raises(UsageError, match="input of 'conv2': the channel map has 6 channels, the statistics 20"):
         score("obs", net.model, net.chart, stats=foreign)
+
+
+def test_where_a_gram_matrix_was_left_out_the_diagonal_speaks(net: Scored) -> None:
+    moments = {"conv2": net.stats.moments["conv2"]}
+    stats = dataclasses.replace(net.stats, moments=moments)
+    on_filters = net.chart.labels["conv2.weight"][0]
+    rms = net.stats["fc", "input", 0].rms
+    costs = ((columns(net, "fc") ** 2).sum(1) * 1.01 * rms**2).reshape(5, 4).sum(1)
+    np.testing.assert_allclose(score("obs", net.model, net.chart, stats=stats)[on_filters], costs)
+    independence = rms.reshape(5, 4).sum(1)
+    np.testing.assert_allclose(score("chip", net.model, net.chart, stats=stats)[on_filters], independence, rtol=1e-6)
+    for name in ("obs", "chip"):
+        on_others = net.chart.labels["conv1.weight"][0]
+        np.testing.assert_array_equal(
+            score(name, net.model, net.chart, stats=stats)[on_others], net.along(name, "conv1.weight")
+        )
 
 
 def test_operators_without_second_derivative_are_refused() -> None:
