@@ -223,7 +223,7 @@ def test_a_pass_that_raises_counts_for_nothing_and_hooks_go() -> None:
 
 def test_a_compiled_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    model.compile()
+    model.compile(backend="eager")
     with pytest.raises(ModelError, match="compiled"), MomentsCollector(model):
         pass
 
