@@ -13,7 +13,7 @@ from prunekit.calibration.collector import StatsCollector
 from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.passes import run_passes
 from prunekit.calibration.ranks import RankCollector
-from prunekit.calibration.settings import Moments
+from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
 from prunekit.calibration.stats import ChannelStats
 
 
@@ -46,6 +46,8 @@ def collect(
     outputs: bool = True,
     fused: bool | None = None,
     moments: Moments = "none",
+    moments_exclude: Sequence[str] = (),
+    moments_limit_mib: int = MOMENTS_LIMIT_MIB,
     ranks: bool = False,
 ) -> ChannelStats:
     """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
@@ -55,6 +57,7 @@ def collect(
         batches: tensors, or tuples and lists whose first entry is the model's input.
         modules, inputs, outputs, fused: as for `StatsCollector`.
         moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
+        moments_exclude, moments_limit_mib: its `exclude` and `limit_mib`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
 
     Raises:
@@ -62,5 +65,7 @@ def collect(
         NonFiniteError: as for `RankCollector`.
     """
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
-    second = MomentsCollector(model) if moments == "full" else None
+    second = None
+    if moments == "full":
+        second = MomentsCollector(model, exclude=moments_exclude, limit_mib=moments_limit_mib)
     return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, batches, device)

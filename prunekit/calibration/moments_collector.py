@@ -145,8 +145,8 @@ def _require_room(consumers: Mapping[str, Consumer], sizes: Mapping[str, int], l
     raise UsageError(
         f"moments: the Gram matrices of {len(sizes)} layers' inputs take {total:,.0f} MiB, more than the limit of "
         f"{limit_mib:,} MiB; the largest is that of {path!r}: {consumers[path].channels:,} channels, "
-        f"{largest / MIB:,.0f} MiB. Leave it out (calibration.moments_exclude: [{path}]; in Python "
-        f"MomentsCollector(model, exclude=[{path!r}])), or raise the limit (calibration.moments_limit_mib, limit_mib)"
+        f"{largest / MIB:,.0f} MiB. Leave it out with moments_exclude ([{path}]), or raise moments_limit_mib; both are "
+        "keys of calibration in a recipe and arguments of calibrate"
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from prunekit.calibration import ChannelStats, LayerStats, MapRanks, StatsKey
 from prunekit.catalogue import CRITERIA
+from prunekit.criteria.consumed import rms_of_reads
 from prunekit.criteria.norms import NORMS
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, LabelMean
@@ -67,12 +68,13 @@ def activation_rms(evidence: Evidence) -> Scores:
     """Root mean square of a label's channels, over the same outputs as `activation`.
 
     (Molchanov et al. 2017, "Pruning CNNs for resource efficient inference", have mean and deviation of activations as
-    baselines; this holds both.)
+    baselines; this holds both.) Labels that no measured activation carries, such as attention's heads, are judged by
+    the Gram matrices of the layers that read them, where those were collected.
 
     Raises:
         UsageError, NonFiniteError: as for `activation`.
     """
-    return _of_outputs(evidence, "activation_rms", lambda layer: layer.rms)
+    return _of_outputs(evidence, "activation_rms", lambda layer: layer.rms, otherwise=rms_of_reads(evidence))
 
 
 @criterion(CRITERIA["apoz"])
@@ -122,7 +124,9 @@ def hrank(evidence: Evidence) -> Scores:
     return scores
 
 
-def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray]) -> Scores:
+def _of_outputs(
+    evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray], *, otherwise: Scores | float = np.nan
+) -> Scores:
     """A value of each label from norms and activation functions, else any output, else any input."""
     norms = {path for path, module in evidence.modules.items() if isinstance(module, NORMS)}
     preferred = norms | _activation_functions(evidence)
@@ -134,7 +138,8 @@ def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], Flo
         lambda key, layer: key.side == "output",
         lambda key, layer: True,
     )
-    advice = "collect them over every module (StatsCollector(model)) or score by 'l2'"
+    scores = np.where(np.isnan(scores), otherwise, scores)
+    advice = "collect them over every module, or score by 'activation_rms' with moments='full' or by 'l2'"
     _require_all(scores, evidence, f"criterion {name!r}: no statistics", advice)
     return scores
 

@@ -120,6 +120,14 @@ def _made(evidence: Evidence, *, squared: bool) -> Scores:
     return found.result(otherwise=np.nan)
 
 
+def rms_of_reads(evidence: Evidence) -> Scores:
+    """Root mean square of a label's channels at the layers that read them, (n_labels,); NaN where none was measured."""
+    found = LabelMean(evidence.channel_map.n_labels)
+    for read, moments in _with_moments(evidence):
+        found.add(read.labels, moments.rms)
+    return found.result(otherwise=np.nan)
+
+
 def _reads(evidence: Evidence) -> Iterator[Read]:
     """Every layer whose input channels have labels."""
     assert evidence.stats is not None

@@ -217,9 +217,12 @@ def test_attention_heads_and_mlp_widths() -> None:
     rms = stats.moments["block.self_attn.out_proj"].rms
     expected = (np.abs(weight).mean(0) * rms).reshape(3, 4).mean(1).repeat(4)
     np.testing.assert_allclose(score("wanda", model, chart, stats=stats)[labels], expected)
+    np.testing.assert_allclose(
+        score("activation_rms", model, chart, stats=stats)[labels], rms.reshape(3, 4).mean(1).repeat(4)
+    )
     labelled = [(batch, torch.arange(4) % 3) for batch in tokens]
     gradients = collect_gradients(model, labelled, CPU, F.cross_entropy, second_order=True)
-    for name in ("l2", "fpgm", "wanda", "obs", "chip", "taylor", "taylor2", "obd"):
+    for name in ("l2", "fpgm", "activation_rms", "wanda", "obs", "chip", "taylor", "taylor2", "obd"):
         scores = score(name, model, chart, stats=stats, gradients=gradients)
         heads, widths = scores[labels], scores[chart.labels["block.linear1.weight"][0]]  # type: ignore[index]
         assert len(np.unique(heads)) == 3, name
