@@ -107,7 +107,7 @@ def chip(evidence: Evidence) -> Scores:
 
 
 def _made(evidence: Evidence, *, squared: bool) -> Scores:
-    """(n_labels,) For channels that no layer reads, as positions in queries and keys: how large linear layers make them.
+    """(n_labels,) For what no layer reads, as positions in queries and keys: how large linear layers make it.
 
     The root mean square of an output whose inputs are independent, or its square; NaN where there is none.
     """

@@ -211,12 +211,15 @@ def test_attention_heads_and_mlp_widths() -> None:
     tokens = [torch.randn(4, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
     stats = collect(model, tokens, CPU, moments="full", ranks=True)
-    labels = chart.labels["block.self_attn.out_proj.weight"][1]
-    assert labels is not None
+    joint = chart.labels["block.self_attn.out_proj.weight"][1]
+    assert joint is not None
+    labels, positions = chart.deciding(joint)  # whole heads, and positions in all of them
     weight = model.block.self_attn.out_proj.weight.detach().numpy()
     rms = stats.moments["block.self_attn.out_proj"].rms
     expected = (np.abs(weight).mean(0) * rms).reshape(3, 4).mean(1).repeat(4)
-    np.testing.assert_allclose(score("wanda", model, chart, stats=stats)[labels], expected)
+    found = score("wanda", model, chart, stats=stats)
+    np.testing.assert_allclose(found[labels], expected)
+    np.testing.assert_allclose(found[positions], np.tile((np.abs(weight).mean(0) * rms).reshape(3, 4).mean(0), 3))
     np.testing.assert_allclose(
         score("activation_rms", model, chart, stats=stats)[labels], rms.reshape(3, 4).mean(1).repeat(4)
     )
