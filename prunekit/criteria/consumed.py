@@ -121,11 +121,14 @@ def _made(evidence: Evidence, *, squared: bool) -> Scores:
 
 
 def rms_of_reads(evidence: Evidence) -> Scores:
-    """Root mean square of a label's channels at the layers that read them, (n_labels,); NaN where none was measured."""
-    found = LabelMean(evidence.channel_map.n_labels)
+    """Root mean square of a label's channels at the layers that read them, (n_labels,); NaN where none was measured.
+
+    Where none reads them, as queries and keys, at those that make them.
+    """
+    found = LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
         found.add(read.labels, moments.rms)
-    return found.result(otherwise=np.nan)
+    return found.result(otherwise=_made(evidence, squared=False))
 
 
 def _reads(evidence: Evidence) -> Iterator[Read]:
