@@ -115,21 +115,22 @@ class MomentsCollector(ConsumerHooks):
         known = None if values.is_inference() else self._seen.get(id(values))
         if known is not None and not known.fits(values, how):
             known = None
-        if consumer.path not in self._shifts:
-            shift = _shift(products(values, *how)) if known is None else known.shift
-            self._shifts[consumer.path] = shift
-        shift = self._shifts[consumer.path]
-        if known is not None and known.shift is shift:
+        if known is not None and self._shifts.setdefault(consumer.path, known.shift) is known.shift:
             return known.found
-        found = products(values, *how, shift)
+        found = self._computed(consumer.path, values, how)
         if not values.is_inference():  # without a version counter nobody knows whether it was written to
+            shift = self._shifts[consumer.path]
             self._seen[id(values)] = _Seen(weakref.ref(values), values._version, how, shift, found)
         return found
 
-
-def _shift(first: Products) -> Tensor | None:
-    """The first batch's mean, where products around 0 would not do."""
-    return first.total / first.count if first.doubtful else None
+    def _computed(self, path: str, values: Tensor, how: tuple[int, int]) -> Products:
+        """Products around 0, or around the first batch's mean, if that shows that those around 0 would not do."""
+        if path not in self._shifts:
+            first = products(values, *how)
+            self._shifts[path] = first.total / first.count if first.doubtful else None
+            if not first.doubtful:
+                return first
+        return products(values, *how, self._shifts[path])
 
 
 def _bytes(consumer: Consumer, wide: bool) -> int:

@@ -86,7 +86,7 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
             stats = ChannelStats.load(path)
             if facts.items() <= stats.provenance.items():
                 log(f"calibration: reused {path} (same model, weights, data and settings)")
-                _log_ranks(stats, log)
+                _log_too_few(stats, log)
                 return CalibrationResult(stats, path, path.with_suffix(".csv"), reused=True)
         except ArtifactError as error:
             log(f"calibration: {error}; collecting again")
@@ -100,7 +100,7 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
     model.cpu()
     log(f"calibration: reduction {collectors.stats.form}, {collectors.stats.compile_seconds:.1f} s of compiling")
     collected.require_finite()
-    _log_ranks(collected, log)
+    _log_too_few(collected, log)
     stats = replace(collected, provenance={**collected.provenance, **facts})
     return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
 
@@ -133,7 +133,7 @@ def _collectors(job: JobSettings, model: nn.Module) -> Collectors:
     return Collectors(StatsCollector(model, fused=settings.fused), moments, ranks)
 
 
-def _log_ranks(stats: ChannelStats, log: Log) -> None:
+def _log_too_few(stats: ChannelStats, log: Log) -> None:
     for problem in stats.too_few_samples():
         log(f"calibration: {problem}")
 

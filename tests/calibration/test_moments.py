@@ -256,3 +256,22 @@ def test_ranks_of_feature_maps() -> None:
     np.testing.assert_array_equal(ranks.total, [5, 5, 3])
     flat = collect(nn.Linear(3, 2).double(), [tokens[3:, 0]], CPU, ranks=True).ranks["", "input", 0]
     np.testing.assert_array_equal(flat.total, [2, 2, 0])
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv2d(4, 6, 3, padding=2, bias=False),
+        nn.Conv2d(4, 6, 3, padding=2, groups=2, bias=False),
+        nn.Conv2d(4, 4, 3, padding=2, groups=4, bias=False),
+        nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False),
+    ],
+)
+def test_columns_are_what_a_layer_makes_of_one_channel(module: nn.Conv2d) -> None:
+    consumer = consumers_of({"": module})[""]
+    columns = consumer.columns(module.weight.detach())
+    for channel in range(4):
+        impulse = torch.zeros(1, 4, 1, 1)
+        impulse[0, channel] = 1
+        made = module(impulse).detach().flatten()  # each tap once
+        np.testing.assert_array_equal(made[made != 0].sort()[0], columns[channel].sort()[0])
