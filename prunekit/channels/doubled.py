@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -66,18 +66,24 @@ class DoubledWhileRunning(HookOwner):
     Args:
         model: not changed: its structure is copied, without its weights.
         convert: name and tensor -> what the module sees while it runs.
+        whole: paths of modules with which all their parts are converted: a hook on them may run these.
     """
 
-    def __init__(self, model: nn.Module, convert: Convert) -> None:
+    def __init__(self, model: nn.Module, convert: Convert, whole: Iterable[str] = ()) -> None:
         super().__init__()
+        self._whole = tuple(f"{path}." for path in whole)
         self.model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
         self.convert = convert
         self._names = {id(tensor): name for name, tensor in named_tensors(self.model)}
 
     def register(self) -> None:
         """Adds a forward-pre and a forward hook to every module that owns tensors, or has a part that never runs."""
-        for module in self.model.modules():
-            owners = [module, *(child for child in module.children() if never_called(child))]
+        for path, module in self.model.named_modules():
+            if path.startswith(self._whole):
+                continue
+            whole = f"{path}." in self._whole
+            parts = module.modules() if whole else (part for part in module.children() if never_called(part))
+            owners = [module, *(part for part in parts if part is not module)]
             tables = [table for owner in owners for table in (owner._parameters, owner._buffers)]
             own = [(table, dict(table)) for table in tables if any(tensor is not None for tensor in table.values())]
             if own and not never_called(module):

@@ -135,7 +135,8 @@ class _Trial:
         example = as_double(self.examples[run.example])
         try:
             if run not in self.references:
-                with DoubledWhileRunning(self.model, with_zeros(to_double, self.kept)) as masked:
+                convert = with_zeros(to_double, self.kept)
+                with DoubledWhileRunning(self.model, convert, whole=self.channel_map.norms) as masked:
                     self.references[run] = self._record(masked.model, example, run, AS_DOUBLE[0])
             with DoubledWhileRunning(compact, to_double) as small:
                 return check(self.references[run], small.model, example, run)

@@ -105,16 +105,16 @@ def test_published_weights_reach_their_accuracy(tmp_path: Path) -> None:
     assert built("resnet56", weights=str(WEIGHTS["resnet56"])).linear.weight.shape == (10, 64)
 
 
-def test_inside_of_blocks_is_free_and_the_padded_stream_is_locked() -> None:
+def test_inside_of_blocks_and_the_stream_are_free_where_nothing_is_padded() -> None:
     model = built("resnet56")
     chart = trace(model, EXAMPLE)
-    assert [group.name for group in chart.groups] == [
-        f"layer{stage}.{block}.conv1" for stage in (1, 2, 3) for block in range(9)
-    ]
-    assert sum(len(group.labels) for group in chart.groups) == 9 * (16 + 32 + 64)
-    assert any("positions that the model's code fixes" in lock.reason for lock in chart.locks)
+    blocks = {f"layer{stage}.{block}.conv1" for stage in (1, 2, 3) for block in range(9)}
+    stream = {group.name: len(group.labels) for group in chart.groups if group.name not in blocks}
+    assert blocks <= {group.name for group in chart.groups}
+    assert stream == {"conv1": 16}  # the rest of the later stages is what the padding leaves
     half = prune(model, EXAMPLE, channels=0.5)
-    assert count_macs(half.model, EXAMPLE[:1]) / count_macs(model, EXAMPLE[:1]) == pytest.approx(0.502, abs=0.001)
+    assert half.max_relative_difference <= 1e-12
+    assert count_macs(half.model, EXAMPLE[:1]) / count_macs(model, EXAMPLE[:1]) < 0.4
 
 
 def test_a_model_folder_builds_it_again(tmp_path: Path) -> None:
