@@ -20,7 +20,7 @@ from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.operators import Operator, Run, is_counted
 from prunekit.channels.precision import Precision
-from prunekit.channels.running import ModuleStack, line_of, mode_for_trace, plain_attention
+from prunekit.channels.running import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
 from prunekit.errors import ModelError
 from prunekit.nested import gather
 
@@ -32,7 +32,8 @@ Key = tuple[str, str, int]
 class Divergence:
     """The first operator at which masked and compact model part.
 
-    `line` is the line of Python that ran, as file:number: text; `after` the number of operators before it, all counted.
+    `line` is the line of Python that ran, as file:number: text; `after` the number of operators before it, all counted;
+    `owner` the module whose method that was, which another may have called: its `forward` need not run.
     """
 
     module: str
@@ -42,6 +43,7 @@ class Divergence:
     detail: str
     line: str = ""
     after: int = 0
+    owner: str = ""
 
     def __str__(self) -> str:
         where = self.module or "the top-level forward"
@@ -235,5 +237,7 @@ def _forward(
         except Exception as error:
             module = stack.current
             detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise _Parted(Divergence(module, "", (module, "", -1), float("inf"), detail, after=watch.total)) from error
+            owner = stack.path_of(innermost_module(error))
+            where = Divergence(module, "", (module, "", -1), float("inf"), detail, after=watch.total, owner=owner)
+            raise _Parted(where) from error
     return gather(output)

@@ -153,3 +153,14 @@ def line_of(error: BaseException) -> str:
     for frame in reversed(models or [frame for frame in outside if not frame.filename.startswith(_AROUND_MODELS)]):
         return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
     return ""
+
+
+def innermost_module(error: BaseException) -> nn.Module | None:
+    """The module in whose method an error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+        for name in first:
+            if isinstance(frame.f_locals.get(name), nn.Module):
+                return frame.f_locals[name]  # type: ignore[no-any-return]
+    return None

@@ -177,7 +177,7 @@ class _Trial:
             inside = [operator for operator in run.operators if operator.module == divergence.module]
             parts = [[operator] for operator in within(divergence.module, run)]
             candidates = [inside, *parts, *([] if there else [run.operators[-1:]])]
-        for labels in map(_labels_at, candidates):
+        for labels in (*self._of_tensors(divergence), *map(_labels_at, candidates)):
             final = self.channel_map.traced.final[labels]
             if not self.keep[final].all():
                 reason = (
@@ -186,6 +186,15 @@ class _Trial:
                 first = self._loses_positions(final)  # heads may then be no problem
                 return LockRecord(reason, divergence.module, divergence.operator, labels, positions=first)
         return None
+
+    def _of_tensors(self, divergence: Divergence) -> list[Labels]:
+        """Labels of the tensors of a module that failed in a method which another module called."""
+        if divergence.owner in ("", divergence.module):
+            return []
+        traced = self.channel_map.traced.trace.labels.items()
+        own = [axes for name, axes in traced if name.rpartition(".")[0] == divergence.owner]
+        labels = [axis for axes in own for axis in axes if axis is not None]
+        return [np.concatenate(labels)] if labels else []
 
     def _loses_positions(self, final: Labels) -> bool:
         _, *positions = self.channel_map.deciding(final)

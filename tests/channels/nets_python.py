@@ -161,3 +161,26 @@ def weight_norm() -> Case:
 def orthogonal_weight() -> Case:
     first = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
     return nn.Sequential(first, nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), tokens()
+
+
+class CheckedTable(nn.Module):
+    """Makes its part of a sum in a method of its own, which looks at a size first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = weight(8)
+
+    def made(self) -> Tensor:
+        if self.table.numel() != 8:
+            raise ValueError("expected a table of 8")
+        return self.table
+
+
+@case("b.weight")
+def a_check_in_a_method_that_another_module_calls() -> Case:
+    """What the method's own module holds is locked, not all that the caller does."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.c(net.b(net.a(x) + net.table.made()).relu())
+
+    return Net(forward, a=nn.Linear(6, 8), table=CheckedTable(), b=nn.Linear(8, 9), c=nn.Linear(9, 4)), tokens()
