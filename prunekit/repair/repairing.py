@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.collector import first_tensor
-from prunekit.calibration.layers import Layer, find_layers
+from prunekit.calibration.finding import find_layers
+from prunekit.calibration.layers import Layer
 from prunekit.calibration.patches import gram_bytes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.narrowed import NarrowNorms

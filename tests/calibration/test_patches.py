@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.calibration.layers import find_layers
+from prunekit.calibration.finding import find_layers
 from prunekit.calibration.patches import BLOCK, Reading, gram, gram_bytes, reading, sampled_rows
 
 
