@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +113,7 @@ def collect_patches(
     batches: Iterable[Any],
     *,
     norms: Iterable[str] = (),
+    weights: Collection[str] | None = None,
     rows: int = ROWS,
     images: int = 1024,
     memory_bytes: int = 2**31,
@@ -126,6 +127,7 @@ def collect_patches(
         model: the dense model.
         batches: tensors, or tuples and lists whose first entry is the model's input.
         norms: paths of modules whose insides are not looked at: those of a channel map.
+        weights: names of those of the layers to look at; None: all.
         rows: positions sampled of each layer over `images` images.
         images: how many there will be: only the share of each batch in `rows` depends on it.
         memory_bytes: limit for one layer.
@@ -139,7 +141,9 @@ def collect_patches(
         for index, batch in enumerate(batches):
             values = batch[0] if isinstance(batch, (tuple, list)) else batch
             if collector is None:
-                collector = _Collector(model, find_layers(model, values[:2], norms), norms, memory_bytes)
+                layers = find_layers(model, values[:2], norms)
+                wanted = tuple(layer for layer in layers if weights is None or layer.weight in weights)
+                collector = _Collector(model, wanted, norms, memory_bytes)
             collector.batch, collector.batch_rows = index, max(len(values), round(rows * len(values) / images))
             with collector.watching():
                 model(values)

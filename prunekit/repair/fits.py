@@ -22,7 +22,7 @@ class Problem:
     The chain is `scale * output + whatever follows`: a BatchNorm in eval mode, and a sum with a shortcut.
 
     Attributes:
-        inputs: (N, d) kept columns of what the layer reads.
+        inputs: (N, d) kept columns of what the layer reads, float64.
         now: (N, o) the end of the chain with the weights as they are.
         wanted: (N, o) what the dense network has there.
         scale: (o,) derivative of the chain.
@@ -39,9 +39,9 @@ class Problem:
     rectified: bool = False
     biased: bool = True
 
-    def error(self, end: Tensor) -> float:
+    def error(self) -> float:
         """Mean squared error over held-out rows of what the next layers see."""
-        return _error(end[self.fitted :], self.wanted[self.fitted :], rectified=self.rectified)
+        return _error(self.now[self.fitted :], self.wanted[self.fitted :], rectified=self.rectified)
 
 
 def _error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
@@ -60,9 +60,11 @@ class Change:
     rank: int = 0
     ridge: float = 0.0
 
-    def end(self, problem: Problem) -> Tensor:
-        """(N, o) the end of the chain after the change."""
-        return problem.now + problem.scale * (problem.inputs.double() @ self.weight.T + self.bias)
+    def error(self, problem: Problem) -> float:
+        """Error after the change, see `Problem.error`."""
+        judging = slice(problem.fitted, None)
+        end = problem.now[judging] + problem.scale * (problem.inputs[judging] @ self.weight.T + self.bias)
+        return _error(end, problem.wanted[judging], rectified=problem.rectified)
 
 
 def bias_compensation(problem: Problem) -> Change:
@@ -88,7 +90,7 @@ def moment_matching(problem: Problem, weight: Tensor) -> Change:
         weight: (o, d) the kept weights.
     """
     now, wanted = problem.now[: problem.fitted], problem.wanted[: problem.fitted]
-    outputs = problem.inputs[: problem.fitted].double() @ weight.T * problem.scale
+    outputs = problem.inputs[: problem.fitted] @ weight.T * problem.scale
     around = wanted - (now - outputs)  # what the layer itself should give, with whatever is added to it taken off
     factor = (around.std(0) / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
     change = (factor - 1)[:, None] * weight
@@ -107,10 +109,9 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
 
     Where there are fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored.
     """
-    inputs = with_constant(problem.inputs) if problem.biased else problem.inputs.double()
+    inputs = with_constant(problem.inputs) if problem.biased else problem.inputs
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
-    moments = gram(problem.inputs[fitted])
-    moments = moments if problem.biased else moments[:-1, :-1]
+    moments = inputs[fitted].T @ inputs[fitted] / problem.fitted
 
     def solve(wanted: Tensor, solver: _Solver) -> Tensor:
         missing = (wanted - problem.now)[fitted] / problem.scale
@@ -125,8 +126,7 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
     found, solver = min(trials, key=lambda trial: error(trial[0]))
     for _ in range(rectified_steps if problem.rectified else 0):
         end = problem.now + problem.scale * (inputs @ found)
-        wanted = torch.where(problem.wanted < 0, end.clamp(max=0), problem.wanted)
-        again = solve(wanted, solver)
+        again = solve(torch.where(problem.wanted < 0, end.clamp(max=0), problem.wanted), solver)
         if error(again) >= error(found):
             break
         found = again
@@ -199,7 +199,6 @@ def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, rid
 
 def best_of(problem: Problem, change: Change) -> tuple[Change | None, float, float]:
     """The change if it lowers the error on held-out rows, else None; and the error before and after."""
-    before = problem.error(problem.now)
-    after = problem.error(change.end(problem))
+    before, after = problem.error(), change.error(problem)
     better = after < before
     return (change if better else None), before, after if better else before

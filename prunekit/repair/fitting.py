@@ -86,7 +86,7 @@ class LayerFitter:
         problem, usable = self._problem(layer, sample, rows, columns, kept, other, spatial)
         rows = rows[usable]
         spread = float(problem.wanted.var(0).mean())
-        before = problem.error(problem.now)
+        before = problem.error()
         if before <= NEGLIGIBLE * max(spread, torch.finfo(torch.float64).tiny):
             return LayerRepair(layer.weight, note="computes what the dense layer does")
         if not bool(problem.now.isfinite().all()):
@@ -133,7 +133,7 @@ class LayerFitter:
         scale, offset = self._affine(self._modules, layer, rows)
         usable = scale.abs() > FLAT * scale.abs().max()
         rows, scale, offset = rows[usable], scale[usable], offset[usable]
-        inputs = layer.reading.patches(kept, sample.rows, spatial)
+        inputs = layer.reading.patches(kept, sample.rows, spatial).double()
         now = scale * self._outputs(layer, inputs, rows, columns) + offset
         dense_scale, dense_offset = self._affine(self._dense_modules, layer, rows)
         wanted = dense_scale * sample.outputs[:, rows].double() + dense_offset
@@ -155,7 +155,7 @@ class LayerFitter:
         return self._tensors[layer.weight].detach()[rows][:, columns].flatten(1).double()
 
     def _outputs(self, layer: Layer, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        outputs = inputs.double() @ self._weight(layer, rows, columns).T
+        outputs = inputs @ self._weight(layer, rows, columns).T
         return outputs if layer.bias is None else outputs + self._tensors[layer.bias].detach()[rows].double()
 
     def _change(

@@ -93,9 +93,14 @@ def prune_oneshot(
 def patch_statistics(
     model: nn.Module, images: Tensor, channel_map: ChannelMap, rows: int, memory_bytes: int
 ) -> PatchStats:
-    """Patch statistics of all images."""
+    """Patch statistics of the layers that read channels which may go."""
     batches, norms = [images[i : i + BATCH] for i in range(0, len(images), BATCH)], channel_map.norms
-    return collect_patches(model, batches, norms=norms, rows=rows, images=len(images), memory_bytes=memory_bytes)
+    free = [
+        name for name, axes in channel_map.labels.items() if len(axes) > 1 and axes[1] is not None and axes[1].any()
+    ]
+    return collect_patches(
+        model, batches, norms=norms, weights=free, rows=rows, images=len(images), memory_bytes=memory_bytes
+    )
 
 
 def sensitivity_curves(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, SensitivityCurve]:
