@@ -18,6 +18,9 @@ from prunekit.criteria.slices import FloatArray, IntArray
 RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
 
+AT_ONCE = 64
+"""One of so many labels that are left goes at a time; of wide groups several, as one by one takes too long."""
+
 
 @dataclass(frozen=True, eq=False)
 class Consumer:
@@ -51,6 +54,8 @@ class Elimination:
 def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
     """Removes labels one by one, always the one that costs least when the others take over what they can.
 
+    Of wide groups several go at once, see `AT_ONCE`; what they cost together is spread evenly over them.
+
     Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
     does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W and G^-1
     are updated for the next; the constant never goes. Costs of several consumers are added up.
@@ -60,16 +65,16 @@ def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
         consumers: all that read them.
     """
     states = [_State(consumer, labels) for consumer in consumers]
-    left, order, errors, total = np.ones(labels.size, dtype=bool), [], [], 0.0
-    for _ in range(labels.size):
-        costs = np.where(left, sum(state.costs() for state in states), np.inf)
-        chosen = int(np.argmin(costs))
-        total += max(0.0, float(costs[chosen]))
-        for state in states:
-            state.remove(chosen)
-        left[chosen] = False
-        order.append(chosen)
-        errors.append(total)
+    left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
+    while left.size:
+        costs = sum(state.costs(left) for state in states)
+        count = max(1, left.size // AT_ONCE)
+        chosen = left[np.argsort(costs, kind="stable")[:count]]
+        cost = max(0.0, sum(state.remove(chosen) for state in states))
+        errors += [total + cost * (i + 1) / count for i in range(count)]
+        total += cost
+        order += chosen.tolist()
+        left = np.setdiff1d(left, chosen)
     return Elimination(labels[order], np.array(errors))
 
 
@@ -79,38 +84,45 @@ class _State:
     def __init__(self, consumer: Consumer, labels: Labels) -> None:
         gram = consumer.gram.double()
         columns = len(gram) - 1
-        taps = columns // len(consumer.labels)
-        ridge = torch.full((columns + 1,), RIDGE * float(gram.diagonal()[:-1].mean()) or 1.0, dtype=torch.float64)
+        every = torch.arange(columns, device=gram.device).reshape(len(consumer.labels), -1)
+        ridge = torch.full_like(gram[0], RIDGE * float(gram.diagonal()[:-1].mean()) or 1.0)
         ridge[-1] = 0
-        self._inverse = torch.linalg.inv(gram + torch.diag(ridge.to(gram.device)))
+        self._inverse = torch.linalg.inv(gram + torch.diag(ridge))
         constant = consumer.weight.new_zeros(len(consumer.weight), 1)
         self._weight = torch.cat([consumer.weight, constant], 1).double()
-        every = np.arange(columns).reshape(-1, taps)
-        self._columns = [torch.from_numpy(every[consumer.labels == label].reshape(-1)) for label in labels]
-        self._left = [columns.numel() > 0 for columns in self._columns]
+        self._columns = [every[torch.from_numpy(consumer.labels == label)].reshape(-1) for label in labels]
+        self._sizes = np.array([found.numel() for found in self._columns])
+        self._stacked = {
+            int(size): torch.stack([found for found in self._columns if found.numel() == size])
+            for size in np.unique(self._sizes)
+        }
+        self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
 
-    def costs(self) -> FloatArray:
-        """(n,) cost of removing each label now."""
-        costs = np.zeros(len(self._columns))
-        for size in {c.numel() for c, left in zip(self._columns, self._left, strict=True) if left}:
-            which = [i for i, c in enumerate(self._columns) if self._left[i] and c.numel() == size]
-            columns = torch.stack([self._columns[i] for i in which]).to(self._inverse.device)  # (n, size)
-            blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
-            weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
-            solved = torch.linalg.solve(blocks, weights.transpose(1, 2))
-            costs[which] = (solved.transpose(1, 2) * weights).sum((1, 2)).cpu().numpy()
+    def costs(self, left: IntArray) -> FloatArray:
+        """(len(left),) cost of removing each of these alone."""
+        costs = np.zeros(left.size)
+        for size, stacked in self._stacked.items():
+            which = np.flatnonzero(self._sizes[left] == size)
+            if size and which.size:
+                columns = stacked[torch.from_numpy(self._place[left[which]]).to(stacked.device)]  # (n, size)
+                weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
+                blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
+                solved = torch.linalg.solve(blocks, weights.transpose(1, 2))
+                costs[which] = (solved.transpose(1, 2) * weights).sum((1, 2)).cpu().numpy()
         return costs
 
-    def remove(self, index: int) -> None:
-        """Removes a label's columns; the others take over."""
-        if not self._left[index]:
-            return
-        columns = self._columns[index].to(self._inverse.device)
-        update = torch.linalg.solve(self._inverse[columns][:, columns], self._inverse[columns])
-        self._weight -= self._weight[:, columns] @ update
+    def remove(self, chosen: IntArray) -> float:
+        """Removes the columns of some labels at once; the others take over. Returns what that costs."""
+        columns = torch.cat([self._columns[i] for i in chosen])
+        if not columns.numel():
+            return 0.0
+        weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
+        cost = float((torch.linalg.solve(block, weights.T).T * weights).sum())
+        update = torch.linalg.solve(block, self._inverse[columns])
+        self._weight -= weights @ update
         self._inverse -= self._inverse[:, columns] @ update
         self._weight[:, columns] = 0
-        self._left[index] = False
+        return cost
 
 
 def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> list[Consumer]:

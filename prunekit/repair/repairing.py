@@ -26,6 +26,9 @@ from prunekit.repair.report import LayerRepair, RepairReport
 from prunekit.repair.sequential import LayerWalk
 from prunekit.repair.settings import RepairSettings
 
+MOST_GROUPS = 32
+"""Convolutions of more groups, depthwise ones above all, are left to the layers behind them."""
+
 
 def repair(
     dense: nn.Module, plan: Plan, images: Tensor, settings: RepairSettings | None = None
@@ -116,6 +119,8 @@ def _fitted_layers(layers: tuple[Layer, ...], plan: Plan) -> tuple[tuple[Layer, 
 def _reason(layer: Layer, plan: Plan) -> str:
     if layer.calls > 1:
         return f"its weight is used {layer.calls} times in a forward pass"
+    if layer.reading.groups > MOST_GROUPS:
+        return f"a convolution of {layer.reading.groups} groups, each too small to correct much: what follows it does"
     if layer.weight in plan.element_masks:
         return "single weights of it are pruned"
     return ""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.patch_stats import collect_patches
 from prunekit.channels import trace
-from prunekit.criteria.elimination import RIDGE, Consumer, consumers_of, eliminate, eliminations
+from prunekit.criteria.elimination import AT_ONCE, RIDGE, Consumer, consumers_of, eliminate, eliminations
 
 CHANNELS, TAPS = 5, 2
 
@@ -107,3 +107,16 @@ def test_streamed_moments_are_those_of_one_batch() -> None:
     for one, other in itertools.zip_longest(whole.layers, parts.layers):
         torch.testing.assert_close(one.grams, other.grams, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(one.variance, other.variance)
+
+
+def test_several_labels_of_a_wide_group_go_at_once() -> None:
+    size = 3 * AT_ONCE
+    wide = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wide = torch.cat([wide, torch.ones(len(wide), 1, dtype=torch.float64)], 1)
+    weight = torch.randn(4, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = eliminate(np.arange(size), [Consumer(wide.T @ wide / len(wide), weight, np.arange(size))])
+    assert sorted(found.labels) == list(range(size))
+    assert (np.diff(found.errors) >= 0).all()
+    outputs = weight @ (wide.T @ wide / len(wide))[:-1, :-1] @ weight.T
+    means = weight @ wide[:, :-1].mean(0)
+    assert found.errors[-1] == pytest.approx(float(outputs.trace() - means @ means), rel=1e-2)
