@@ -117,4 +117,5 @@ def spend(channel_map: ChannelMap, curves: dict[str, SensitivityCurve], settings
             channel_map, marginal_scores(channel_map, curves.values(), keep), replace(settings, scope="global")
         )
         keep = plan.keep
-    return plan
+    prune = {**plan.provenance["prune"], "criterion": "elimination", "scope": "error per MAC"}
+    return replace(plan, provenance={**plan.provenance, "prune": prune})

@@ -38,6 +38,7 @@ def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
     chart = done.plan.channel_map
     assert chart.macs(done.plan.keep) <= 0.6 * chart.macs()
     assert done.report.kept
+    assert done.plan.provenance["prune"]["criterion"] == "elimination"
     assert done.verification.max_relative_difference < 1e-9
     with torch.no_grad():
         want = model(others)
