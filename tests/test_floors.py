@@ -17,7 +17,7 @@ FLOORS = {
     "data": 2, "models": 2, "calibration": 2,
     "criteria": 3,
     "planning": 4,
-    "masking": 5, "compaction": 5,
+    "masking": 5, "compaction": 5, "repair": 5,
     "measure": 6,
     "training": 7,
     "workflow": 8,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from equivalence import Net, image
-from net_registry import Case, case, conv, tokens
+from net_registry import Case, case, conv, tokens, weight
 from torch import Tensor, nn
 
 

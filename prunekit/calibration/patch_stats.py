@@ -1,0 +1,156 @@
+"""Gram matrices of what a model's layers read, patch by patch, streamed over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.finding import find_layers
+from prunekit.calibration.layers import Call, CallWatch, Layer
+from prunekit.calibration.patches import gram, gram_bytes, sampled_rows
+from prunekit.context import training_mode
+from prunekit.errors import NonFiniteError, UsageError
+
+ROWS = 32768
+"""Positions sampled of each layer over all images, at least one of each image."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMoments:
+    """Second moments of a layer's input, and what its output is compared with.
+
+    Attributes:
+        layer: which call.
+        grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
+            float64; d is channels * taps, or channels where `taps` is 1.
+        taps: columns of each channel; 1 where only the centres of patches were taken, because of the memory.
+        variance: (channels,) of the end of the chain behind the output, float64.
+        rows: how many positions were sampled.
+    """
+
+    layer: Layer
+    grams: tuple[Tensor, ...]
+    taps: int
+    variance: Tensor
+    rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class PatchStats:
+    """What a model's layers read, by the order in which they run."""
+
+    layers: tuple[LayerMoments, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all Gram matrices."""
+        return sum(matrix.nbytes for moments in self.layers for matrix in moments.grams)
+
+
+class _Collector(CallWatch):
+    """Adds up moments of the layers of one forward pass after another."""
+
+    def __init__(self, model: nn.Module, layers: tuple[Layer, ...], norms: Iterable[str], limit: int) -> None:
+        super().__init__(model, norms)
+        self.found: dict[int, LayerMoments] = {}
+        self.batch_rows = 0
+        self.batch = 0
+        self._ends: dict[int, list[Tensor]] = {}
+        self._layers = {layer.call: layer for layer in layers}
+        self._finals = {layer.end: layer for layer in layers}
+        self._limit = limit
+
+    def call(self, call: Call) -> Any:
+        """Takes a layer's input as it is called, and the end of its chain as that is made."""
+        layer = self._layers.get(call.number)
+        inputs = call.args[0] if layer is not None else None
+        result = call.run()
+        if layer is not None and isinstance(inputs, Tensor) and self.layer_weight(call) == layer.weight:
+            self._add(layer, inputs, call.args[1], result)
+        final = self._finals.get(call.number)
+        if final is not None and isinstance(result, Tensor):
+            self._ends.setdefault(final.call, []).append(final.reading.outputs(result, self._rows(final, result)))
+        return result
+
+    def _rows(self, layer: Layer, output: Tensor) -> Tensor:
+        rows = sampled_rows(layer.reading.rows(output), self.batch_rows, layer.call + 100_003 * self.batch)
+        return rows.to(output.device)
+
+    def _add(self, layer: Layer, inputs: Tensor, weight: Tensor, output: Tensor) -> None:
+        reading, rows = layer.reading, self._rows(layer, output)
+        spatial = tuple(output.shape[2:]) if reading.kernel else ()
+        width = weight.shape[1]
+        wide = gram_bytes(width * reading.taps) * reading.groups > self._limit
+        read = reading.centres if wide else reading.patches
+        parts = []
+        for group in range(reading.groups):
+            channels = torch.arange(group * width, (group + 1) * width, device=inputs.device)
+            parts.append(gram(read(reading.channels(inputs, channels), rows, spatial)) * len(rows))
+        known = self.found.get(layer.call)
+        sums = parts if known is None else [a + b for a, b in zip(known.grams, parts, strict=True)]
+        count = len(rows) + (0 if known is None else known.rows)
+        none = torch.zeros(0, dtype=torch.float64)
+        self.found[layer.call] = LayerMoments(layer, tuple(sums), 1 if wide else reading.taps, none, count)
+
+    def finished(self) -> tuple[LayerMoments, ...]:
+        return tuple(
+            replace(
+                moments,
+                grams=tuple(total / moments.rows for total in moments.grams),
+                variance=torch.cat(self._ends[call]).double().var(0),
+            )
+            for call, moments in sorted(self.found.items())
+            if call in self._ends
+        )
+
+
+def collect_patches(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    norms: Iterable[str] = (),
+    weights: Collection[str] | None = None,
+    rows: int = ROWS,
+    images: int = 1024,
+    memory_bytes: int = 2**31,
+) -> PatchStats:
+    """Runs a model over batches, in eval mode without gradients, and sums the Gram matrices of its layers' inputs.
+
+    Memory: `gram_bytes(channels * taps)` for each layer and group, 8 * 4609^2 = 170 MB for 512 channels and a 3 x 3
+    kernel; one that would take more than `memory_bytes` has only the centres of its patches, 8 * 513^2 = 2 MB.
+
+    Args:
+        model: the dense model.
+        batches: tensors, or tuples and lists whose first entry is the model's input.
+        norms: paths of modules whose insides are not looked at: those of a channel map.
+        weights: names of those of the layers to look at; None: all.
+        rows: positions sampled of each layer over `images` images.
+        images: how many there will be: only the share of each batch in `rows` depends on it.
+        memory_bytes: limit for one layer.
+
+    Raises:
+        UsageError: there are no batches.
+        NonFiniteError: a layer reads NaN or Inf; names the layer.
+    """
+    collector: _Collector | None = None
+    with training_mode(model, False):
+        for index, batch in enumerate(batches):
+            values = batch[0] if isinstance(batch, (tuple, list)) else batch
+            if collector is None:
+                layers = find_layers(model, values[:2], norms)
+                wanted = tuple(layer for layer in layers if weights is None or layer.weight in weights)
+                collector = _Collector(model, wanted, norms, memory_bytes)
+            collector.batch, collector.batch_rows = index, max(len(values), round(rows * len(values) / images))
+            with collector.watching():
+                model(values)
+    if collector is None:
+        raise UsageError("patch statistics: expected at least one batch, got none")
+    found = collector.finished()
+    for moments in found:
+        if not all(bool(matrix.isfinite().all()) for matrix in moments.grams):
+            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf")
+    return PatchStats(found)

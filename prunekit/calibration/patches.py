@@ -1,0 +1,138 @@
+"""What a linear layer reads: its unfolded input patches at sampled positions, and their Gram matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+BLOCK = 2**22
+"""Values of a float64 block of patches at a time: 32 MiB."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a convolution or a linear layer reads its input; a row is one position of one sample of its output.
+
+    Attributes:
+        kernel, stride, padding, dilation: one entry for each spatial axis; none for a linear layer.
+        groups: of the convolution.
+    """
+
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+
+    @property
+    def taps(self) -> int:
+        """Values that a row reads of each input channel."""
+        return prod(self.kernel)
+
+    @property
+    def middle(self) -> int:
+        """The tap at the centre of the kernel, counted in order; the first where none is."""
+        return self.taps // 2 if all(size % 2 for size in self.kernel) else 0
+
+    def rows(self, output: Tensor) -> int:
+        """Number of rows of an output."""
+        return output.numel() // output.shape[self._axis]
+
+    def outputs(self, output: Tensor, rows: Tensor) -> Tensor:
+        """(N, channels): the given rows of a tensor shaped like the output."""
+        if not self.kernel:
+            return output.reshape(-1, output.shape[-1])[rows]
+        positions = output.shape[2:].numel()
+        return output.flatten(2)[rows // positions, :, rows % positions]
+
+    def channels(self, inputs: Tensor, index: Tensor) -> Tensor:
+        """Some channels of an input."""
+        return inputs.index_select(self._axis % inputs.dim(), index)
+
+    def centres(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
+        """(N, channels): the input at the middle tap of each row; `spatial` are the output's sizes."""
+        return self.patches(inputs, rows, spatial)[:, self.middle :: self.taps]
+
+    def patches(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
+        """(N, channels * taps): what the given rows read, channel by channel; `spatial` are the output's sizes."""
+        if not self.kernel:
+            return inputs.reshape(-1, inputs.shape[-1])[rows]
+        if any(self.padding):
+            inputs = F.pad(inputs, [size for size in reversed(self.padding) for _ in range(2)])
+        outer, inner = inputs.stride()[:2], inputs.stride()[2:]
+        steps = [step * size for step, size in zip(inner, self.stride, strict=True)]
+        taps = [step * size for step, size in zip(inner, self.dilation, strict=True)]
+        windows = inputs.as_strided((*inputs.shape[:2], *spatial, *self.kernel), (*outer, *steps, *taps))
+        positions, index = prod(spatial), list[Tensor]()
+        rest = rows % positions
+        for size in reversed(spatial):
+            index.insert(0, rest % size)
+            rest = rest // size
+        where: Any = (rows // positions, slice(None), *index)
+        return windows[where].flatten(1)
+
+    @property
+    def _axis(self) -> int:
+        return 1 if self.kernel else -1
+
+
+def reading(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Reading | None:
+    """How a call of `torch.nn.functional.linear` or `conv1d` to `conv3d` reads; None where it cannot be followed."""
+    if name == "linear":
+        return Reading()
+    axes = CONVOLUTIONS[name]
+    values = [
+        args[i] if len(args) > i else named.get(key, default)
+        for i, key, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1), (6, "groups", 1))
+    ]
+    if args[0].dim() != axes + 2 or isinstance(values[1], str):
+        return None
+    stride, padding, dilation = (_each(value, axes) for value in values[:3])
+    return Reading(tuple(args[1].shape[2:]), stride, padding, dilation, int(values[3]))
+
+
+def _each(value: int | tuple[int, ...], axes: int) -> tuple[int, ...]:
+    sizes = tuple(value) if isinstance(value, (tuple, list)) else (int(value),)
+    return sizes if len(sizes) == axes else sizes * axes
+
+
+def gram_bytes(columns: int) -> int:
+    """Memory of a Gram matrix of that many columns and one constant, in float64."""
+    return 8 * (columns + 1) ** 2
+
+
+def with_constant(inputs: Tensor) -> Tensor:
+    """(N, d) -> (N, d + 1) in float64, the last column 1."""
+    return torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.float64, device=inputs.device)], 1)
+
+
+def gram(inputs: Tensor) -> Tensor:
+    """(d + 1, d + 1) mean of the products of all columns and a constant one, in float64, summed block by block."""
+    columns = inputs.shape[1] + 1
+    total = torch.zeros(columns, columns, dtype=torch.float64, device=inputs.device)
+    for block in blocks(inputs):
+        wide = with_constant(block)
+        total.addmm_(wide.T, wide)
+    return total / len(inputs)
+
+
+def blocks(inputs: Tensor) -> Iterator[Tensor]:
+    """Rows at a time, so that their float64 copies stay small."""
+    size = max(1, BLOCK // max(1, inputs.shape[1]))
+    for start in range(0, len(inputs), size):
+        yield inputs[start : start + size]
+
+
+def sampled_rows(total: int, count: int, seed: int) -> Tensor:
+    """At most `count` of `total` rows, each at most once, ascending; the same for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    if count >= total:
+        return torch.arange(total)
+    return torch.randperm(total, generator=generator)[:count].sort().values

@@ -1,0 +1,177 @@
+"""In which order the channels of a group go, and what each costs, from what their consumers read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.patch_stats import LayerMoments, PatchStats
+from prunekit.channels import ChannelGroup, ChannelMap
+from prunekit.channels.copying import named_tensors
+from prunekit.channels.labels import Labels
+from prunekit.criteria.slices import FloatArray, IntArray
+
+RIDGE = 1e-3
+"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
+
+AT_ONCE = 64
+"""One of so many labels that are left goes at a time; of wide groups several, as one by one takes too long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Consumer:
+    """A layer that reads channels of a group.
+
+    Attributes:
+        gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
+        weight: (o, d) in units of the end of its chain, each output over its standard deviation there.
+        labels: (C,) of its input channels; d is C times the columns of each.
+    """
+
+    gram: Tensor
+    weight: Tensor
+    labels: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """Labels of a group in the order in which they go, and the error after each.
+
+    Attributes:
+        labels: (n,), the first goes first.
+        errors: (n,) summed over all consumers' outputs, each over its variance: after removing as many, with all that
+            is left fitted anew.
+    """
+
+    labels: Labels
+    errors: FloatArray
+
+
+def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
+    """Removes labels one by one, always the one that costs least when the others take over what they can.
+
+    Of wide groups several go at once, see `AT_ONCE`; what they cost together is spread evenly over them.
+
+    Optimal brain surgeon (Hassibi & Stork 1993) for whole groups of columns, as SparseGPT (Frantar & Alistarh 2023)
+    does it for single ones: removing the columns c of a layer costs tr(W_c [(G^-1)_cc]^-1 W_c^T), and W and G^-1
+    are updated for the next; the constant never goes. Costs of several consumers are added up.
+
+    Args:
+        labels: (n,) of one group.
+        consumers: all that read them.
+    """
+    states = [_State(consumer, labels) for consumer in consumers]
+    left, order, errors, total = np.arange(labels.size), list[int](), list[float](), 0.0
+    while left.size:
+        costs = sum(state.costs(left) for state in states)
+        count = max(1, left.size // AT_ONCE)
+        chosen = left[np.argsort(costs, kind="stable")[:count]]
+        cost = max(0.0, sum(state.remove(chosen) for state in states))
+        errors += [total + cost * (i + 1) / count for i in range(count)]
+        total += cost
+        order += chosen.tolist()
+        left = np.setdiff1d(left, chosen)
+    return Elimination(labels[order], np.array(errors))
+
+
+class _State:
+    """One consumer while channels go."""
+
+    def __init__(self, consumer: Consumer, labels: Labels) -> None:
+        gram = consumer.gram.double()
+        columns = len(gram) - 1
+        every = torch.arange(columns, device=gram.device).reshape(len(consumer.labels), -1)
+        ridge = torch.full_like(gram[0], RIDGE * float(gram.diagonal()[:-1].mean()) or 1.0)
+        ridge[-1] = 0
+        self._inverse = torch.linalg.inv(gram + torch.diag(ridge))
+        constant = consumer.weight.new_zeros(len(consumer.weight), 1)
+        self._weight = torch.cat([consumer.weight, constant], 1).double()
+        self._columns = [every[torch.from_numpy(consumer.labels == label)].reshape(-1) for label in labels]
+        self._sizes = np.array([found.numel() for found in self._columns])
+        self._stacked = {
+            int(size): torch.stack([found for found in self._columns if found.numel() == size])
+            for size in np.unique(self._sizes)
+        }
+        self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
+
+    def costs(self, left: IntArray) -> FloatArray:
+        """(len(left),) cost of removing each of these alone."""
+        costs = np.zeros(left.size)
+        for size, stacked in self._stacked.items():
+            which = np.flatnonzero(self._sizes[left] == size)
+            if size and which.size:
+                columns = stacked[torch.from_numpy(self._place[left[which]]).to(stacked.device)]  # (n, size)
+                weights = self._weight[:, columns].transpose(0, 1)  # (n, o, size)
+                blocks = self._inverse[columns[:, :, None], columns[:, None, :]]
+                solved = torch.linalg.solve(blocks, weights.transpose(1, 2))
+                costs[which] = (solved.transpose(1, 2) * weights).sum((1, 2)).cpu().numpy()
+        return costs
+
+    def remove(self, chosen: IntArray) -> float:
+        """Removes the columns of some labels at once; the others take over. Returns what that costs."""
+        columns = torch.cat([self._columns[i] for i in chosen])
+        if not columns.numel():
+            return 0.0
+        weights, block = self._weight[:, columns], self._inverse[columns][:, columns]
+        cost = float((torch.linalg.solve(block, weights.T).T * weights).sum())
+        update = torch.linalg.solve(block, self._inverse[columns])
+        self._weight -= weights @ update
+        self._inverse -= self._inverse[:, columns] @ update
+        self._weight[:, columns] = 0
+        return cost
+
+
+def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> list[Consumer]:
+    """The layers that read a group's channels: their weights carry its labels on the input side.
+
+    Args:
+        group: of `channel_map`.
+        model: the dense model.
+        stats: of that model.
+    """
+    tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
+    found: list[Consumer] = []
+    for moments in stats.layers:
+        labels = channel_map.labels.get(moments.layer.weight, (None, None))[1]
+        if labels is not None and np.isin(labels, group.labels).any():
+            found += _by_group(moments, tensors, modules, labels)
+    return found
+
+
+def _by_group(
+    moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
+) -> Iterable[Consumer]:
+    layer = moments.layer
+    weight = tensors[layer.weight].detach().double().flatten(2) if layer.reading.kernel else None
+    if weight is None:
+        weight = tensors[layer.weight].detach().double()[:, :, None]
+    scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
+    if layer.norm is not None:
+        norm = modules[layer.norm]
+        factor = (norm.running_var.double() + norm.eps).rsqrt()  # type: ignore[operator]
+        scale = scale * (factor if norm.weight is None else factor * norm.weight.detach().double())  # type: ignore[operator]
+    weight = weight * scale[:, None, None]
+    for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
+        if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
+            rows = rows.transpose(1, 2).flatten(0, 1)[:, :, None]
+        yield Consumer(matrix, rows.flatten(1), labels)
+
+
+def eliminations(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, Elimination]:
+    """The order of removal and its errors for every channel group that some layer reads, by the group's name.
+
+    Args:
+        model: the dense model; only read.
+        channel_map: of that model.
+        stats: of that model, from `calibration.collect_patches`.
+    """
+    found = {}
+    for group in channel_map.groups:
+        consumers = consumers_of(group, model, channel_map, stats)
+        if consumers:
+            found[group.name] = eliminate(group.labels, consumers)
+    return found

@@ -1,0 +1,7 @@
+"""Repair of pruned models from calibration data alone: no labels, no gradients, no training."""
+
+from prunekit.repair.repairing import repair
+from prunekit.repair.report import LayerRepair, RepairReport
+from prunekit.repair.settings import RepairSettings
+
+__all__ = ["LayerRepair", "RepairReport", "RepairSettings", "repair"]

@@ -1,0 +1,204 @@
+"""Fits of one layer's weights to what the dense layer computes: pure functions over sampled rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prunekit.calibration.patches import gram, with_constant
+
+RIDGES = (1, 10, 100)
+"""Multiples of the ridge that are tried: the error on held-out rows chooses."""
+EXACT_RANK = 2048
+"""Columns up to which a Gram matrix's rank is taken from its eigenvalues: beyond, they take longer than the fit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One layer at N sampled rows: the kept inputs, what comes out at the end of its chain, and what should.
+
+    The chain is `scale * output + whatever follows`: a BatchNorm in eval mode, and a sum with a shortcut.
+
+    Attributes:
+        inputs: (N, d) kept columns of what the layer reads, float64.
+        now: (N, o) the end of the chain with the weights as they are.
+        wanted: (N, o) what the dense network has there.
+        scale: (o,) derivative of the chain.
+        fitted: number of rows to fit on; the rest judge.
+        rectified: whether only the positive part of it is used.
+        biased: whether there is a bias to write to, its own or the norm's.
+    """
+
+    inputs: Tensor
+    now: Tensor
+    wanted: Tensor
+    scale: Tensor
+    fitted: int
+    rectified: bool = False
+    biased: bool = True
+
+    def error(self) -> float:
+        """Mean squared error over held-out rows of what the next layers see."""
+        return _error(self.now[self.fitted :], self.wanted[self.fitted :], rectified=self.rectified)
+
+
+def _error(got: Tensor, wanted: Tensor, *, rectified: bool) -> float:
+    if rectified:
+        got, wanted = got.clamp(min=0), wanted.clamp(min=0)
+    return float((got - wanted).square().mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A change of a layer's weights, (o, d), and of its bias before the norm, (o,); and how it was found."""
+
+    weight: Tensor
+    bias: Tensor
+    columns: int = 0
+    rank: int = 0
+    ridge: float = 0.0
+
+    def error(self, problem: Problem) -> float:
+        """Error after the change, see `Problem.error`."""
+        judging = slice(problem.fitted, None)
+        end = problem.now[judging] + problem.scale * (problem.inputs[judging] @ self.weight.T + self.bias)
+        return _error(end, problem.wanted[judging], rectified=problem.rectified)
+
+
+def bias_compensation(problem: Problem) -> Change:
+    """Makes the mean of every output that of the dense network.
+
+    Nagel et al. 2019, "Data-free quantization through weight equalization and bias correction", section 4.2, with
+    means from data.
+    """
+    missing = (problem.wanted - problem.now)[: problem.fitted].mean(0) / problem.scale
+    return Change(
+        torch.zeros(len(missing), problem.inputs.shape[1], dtype=missing.dtype, device=missing.device), missing
+    )
+
+
+def moment_matching(problem: Problem, weight: Tensor) -> Change:
+    """Makes mean and variance of every output those of the dense network on the same images.
+
+    As in Finkelstein et al. 2019, "Fighting quantization bias with bias", and unlike BatchNorm's own recalibration:
+    statistics of augmented training data are not those of the images at hand, and the dense network was trained with
+    the former.
+
+    Args:
+        weight: (o, d) the kept weights.
+    """
+    now, wanted = problem.now[: problem.fitted], problem.wanted[: problem.fitted]
+    outputs = problem.inputs[: problem.fitted] @ weight.T * problem.scale
+    around = wanted - (now - outputs)  # what the layer itself should give, with whatever is added to it taken off
+    factor = (around.std(0) / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
+    change = (factor - 1)[:, None] * weight
+    bias = (around.mean(0) - factor * outputs.mean(0)) / problem.scale
+    return Change(change, bias)
+
+
+def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> Change:
+    """The kept weights and bias that give the dense outputs with the least squared error, from the inputs as they are.
+
+    Luo et al. 2017, "ThiNet", and He et al. 2017, "Channel pruning for accelerating very deep neural networks", here
+    for whole filters, with a constant column and a ridge that pulls toward the weights as they are. Behind a ReLU the
+    targets that are negative anyway may be missed from below: a majorisation of the error after the ReLU, as the
+    nonlinear case of Zhang et al. 2016, "Accelerating very deep convolutional networks". Each further step is kept if
+    the error on held-out rows falls, and they choose among `RIDGES`.
+
+    Where there are fewer independent rows than columns the ridge is raised tenfold until the matrix can be factored.
+    """
+    inputs = with_constant(problem.inputs) if problem.biased else problem.inputs
+    fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
+    moments = inputs[fitted].T @ inputs[fitted] / problem.fitted
+
+    def solve(wanted: Tensor, solver: _Solver) -> Tensor:
+        missing = (wanted - problem.now)[fitted] / problem.scale
+        return torch.cholesky_solve(inputs[fitted].T @ missing / problem.fitted, solver.factor)
+
+    def error(found: Tensor) -> float:
+        end = problem.now[judging] + problem.scale * (inputs[judging] @ found)
+        return _error(end, problem.wanted[judging], rectified=problem.rectified)
+
+    solvers = [_factored(moments, ridge * factor, problem.fitted, problem.biased) for factor in RIDGES]
+    trials = [(solve(problem.wanted, solver), solver) for solver in solvers]
+    found, solver = min(trials, key=lambda trial: error(trial[0]))
+    for _ in range(rectified_steps if problem.rectified else 0):
+        end = problem.now + problem.scale * (inputs @ found)
+        again = solve(torch.where(problem.wanted < 0, end.clamp(max=0), problem.wanted), solver)
+        if error(again) >= error(found):
+            break
+        found = again
+    return _change(found, problem, solver)
+
+
+def _change(found: Tensor, problem: Problem, solver: _Solver) -> Change:
+    columns = problem.inputs.shape[1]
+    bias = found[-1] if problem.biased else found.new_zeros(found.shape[1])
+    return Change(found[:columns].T, bias, columns, solver.rank, solver.ridge)
+
+
+@dataclass(frozen=True, eq=False)
+class _Solver:
+    factor: Tensor
+    rank: int
+    ridge: float
+
+
+def _factored(moments: Tensor, ridge: float, rows: int, biased: bool) -> _Solver:
+    """Cholesky factor of the Gram matrix with its ridge, which is not on the constant column."""
+    diagonal = moments.diagonal()
+    mean = float(diagonal[: len(diagonal) - biased].mean()) or 1.0  # all inputs dead: anything does
+    rank = min(rows, _rank(moments))
+    if rows < len(moments):
+        ridge *= 10
+    while True:
+        pull = torch.full_like(diagonal, ridge * mean)
+        if biased:
+            pull[-1] = 0
+        factor, failed = torch.linalg.cholesky_ex(moments + torch.diag(pull))
+        if not int(failed):
+            return _Solver(factor, rank, ridge)
+        ridge *= 10
+
+
+def _rank(moments: Tensor) -> int:
+    """Rank of a Gram matrix; of a large one an upper bound, the number of columns that are not dead."""
+    if len(moments) > EXACT_RANK:
+        return int((moments.diagonal() > 0).sum())
+    values = torch.linalg.eigvalsh(moments)
+    return int((values > 1e-12 * float(values[-1])).sum())
+
+
+def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """New weights in which kept channels stand in for all: the dense inputs as a linear function of the kept ones.
+
+    For layers whose patches are too many for a Gram matrix: theirs is over channels only, C x C. As the 1x1 layer of
+    He et al. 2017, folded into the weights; the constant is that of the interior, where no tap is padding.
+
+    Args:
+        kept: (N, k) kept channels of the input, as the running model has them.
+        dense: (N, C) all channels, as the dense model has them.
+        weight: (o, C, taps) of the dense layer.
+        index: (k,) which are kept.
+        ridge: pull toward the identity.
+
+    Returns:
+        (o, k, taps) weights and (o,) change of the bias.
+    """
+    target = dense.double()
+    identity = torch.zeros(kept.shape[1], target.shape[1], dtype=torch.float64, device=kept.device)
+    identity[torch.arange(len(index)), index] = 1
+    solver = _factored(gram(kept), ridge, len(kept), biased=True)
+    missing = target - kept.double() @ identity
+    found = torch.cholesky_solve(with_constant(kept).T @ missing / len(kept), solver.factor)
+    mixing = found[:-1] + identity  # (k, C)
+    return torch.einsum("kc,oct->okt", mixing, weight), torch.einsum("c,oct->o", found[-1], weight)
+
+
+def best_of(problem: Problem, change: Change) -> tuple[Change | None, float, float]:
+    """The change if it lowers the error on held-out rows, else None; and the error before and after."""
+    before, after = problem.error(), change.error(problem)
+    better = after < before
+    return (change if better else None), before, after if better else before

@@ -1,0 +1,33 @@
+"""What is repaired after pruning, and from how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+Fit = Literal["bias", "moments", "channel", "patch"]
+
+
+@dataclass(frozen=True)
+class RepairSettings:
+    """How each layer's kept weights are fitted to what the dense layer computes on calibration images."""
+
+    fit: Fit = "patch"
+    """What is fitted of each layer: its bias; a factor and a bias for each output channel (moments); what stands in for
+    each removed input channel (channel); or every kept weight (patch)."""
+    sequential: bool = True
+    """Whether each layer reads what the repaired layers before it give, and corrects their errors; or what the dense
+    ones give."""
+    ridge: Annotated[float, Gt(0)] = 1e-3
+    """Pull toward the weights as they are, as a share of the mean square of the inputs."""
+    rows: Annotated[int, Ge(64)] = 32768
+    """Positions sampled of each layer's output, over all images."""
+    rectified_steps: Annotated[int, Ge(0)] = 3
+    """Further fits in which what a ReLU makes zero of anyhow need not agree."""
+    held_out: Annotated[float, Gt(0), Lt(1)] = 0.125
+    """Share of the images that only judge."""
+    memory_bytes: Annotated[int, Ge(2**20)] = 2**31
+    """What the recorded outputs may take together, and what one layer's Gram matrix may; above it fewer rows are
+    recorded, or the layer is fitted by channels."""

@@ -1,0 +1,122 @@
+"""The elimination's errors against least squares solved anew for each set that is left."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from equivalence import image, randomised
+from torch import Tensor, nn
+
+from prunekit.calibration.patch_stats import collect_patches
+from prunekit.channels import trace
+from prunekit.criteria.elimination import AT_ONCE, RIDGE, Consumer, consumers_of, eliminate, eliminations
+
+CHANNELS, TAPS = 5, 2
+
+
+def consumer(seed: int) -> Consumer:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(200, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
+    wide = torch.cat([wide @ torch.randn(10, 10, generator=generator, dtype=torch.float64) + 1, torch.ones(200, 1)], 1)
+    weight = torch.randn(3, CHANNELS * TAPS, generator=generator, dtype=torch.float64)
+    return Consumer(wide.T @ wide / 200, weight, np.arange(1, CHANNELS + 1))
+
+
+def refitted(consumer: Consumer, removed: list[int]) -> float:
+    """Error of the ridge problem when all columns of the removed channels are zero."""
+    columns = CHANNELS * TAPS
+    ridge = RIDGE * consumer.gram.diagonal()[:-1].mean()
+    matrix = consumer.gram + torch.diag(torch.tensor([1.0] * columns + [0.0], dtype=torch.float64) * ridge)
+    gone = [label * TAPS + tap for label in removed for tap in range(TAPS)]
+    kept = [i for i in range(columns + 1) if i not in gone]
+    weight = torch.cat([consumer.weight, torch.zeros(3, 1, dtype=torch.float64)], 1)
+    change = torch.zeros_like(weight)
+    change[:, gone] = -weight[:, gone]
+    change[:, kept] = torch.linalg.solve(matrix[kept][:, kept], -matrix[kept][:, gone] @ change[:, gone].T).T
+    return float(((change @ matrix) * change).sum())
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_errors_are_those_of_refitting_what_is_left(readers: int) -> None:
+    consumers = [consumer(seed) for seed in range(readers)]
+    found = eliminate(np.arange(1, CHANNELS + 1), consumers)
+    assert sorted(found.labels) == list(range(1, CHANNELS + 1))
+    for count in range(1, CHANNELS + 1):
+        removed = [int(label) - 1 for label in found.labels[:count]]
+        wanted = sum(refitted(each, removed) for each in consumers)
+        assert found.errors[count - 1] == pytest.approx(wanted, rel=1e-8)
+    first = [sum(refitted(each, [label]) for each in consumers) for label in range(CHANNELS)]
+    assert found.labels[0] == 1 + int(np.argmin(first))
+
+
+def test_a_redundant_channel_costs_nothing_and_goes_first() -> None:
+    one = consumer(0)
+    mixing = torch.eye(11, dtype=torch.float64)
+    mixing[:, 4:6] = mixing[:, 0:2] * 3  # channel 2 is three times channel 0
+    found = eliminate(np.arange(1, 6), [Consumer(mixing.T @ one.gram @ mixing, one.weight, one.labels)])
+    assert found.labels[0] in (1, 3)
+    assert found.errors[0] < 0.05 * found.errors[1]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bn = nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6)
+        self.left, self.right = nn.Conv2d(6, 4, 3, bias=False), nn.Conv2d(6, 8, 1, groups=2)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.first(x)).relu()
+        return self.norm(self.left(x)).mean((2, 3)) + self.right(x).mean((2, 3))[:, :4]
+
+
+def test_consumers_are_found_by_labels_on_the_input_side() -> None:
+    model = randomised(Net().double()).eval()
+    x = image()[0].double()
+    chart = trace(model, (x,))
+    stats = collect_patches(model, [x, x.flip(3)], rows=64, images=4)
+    (group,) = [g for g in chart.groups if ("first.weight", 0) in g.slots]
+    names = {moments.layer.weight for moments in stats.layers}
+    assert names == {"first.weight", "left.weight", "right.weight"}
+    sizes = [len(each.gram) for each in consumers_of(group, model, chart, stats)]
+    assert sizes[0] == 6 * 9 + 1
+    found = eliminations(model, chart, stats)[group.name]
+    assert sorted(found.labels) == sorted(group.labels)
+    assert (np.diff(found.errors) >= 0).all()
+
+
+def test_above_the_limit_only_the_centres_are_taken() -> None:
+    model = randomised(Net().double()).eval()
+    x = image()[0].double()
+    stats = collect_patches(model, [x], rows=64, images=2, memory_bytes=1000)
+    left = next(moments for moments in stats.layers if moments.layer.weight == "left.weight")
+    assert left.taps == 1
+    assert left.grams[0].shape == (7, 7)
+    chart = trace(model, (x,))
+    assert all(np.isfinite(each.errors).all() for each in eliminations(model, chart, stats).values())
+
+
+def test_streamed_moments_are_those_of_one_batch() -> None:
+    model = randomised(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))).double().eval()
+    x = torch.randn(8, 3, 6, 6, dtype=torch.float64)
+    whole = collect_patches(model, [x], rows=10**6, images=8)
+    parts = collect_patches(model, [x[:3], x[3:]], rows=10**6, images=8)
+    for one, other in itertools.zip_longest(whole.layers, parts.layers):
+        torch.testing.assert_close(one.grams, other.grams, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one.variance, other.variance)
+
+
+def test_several_labels_of_a_wide_group_go_at_once() -> None:
+    size = 3 * AT_ONCE
+    wide = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wide = torch.cat([wide, torch.ones(len(wide), 1, dtype=torch.float64)], 1)
+    weight = torch.randn(4, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = eliminate(np.arange(size), [Consumer(wide.T @ wide / len(wide), weight, np.arange(size))])
+    assert sorted(found.labels) == list(range(size))
+    assert (np.diff(found.errors) >= 0).all()
+    outputs = weight @ (wide.T @ wide / len(wide))[:-1, :-1] @ weight.T
+    means = weight @ wide[:, :-1].mean(0)
+    assert found.errors[-1] == pytest.approx(float(outputs.trace() - means @ means), rel=1e-2)

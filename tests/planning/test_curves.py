@@ -1,0 +1,71 @@
+"""The allocation against all allocations there are."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from prunekit.channels import ChannelMap, trace
+from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, hull_slopes, make_plan, marginal_scores
+
+
+def chart() -> ChannelMap:
+    """Two inner groups of 4 and 6 channels between fixed widths, of different cost."""
+    parts = (nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1), nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 3, 1))
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(parts)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.parts[1](self.parts[0](x))
+            return x + self.parts[3](self.parts[2](x))
+
+    return trace(Two(), (torch.zeros(1, 3, 4, 4),))
+
+
+def curves(channel_map: ChannelMap, seed: int) -> list[SensitivityCurve]:
+    generator = np.random.default_rng(seed)
+    groups = [group for group in channel_map.groups if group.labels.size in (4, 6)]
+    return [
+        SensitivityCurve(generator.permutation(g.labels), np.cumsum(np.sort(generator.random(g.labels.size))))
+        for g in groups
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_allocation_saves_as_much_at_less_error(seed: int) -> None:
+    channel_map = chart()
+    found = curves(channel_map, seed)
+    settings = PruneSettings(BudgetSettings(macs=0.6), scope="global")
+    plan = make_plan(channel_map, marginal_scores(channel_map, found), settings)
+    ours = [int((~plan.keep[curve.labels]).sum()) for curve in found]
+    for curve, count in zip(found, ours, strict=True):
+        assert not plan.keep[curve.labels[:count]].any()
+    best, errors = channel_map.macs(plan.keep), _error(found, ours)
+    for counts in itertools.product(*(range(curve.labels.size) for curve in found)):
+        keep = np.ones(channel_map.n_labels, dtype=bool)
+        for curve, count in zip(found, counts, strict=True):
+            keep[curve.labels[:count]] = False
+        assert channel_map.macs(keep) > best or _error(found, counts) >= errors - 1e-12
+
+
+def _error(found: list[SensitivityCurve], counts: tuple[int, ...] | list[int]) -> float:
+    return sum(float(np.r_[0, curve.errors][count]) for curve, count in zip(found, counts, strict=True))
+
+
+def test_slopes_are_those_of_the_lower_hull() -> None:
+    assert hull_slopes(np.array([0.0, 0.0, 3.0, 4.0, 9.0])).tolist() == [0.0, 0.0, 2.0, 2.0, 5.0]
+
+
+def test_a_label_on_no_curve_stays() -> None:
+    channel_map = chart()
+    found = curves(channel_map, 0)[:1]
+    scores = marginal_scores(channel_map, found)
+    assert np.isinf(np.delete(scores, found[0].labels)).all()
+    assert np.isfinite(scores[found[0].labels]).all()
