@@ -137,8 +137,9 @@ def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap,
     found: list[Consumer] = []
     for moments in stats.layers:
         labels = channel_map.labels.get(moments.layer.weight, (None, None))[1]
-        if labels is not None and np.isin(labels, group.labels).any():
-            found += _by_group(moments, tensors, modules, labels)
+        for deciding in [] if labels is None else channel_map.deciding(labels):
+            if np.isin(deciding, group.labels).any():
+                found += _by_group(moments, tensors, modules, deciding)
     return found
 
 

@@ -55,7 +55,8 @@ def _macs_each(channel_map: ChannelMap, curve: SensitivityCurve, around: Keep) -
     """MACs that a label of a group costs, on average over those that are there."""
     with_all, with_none = around.copy(), around.copy()
     with_all[curve.labels], with_none[curve.labels] = True, False
-    return (channel_map.macs(with_all) - channel_map.macs(with_none)) / curve.labels.size
+    all_left, none_left = (channel_map.macs(channel_map.completed(keep)) for keep in (with_all, with_none))
+    return (all_left - none_left) / curve.labels.size
 
 
 def hull_slopes(errors: NDArray[np.float64]) -> NDArray[np.float64]:
