@@ -17,6 +17,7 @@ from prunekit.channels.places import Place, place_of
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.sites import (
     expression_at,
+    is_chunk,
     is_unscaled_attention,
     parts_argument,
     shape_arguments,
@@ -83,12 +84,14 @@ def _of_shape(operator: Operator, node: ast.expr) -> Iterator[Sized]:
 
 
 def _of_split(operator: Operator, node: ast.expr) -> Iterator[Sized]:
-    expression = parts_argument(node)
+    expression = node if is_chunk(node) else parts_argument(node)
     axis = _axis(operator, 2)
     rows = [_rows(fields, axis) for fields in operator.outputs]
     if expression is None or not rows or any(part is None for part in rows):
         return
-    if operator.name == "aten.split":
+    if is_chunk(node) and len({len(part) for part in rows}) == 1:  # type: ignore[arg-type]
+        return  # as many stay in each
+    if operator.name == "aten.split" and not is_chunk(node):
         yield axis, expression, None, rows[0]  # type: ignore[misc]
     elif isinstance(expression, (ast.List, ast.Tuple)):
         yield from ((axis, element, None, part) for element, part in zip(expression.elts, rows, strict=False))  # type: ignore[misc]

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.places import Place
-from prunekit.channels.sites import definition, is_unscaled_attention, method_of
+from prunekit.channels.sites import definition, is_chunk, is_unscaled_attention, method_of
 
 
 def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
@@ -109,10 +109,13 @@ class _Exchange(ast.NodeTransformer):
             return self.generic_visit(node)
         self.left.remove(place)
         size = ast.Attribute(ast.Name(self.owner, ast.Load()), place.attribute, ast.Load())
-        if not is_unscaled_attention(node):
-            return size
-        self.generic_visit(node)
-        return _with_scale(node, size)
+        if is_unscaled_attention(node):
+            self.generic_visit(node)
+            return _with_scale(node, size)
+        if is_chunk(node):
+            self.generic_visit(node)
+            return _in_parts(node, size)
+        return size
 
     def _place(self, node: ast.expr) -> Place | None:
         for place in self.left:
@@ -126,3 +129,12 @@ def _with_scale(node: ast.Call, width: ast.expr) -> ast.Call:
     """Attention with the scale that heads of a given width have."""
     scale = ast.BinOp(width, ast.Pow(), ast.Constant(-0.5))
     return ast.Call(node.func, node.args, [*node.keywords, ast.keyword("scale", scale)])
+
+
+def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
+    """A split into parts of given sizes, in place of `x.chunk(3, 1)` or `torch.chunk(x, 3, 1)`."""
+    assert isinstance(node.func, ast.Attribute)
+    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    source, rest = (node.args[0], node.args[2:]) if of_torch else (node.func.value, node.args[1:])
+    named = [item for item in node.keywords if item.arg == "dim"]
+    return ast.Call(ast.Attribute(source, "split", ast.Load()), [sizes, *rest], named)

@@ -179,6 +179,11 @@ def parts_argument(node: ast.expr) -> ast.expr | None:
     return next(iter(_arguments(node, "split", "split_with_sizes")), None)
 
 
+def is_chunk(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether a call cuts an axis into so many parts, the last of which may be smaller."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "chunk"
+
+
 def _arguments(node: ast.expr, *functions: str) -> list[ast.expr]:
     """Those of `x.view(...)`, or of `torch.reshape(x, ...)` without the tensor, where some function is called."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in functions:

@@ -56,6 +56,20 @@ class UnequalParts(nn.Module):
         return self.b(values * gates.sigmoid()) + self.c(weights)
 
 
+class Chunks(nn.Module):
+    """Parts of which the last is smaller, through a function of torch and a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+        self.c = nn.Linear(3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = torch.chunk(self.a(x), 3, dim=-1)  # 3, 3, 2
+        *_, last = self.b(x).chunk(3, -1)
+        return self.c(first.relu() + second) + F.pad(third * last, (0, WIDTH - 2))
+
+
 class Partial(nn.Module):
     """Works on a part of its channels only, through a method that an attribute names."""
 
@@ -145,4 +159,14 @@ class Batched(nn.Module):
         return self.o(mixed.view(n, v.shape[1], length, -1).transpose(1, 2).reshape(n, length, width))
 
 
-CLASSES: tuple[type[Any], ...] = (Quotient, Unscaled, UnequalParts, Partial, Looping, Inherited, FixedTable, Batched)
+CLASSES: tuple[type[Any], ...] = (
+    Quotient,
+    Unscaled,
+    UnequalParts,
+    Chunks,
+    Partial,
+    Looping,
+    Inherited,
+    FixedTable,
+    Batched,
+)

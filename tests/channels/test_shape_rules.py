@@ -127,7 +127,6 @@ LOCKING: dict[str, Callable[[Tensor], Tensor]] = {
     "index of several": lambda x: x[torch.tensor([0, 1]), torch.tensor([1, 0])],
     "mask of several": lambda x: x[x[:, :, 0, 0] >= 0],
     "windows": lambda x: x.unfold(1, 2, 1),
-    "unequal split by one size": lambda x: x.split(4, 1)[1],
     "every other": lambda x: x[:, ::2],
     "unbind": lambda x: x.unbind(1)[0],
 }
@@ -150,6 +149,7 @@ PASSING: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
     "slice from the end": (lambda x: x[:, -2:], [5, 6]),
     "narrow": (lambda x: x.narrow(1, 1, 2), [2, 3]),
     "unequal split": (lambda x: x.split([2, 4], 1)[1], [3, 4, 5, 6]),
+    "last of uneven chunks": (lambda x: x.chunk(4, 1)[-1], [5, 6]),
     "zeros around": (lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 1, 2)), [0, 1, 2, 3, 4, 5, 6, 0, 0]),
 }
 

@@ -51,14 +51,12 @@ def split(flow: Flow, call: Call) -> None:
             flow.set(out, rest)
         return
     sizes = [out.shape[axis] for out in outs]
+    equal = len(outs) > 1 and len(set(sizes)) == 1
     for field in fields:
-        if axis in field.span and len(outs) > 1:
-            if len(set(sizes)) > 1 and call.name != "aten.split_with_sizes":
-                flow.lock([field], f"split into unequal parts {sizes}")
-            elif len(set(sizes)) == 1 and flow.module not in flow.substituted:  # which take sizes from their tensors
-                moved = np.moveaxis(field.labels, axis, -1)
-                for row in moved.reshape(-1, moved.shape[-1]):
-                    flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
+        if axis in field.span and equal and flow.module not in flow.substituted:  # which take sizes from their tensors
+            moved = np.moveaxis(field.labels, axis, -1)
+            for row in moved.reshape(-1, moved.shape[-1]):
+                flow.constraints.append(EqualParts(row.reshape(len(outs), -1)))
     ends = np.cumsum(sizes)
     for out, size, end in zip(outs, sizes, ends, strict=True):
         flow.set(out, part(flow, fields, axis, int(end) - size, int(end)))
