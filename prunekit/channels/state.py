@@ -63,6 +63,10 @@ class FlowState:
         roots = self.union.find(labels)
         return bool(((roots >= self.first_made) | (roots == LOCKED)).all())
 
+    def is_made(self, field: Field) -> bool:
+        """Whether a field has only labels of tensors that the forward pass made: it takes on any other axis."""
+        return self.first_made is not None and bool(field.labels.min() >= self.first_made)
+
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """A lock at the running operator."""
         return LockRecord(reason, self.module, self.operator, labels.reshape(-1))

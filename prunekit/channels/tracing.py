@@ -111,7 +111,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = [field for field in self.flow.fields(target) if field.span not in spans]
         if fresh and self.storages.shared(target):
             self.flow.lock(fresh, "written in place into a view of another tensor")
-        elif fresh and not known and (maker := self.storages.maker(target)) is not None:
+        elif fresh and (maker := self.storages.maker(target)) is not None:
             maker.outputs = (self.flow.fields(target),)
 
 

@@ -94,3 +94,23 @@ def pooled_places_of_two_levels_in_one_table() -> Case:
         return net.c(table)
 
     return Net(forward, a=conv(3, 8), b=conv(8, 8), c=nn.Linear(8, 4)), image()
+
+
+class FilledByLevel(nn.Module):
+    """Rows written by number into zeros, whose other sizes are an attribute's, as pooling of regions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = torch.zeros(len(x), x.shape[1], self.side, self.side, dtype=x.dtype)
+        for level in range(2):
+            rows = torch.arange(level, len(x), 2)
+            result[rows] = F.adaptive_max_pool2d(x[rows], self.side) * (level + 1)
+        return result
+
+
+@case("0.weight")
+def zeros_of_a_known_side_filled_by_number() -> Case:
+    return nn.Sequential(conv(3, 8), FilledByLevel(), nn.Flatten(), nn.Linear(32, 5)), image()

@@ -189,7 +189,8 @@ def put(flow: Flow, call: Call) -> None:
         if not set(fresh) & set(field.span)
     ]
     known = [field for field in flow.fields(target) if not set(picked.axes) & set(field.span)]
-    if known:
+    apart = not {axis for field in known for axis in field.span} & {axis for field in written for axis in field.span}
+    if known and not (apart and all(flow.is_made(field) for field in known)):
         flow.set(call.out, flow.pointwise([(tuple(target.shape), known), (picked.back(shape), written)], product=False))
     else:
-        flow.set(call.out, [Field(field.labels, zero=False) for field in written])
+        flow.set(call.out, [*known, *(Field(field.labels, zero=False) for field in written)])
