@@ -73,7 +73,10 @@ def row(name: str, method: Method, case: Case, test: Arrays) -> dict[str, Any]:
 
 def reductions(text: str) -> list[float]:
     """Numbers with commas between them, each above 1."""
-    values = [float(part) for part in text.split(",")]
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
     if not all(1 < value < math.inf for value in values):
         raise argparse.ArgumentTypeError(f"expected numbers above 1, got {text}")
     return values

@@ -24,8 +24,10 @@ PEERS = {
     "tp-l2": ("MagnitudeImportance", {"p": 2}),
     "tp-bn": ("BNScaleImportance", {}),
     "tp-fpgm": ("FPGMImportance", {}),
+    "tp-lamp": ("LAMPImportance", {}),
 }
-"""Importances of torch-pruning (https://github.com/VainF/Torch-Pruning), each ranked over the whole model."""
+"""Importances of torch-pruning (https://github.com/VainF/Torch-Pruning), each ranked over the whole model;
+those that want gradients want labels too, and are not here."""
 HALVINGS = 12
 """Of the interval in which the smallest ratio of channels that meets the budget is searched."""
 

@@ -130,6 +130,7 @@ def test_a_budget_out_of_reach_is_a_row_with_a_reason(cifar: tuple[str, ...]) ->
     [
         ((), "x_train: expected at least 1024 images to calibrate on, got 64"),
         (("--reduction", "0.5"), "expected numbers above 1, got 0.5"),
+        (("--reduction", "2.0,half"), "expected numbers above 1, got 2.0,half"),
         (("--method", "l3"), "no method 'l3'"),
     ],
 )
