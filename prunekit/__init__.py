@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from prunekit.measure.verify import verify
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
+    from prunekit.repair import RepairSettings
     from prunekit.training import recalibrate_batchnorm
-    from prunekit.workflow import finetune, plan_model, prune
+    from prunekit.workflow import finetune, plan_model, prune, prune_oneshot
 
 __version__ = version("prunekit")
 
@@ -39,6 +40,7 @@ _PLACES = {
     "Plan": "prunekit.planning:Plan",
     "PruneSettings": "prunekit.planning:PruneSettings",
     "PrunekitError": "prunekit.errors:PrunekitError",
+    "RepairSettings": "prunekit.repair:RepairSettings",
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
@@ -52,6 +54,7 @@ _PLACES = {
     "masked": "prunekit.masking:masked",
     "plan_model": "prunekit.workflow:plan_model",
     "prune": "prunekit.workflow:prune",
+    "prune_oneshot": "prunekit.workflow:prune_oneshot",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
     "save": "prunekit.compaction:save",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
@@ -81,6 +84,7 @@ __all__ = [
     "Plan",
     "PruneSettings",
     "PrunekitError",
+    "RepairSettings",
     "StatsCollector",
     "calibrate",
     "calibrate_thresholds",
@@ -94,6 +98,7 @@ __all__ = [
     "masked",
     "plan_model",
     "prune",
+    "prune_oneshot",
     "recalibrate_batchnorm",
     "save",
     "trace",

@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from equivalence import randomised
+
+from prunekit.models.cifar import CifarResNet
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 STRATIFIED = {
@@ -74,3 +79,63 @@ def test_a_model_that_does_not_get_through_is_a_row_with_a_reason() -> None:
         (row,) = [json.loads(line) for line in done.stdout.splitlines()]
         assert (row["passed"], row["verdict"]) == (False, "failed")
         assert row["reason"].startswith(reason)
+
+
+@pytest.fixture(scope="module")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Arguments that name random weights, as published ones are stored, and an archive of random images."""
+    folder, random = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
+    weights = {f"module.{name}": tensor for name, tensor in randomised(CifarResNet(20)).state_dict().items()}
+    torch.save({"state_dict": weights, "best_prec1": 0.0}, folder / "resnet20.th")
+    arrays = {f"x_{part}": random.integers(0, 256, (64, 32, 32, 3), dtype=np.uint8) for part in ("train", "test")}
+    np.savez(folder / "cifar10.npz", y_train=np.arange(64) % 10, y_test=np.arange(64) % 10, **arrays)
+    files = ("--weights", str(folder / "resnet20.th"), "--data", str(folder / "cifar10.npz"))
+    return ("oneshot_cifar10.py", "--depth", "20", *files, "--threads", "1", "--json")
+
+
+def test_every_method_without_training_meets_its_reduction(cifar: tuple[str, ...]) -> None:
+    methods = ["oneshot", "oneshot-stream", "l2", "l2-recalibrated"]
+    done = run(*cifar, "--images", "16", "--reduction", "1.5", "--method", ",".join(methods))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["method"] for row in rows] == methods
+    for row in rows:
+        assert set(row) == {"method", "reduction", "macs", "top1", "seconds", "seed"}
+        assert 0.9 * 40_551_040 / 1.5 < row["macs"] <= 40_551_040 / 1.5
+        assert 0 <= row["top1"] <= 100
+        assert (row["reduction"], row["seed"]) == (1.5, 0)
+
+
+def test_the_importances_of_torch_pruning_meet_the_reduction_too(cifar: tuple[str, ...]) -> None:
+    pytest.importorskip("torch_pruning", reason="torch-pruning is not installed")
+    done = run(*cifar, "--images", "16", "--seeds", "2", "--method", "tp-fpgm,tp-bn-recalibrated")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["method"], row["seed"]) for row in rows] == [
+        ("tp-fpgm", 0), ("tp-bn-recalibrated", 0), ("tp-fpgm", 1), ("tp-bn-recalibrated", 1),
+    ]  # fmt: skip
+    assert all(0.8 * 20_275_520 < row["macs"] <= 20_275_520 for row in rows)
+
+
+def test_a_budget_out_of_reach_is_a_row_with_a_reason(cifar: tuple[str, ...]) -> None:
+    done = run(*cifar, "--images", "16", "--reduction", "1000", "--method", "l2")
+    assert done.returncode == 0, done.stderr
+    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (row["macs"], row["top1"]) == (None, None)
+    assert row["reason"].startswith("l2: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "x_train: expected at least 1024 images to calibrate on, got 64"),
+        (("--reduction", "0.5"), "expected numbers above 1, got 0.5"),
+        (("--reduction", "2.0,half"), "expected numbers above 1, got 2.0,half"),
+        (("--method", "l3"), "no method 'l3'"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(cifar: tuple[str, ...], arguments: tuple[str, ...], message: str) -> None:
+    done = run(*cifar, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -69,6 +69,7 @@ def test_python_runs_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch)
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)
     assert type(names["again"]) is type(names["quick"]) is type(names["model"])
+    assert names["repaired"].report.after < names["repaired"].report.before  # type: ignore[attr-defined]
 
 
 def test_the_journey_takes_ten_lines_of_api() -> None:

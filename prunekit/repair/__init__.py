@@ -1,7 +1,7 @@
 """Repair of pruned models from calibration data alone: no labels, no gradients, no training."""
 
-from prunekit.repair.repairing import repair
+from prunekit.repair.repairing import repair, require_images
 from prunekit.repair.report import LayerRepair, RepairReport
 from prunekit.repair.settings import RepairSettings
 
-__all__ = ["LayerRepair", "RepairReport", "RepairSettings", "repair"]
+__all__ = ["LayerRepair", "RepairReport", "RepairSettings", "repair", "require_images"]

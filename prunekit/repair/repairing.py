@@ -26,6 +26,7 @@ from prunekit.repair.report import LayerRepair, RepairReport
 from prunekit.repair.sequential import LayerWalk
 from prunekit.repair.settings import RepairSettings
 
+FEWEST_IMAGES = 8
 MOST_GROUPS = 32
 """Convolutions of more groups, depthwise ones above all, are left to the layers behind them."""
 
@@ -50,13 +51,12 @@ def repair(
         no nearer to the dense one's than without repair, it is the masked model without repair, and the report says so.
 
     Raises:
-        DataError: fewer than 8 images.
+        DataError: see `require_images`.
         NonFiniteError: a layer of the dense model computes NaN or Inf on them; names the layer.
         UsageError: the plan does not belong to the model.
     """
     settings = settings or RepairSettings()
-    if len(images) < 8:
-        raise DataError(f"repair: expected at least 8 images, some of which only judge, got {len(images)}")
+    require_images(images)
     norms = list(plan.channel_map.norms)
     original, masked = _copy(dense), _copy(dense)
     _mask(masked, plan)
@@ -79,6 +79,21 @@ def repair(
     done = _in_model_order(fitter.done, skipped, original)
     report = RepairReport(done, before, after, after < before, recorded_bytes(recorder.samples.values()), settings.rows)
     return _as_given(dense, masked), report
+
+
+def require_images(images: Tensor) -> None:
+    """Checks calibration images before anything is computed on them.
+
+    Raises:
+        DataError: no tensor, or fewer than 8 images.
+    """
+    if not isinstance(images, Tensor):
+        raise DataError(f"calibration: expected images as one tensor (B, ...), got {type(images).__name__}")
+    if images.dim() < 2 or len(images) < FEWEST_IMAGES:
+        raise DataError(
+            f"calibration: expected at least {FEWEST_IMAGES} images (B, ...), some of which only judge; "
+            f"got a tensor of shape {tuple(images.shape)}"
+        )
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
 from prunekit.workflow.finetune import RunResult, finetune
+from prunekit.workflow.oneshot import OneShot, prune_oneshot
 from prunekit.workflow.own import Own
 from prunekit.workflow.pruning import Planned, Pruned, plan_model, prune
 from prunekit.workflow.settings import JobSettings
@@ -10,6 +11,7 @@ from prunekit.workflow.settings import JobSettings
 __all__ = [
     "CalibrationResult",
     "JobSettings",
+    "OneShot",
     "Own",
     "Planned",
     "Pruned",
@@ -19,4 +21,5 @@ __all__ = [
     "finetune",
     "plan_model",
     "prune",
+    "prune_oneshot",
 ]

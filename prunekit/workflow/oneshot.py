@@ -17,7 +17,7 @@ from prunekit.context import paused_garbage_collection
 from prunekit.criteria.elimination import eliminations
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan, PruneSettings, SensitivityCurve, make_plan, marginal_scores
-from prunekit.repair import RepairReport, RepairSettings, repair
+from prunekit.repair import RepairReport, RepairSettings, repair, require_images
 
 BATCH = 128
 ROUNDS = 3
@@ -53,23 +53,31 @@ def prune_oneshot(
     *,
     more_examples: Sequence[tuple[Any, ...]] = (),
 ) -> OneShot:
-    """Prunes a model to a budget and repairs it from unlabelled images.
+    """Prunes a trained model to a budget and repairs it from unlabelled images: no labels, no gradients, no training.
 
-    The order within a group is that of an optimal brain surgeon on the patches that its consumers read; the budget is
-    spent where the error, each output over its variance, is least for each multiply-accumulate saved.
+    Within a group, channels go in the order of an optimal brain surgeon on the patches that their consumers read
+    (Hassibi & Stork 1993, by groups of weights); the budget is spent where the error, each output over its variance, is
+    least for each multiply-accumulate saved. What stays is refitted, layer by layer, to what the dense model computes;
+    a fit that is no better on those of the images that are held out is left out, and the report says so.
 
     Args:
         model: the dense model; not changed.
-        images: (B, ...) unlabelled calibration images on the model's device.
-        settings: budget, rounding, exclusions and ratios; criterion and scope are those described here.
-        repairing: see `RepairSettings`.
-        more_examples: further inputs for the trace.
+        images: (B, ...) calibration images, preprocessed as the model wants them, on its device; 8 or more.
+        settings: budget, rounding, exclusions and ratios; its criterion and scope are not used.
+        repairing: what is fitted and how; by default every kept weight, `RepairSettings()`.
+        more_examples: further inputs for the trace, for branches of the model that the images do not take.
+
+    Returns:
+        The compact model with what was kept, what it cost, and what the repair did: `report.before` and `report.after`
+        are errors of the model's output on held-out images, as shares of the dense output's variance.
 
     Raises:
-        PlanError: the budget cannot be met.
-        DataError, NonFiniteError: see `repair`.
+        DataError: `images` is no tensor, or fewer than 8 images; a `UsageError`.
+        PlanError: the budget cannot be met, removes nothing, or a glob matches no module; a `UsageError`.
+        NonFiniteError: a layer reads or computes NaN or Inf on the images; names the layer.
         VerificationError: masked and compact model differ.
     """
+    require_images(images)
     repairing = repairing or RepairSettings()
     examples = [(images[:2],), *more_examples]
     with paused_garbage_collection():

@@ -1,0 +1,147 @@
+"""Pruning without training, on CIFAR-10 with trained weights: MACs and top-1 of each method at each reduction.
+
+Every seed draws its calibration images from the training images, without labels; nothing is trained, and the test
+images are seen by the final measurement alone. `macs` are those of one image by torch's `FlopCounterMode`, of the model
+as it is loaded from its folder (torch-pruning's models have none); `top1` is in percent of all test images; `seconds`
+is what pruning took, without measuring. A method that cannot meet a budget has a reason instead. The dense model's own
+figures go to standard error. DATA is an `.npz` of x_train, y_train, x_test and y_test; WEIGHTS fit the ResNets for
+32x32 images of `--zoo cifar`, trained with pixels / 255 and ImageNet's mean and deviation.
+
+    python benchmarks/oneshot_cifar10.py --depth 56 --weights FILE --data FILE [--reduction 1.5,2.0] [--method A,B]
+        [--seeds N] [--threads N] [--json] [--keep]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import keep, show
+from oneshot_methods import Case, Method, methods, peer_names
+from torch import Tensor
+
+from prunekit import ModelSettings
+from prunekit.data.arrays import Arrays, read_npz
+from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD
+from prunekit.errors import DataError, PlanError, PrunekitError
+from prunekit.measure import accuracy, count_macs
+from prunekit.models import build_model
+from prunekit.models.cifar import DEPTHS
+
+CPU = torch.device("cpu")
+BATCH = 500
+ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """(N, 3, H, W) uint8 -> float32, as the weights were trained."""
+    mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return (pixels.float() / 255 - mean) / std
+
+
+def drawn(train: Arrays, count: int, seed: int) -> Tensor:
+    """(count, 3, H, W) calibration images."""
+    if len(train.pixels) < count:
+        raise DataError(f"x_train: expected at least {count} images to calibrate on, got {len(train.pixels)}")
+    order = torch.randperm(len(train.pixels), generator=torch.Generator().manual_seed(seed))
+    return normalised(train.pixels[order[:count]])
+
+
+def measured(model: torch.nn.Module, test: Arrays) -> dict[str, Any]:
+    """MACs of one image, and top-1 in percent."""
+    batches = zip(test.pixels.split(BATCH), test.labels.split(BATCH), strict=True)
+    top1 = accuracy(model, ((normalised(pixels), labels) for pixels, labels in batches), CPU).top1
+    return {"macs": count_macs(model, (normalised(test.pixels[:1]),)), "top1": top1}
+
+
+def row(name: str, method: Method, case: Case, test: Arrays) -> dict[str, Any]:
+    """One method at one reduction."""
+    start = time.perf_counter()
+    try:
+        result = method(case)
+    except PlanError as error:
+        return {"macs": None, "top1": None, "seconds": time.perf_counter() - start, "reason": f"{name}: {error}"}
+    seconds = time.perf_counter() - start
+    return {**measured(result.loaded(case), test), "seconds": seconds}
+
+
+def reductions(text: str) -> list[float]:
+    """Numbers with commas between them, each above 1."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(1 < value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"expected numbers above 1, got {text}")
+    return values
+
+
+def chosen(text: str) -> dict[str, Method]:
+    """The methods of these names, without those whose tool is not installed."""
+    known, wanted = methods(), text.split(",")
+    absent = [name for name in wanted if name in peer_names() and name not in known]
+    if absent:
+        reason = "torch-pruning is not installed (pip install torch-pruning)"
+        print(f"skipped: {', '.join(absent)}: {reason}", file=sys.stderr)
+    unknown = [name for name in wanted if name not in known and name not in absent]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no method {unknown[0]!r}; expected some of {', '.join(known)}")
+    return {name: known[name] for name in wanted if name in known}
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows, each printed as soon as it is there where JSON is asked for."""
+    build = ModelSettings(f"resnet{options.depth}", "cifar", weights=str(options.weights))
+    archive, dense = read_npz(options.data), build_model(build, num_classes=10).eval()
+    if archive.test is None:
+        raise DataError(f"{options.data}: expected x_test and y_test")
+    whole = measured(dense, archive.test)
+    print(f"dense: {whole['macs']:,} MACs, top-1 {whole['top1']:.2f} %", file=sys.stderr)
+    rows = []
+    for seed in range(options.seeds):
+        images = drawn(archive.rest, options.images, seed)
+        for reduction in options.reduction:
+            case = Case(dense, build, images, 1 / reduction)
+            for name, method in options.method.items():
+                found = row(name, method, case, archive.test)
+                rows.append({"method": name, "reduction": reduction, **found, "seed": seed})
+                if options.json:
+                    print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Runs the methods."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, choices=sorted(DEPTHS.values()), required=True)
+    parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="a state dict of the dense model")
+    parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz")
+    parser.add_argument("--reduction", type=reductions, default="2.0", metavar="A,B", help="dense MACs over those left")
+    parser.add_argument("--method", type=chosen, default=ALL, metavar="A,B", help=f"of {ALL}  [default: all]")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="draws of the calibration images, from 0 on")
+    parser.add_argument("--images", type=int, default=1024, metavar="N", help="to calibrate on")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/oneshot_resnet<depth>.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    try:
+        rows = run(options)
+    except PrunekitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    if not options.json:
+        show(rows, as_json=False)
+    if options.keep:
+        setting = {"images": options.images, "threads": options.threads, "dtype": "float32", "top1": "percent"}
+        print(keep(f"oneshot_resnet{options.depth}", rows, setting), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

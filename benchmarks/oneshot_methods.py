@@ -1,0 +1,153 @@
+"""Methods that prune without training: ours from calibration images, and torch-pruning's importances."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import prunekit
+from prunekit.errors import PlanError
+from prunekit.measure import count_macs
+
+BATCH = 128
+STREAM = ("conv1",)
+"""What makes the residual stream: excluded, only channels inside the blocks go."""
+PEERS = {
+    "tp-l2": ("MagnitudeImportance", {"p": 2}),
+    "tp-bn": ("BNScaleImportance", {}),
+    "tp-fpgm": ("FPGMImportance", {}),
+    "tp-lamp": ("LAMPImportance", {}),
+}
+"""Importances of torch-pruning (https://github.com/VainF/Torch-Pruning), each ranked over the whole model;
+those that want gradients want labels too, and are not here."""
+HALVINGS = 12
+"""Of the interval in which the smallest ratio of channels that meets the budget is searched."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What every method is given.
+
+    Attributes:
+        dense: in eval mode; not changed.
+        build: how its structure is built.
+        images: (N, 3, H, W) calibration images, without labels.
+        share: of the dense model's MACs that may be left.
+    """
+
+    dense: nn.Module
+    build: prunekit.ModelSettings
+    images: Tensor
+    share: float
+
+    @property
+    def example(self) -> tuple[Tensor]:
+        """The inputs that models are traced with."""
+        return (self.images[:2],)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A pruned model; the plan is None where another tool made it, which has no folder to load it from."""
+
+    model: nn.Module
+    plan: prunekit.Plan | None = None
+
+    def loaded(self, case: Case) -> nn.Module:
+        """The model as it comes back from its folder."""
+        if self.plan is None:
+            return self.model
+        shapes = [[1, *case.images.shape[1:]]]
+        with tempfile.TemporaryDirectory() as folder:
+            prunekit.save(Path(folder) / "model", self.model, self.plan, input_shapes=shapes, build=case.build)
+            return prunekit.load(Path(folder) / "model")
+
+
+Method = Callable[[Case], Result]
+
+
+def methods() -> dict[str, Method]:
+    """All methods by name, torch-pruning's where it is installed."""
+    plain: dict[str, Method] = {"l2": magnitude}
+    if find_spec("torch_pruning"):
+        plain |= {name: partial(torch_pruning, name=name) for name in PEERS}
+    both = {
+        key: value
+        for name, method in plain.items()
+        for key, value in ((name, method), (f"{name}-recalibrated", partial(recalibrated, method=method)))
+    }
+    return {"oneshot": partial(oneshot, exclude=STREAM), "oneshot-stream": oneshot, **both}
+
+
+def peer_names() -> list[str]:
+    """The methods that need torch-pruning."""
+    return [name + suffix for name in PEERS for suffix in ("", "-recalibrated")]
+
+
+def oneshot(case: Case, exclude: Iterable[str] = ()) -> Result:
+    """Order and budget by what each layer reads, then repair."""
+    settings = prunekit.PruneSettings(prunekit.BudgetSettings(macs=case.share), exclude=tuple(exclude))
+    done = prunekit.prune_oneshot(case.dense, case.images, settings)
+    return Result(done.model, done.plan)
+
+
+def magnitude(case: Case) -> Result:
+    """The filters of least L2 norm go, ranked over the whole model (Li et al. 2017)."""
+    done = prunekit.prune(case.dense, case.example, macs=case.share, criterion="l2", scope="global", exclude=STREAM)
+    return Result(done.model, done.plan)
+
+
+def recalibrated(case: Case, method: Method) -> Result:
+    """A method, and BatchNorm statistics taken anew on the calibration images."""
+    result = method(case)
+    model = deepcopy(result.model)
+    batches = [(images, torch.zeros(len(images))) for images in case.images.split(BATCH)]  # the labels are not used
+    prunekit.recalibrate_batchnorm(model, batches, torch.device("cpu"))
+    return replace(result, model=model)
+
+
+def torch_pruning(case: Case, name: str) -> Result:
+    """One of torch-pruning's importances, at the smallest ratio of channels found that meets the budget.
+
+    Raises:
+        PlanError: no ratio meets it.
+    """
+    limit = case.share * count_macs(case.dense, case.example)
+    best, low, high = None, 0.0, 1.0
+    for _ in range(HALVINGS):
+        ratio = (low + high) / 2
+        model = _cut(case, name, ratio)
+        if count_macs(model, case.example) <= limit:
+            best, high = model, ratio
+        else:
+            low = ratio
+    if best is None:
+        raise PlanError(f"{name}: no ratio of channels leaves {case.share:.1%} of the MACs")
+    return Result(best)
+
+
+def _cut(case: Case, name: str, ratio: float) -> nn.Module:
+    import torch_pruning as peer
+
+    model = deepcopy(case.dense)
+    kind, arguments = PEERS[name]
+    stream = [module for path, module in model.named_modules() if path in STREAM or path.endswith("conv2")]
+    classes = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    pruner = peer.pruner.BasePruner(
+        model,
+        case.example,
+        importance=getattr(peer.importance, kind)(**arguments),
+        global_pruning=True,
+        pruning_ratio=ratio,
+        ignored_layers=[*stream, *classes],
+    )
+    pruner.step()
+    return model
