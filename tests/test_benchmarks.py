@@ -64,7 +64,7 @@ def test_models_of_every_zoo_pass(zoo: str) -> None:
         assert row["passed"] is True
         assert row["max_relative_difference"] <= 1e-9
         assert row["free_parameter_share"] >= 0.95
-        assert 0.2 < row["macs_left"] <= 0.32
+        assert 0.1 < row["macs_left"] <= 0.32  # half of the heads and half of each: a quarter of attention
         assert {"free_macs_share", "seconds", "reason"} <= row.keys()
 
 

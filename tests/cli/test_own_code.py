@@ -159,4 +159,4 @@ def test_a_cifar_model_by_name(here: Path) -> None:
     shown = run("inspect", "resnet20", "--json")
     payload = json.loads(shown.stdout)
     assert (payload["architecture"], payload["input_shape"]) == ("CifarResNet", [1, 3, 32, 32])
-    assert len(payload["groups"]) == 9
+    assert len(payload["groups"]) == 10  # nine blocks and the stream
