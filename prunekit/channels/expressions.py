@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prunekit.channels.labels import Field, Labels
+from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.operators import Operator
 from prunekit.channels.places import Place, place_of
 from prunekit.channels.rules.shape import axis_groups
@@ -130,7 +130,7 @@ def _rows(fields: Iterable[Field], axis: int) -> Labels | None:
     """The labels along an axis, a row for each position, of the first field there; None where there are none."""
     for field in fields:
         if axis in field.span:
-            return np.moveaxis(field.labels, axis, 0).reshape(field.labels.shape[axis], -1)
+            return rows_along(field.labels, axis)
     return None
 
 

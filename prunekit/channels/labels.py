@@ -121,6 +121,11 @@ def along(labels: Labels, axis: int, ndim: int) -> Labels:
     return labels.reshape(shape)
 
 
+def rows_along(labels: Labels, axis: int) -> Labels:
+    """The labels with a row for each position of an axis, (size, n)."""
+    return np.moveaxis(labels, axis, 0).reshape(labels.shape[axis], -1)
+
+
 def collapse(labels: Labels) -> Labels:
     """Reduces every axis along which the labels are constant to size 1."""
     for axis, size in enumerate(labels.shape):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.places import Place
-from prunekit.channels.sites import definition, is_chunk, is_unscaled_attention, method_of
+from prunekit.channels.sites import definition, is_chunk, is_of_torch, is_unscaled_attention, method_of
 
 
 def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
@@ -134,7 +134,6 @@ def _with_scale(node: ast.Call, width: ast.expr) -> ast.Call:
 def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:
     """A split into parts of given sizes, in place of `x.chunk(3, 1)` or `torch.chunk(x, 3, 1)`."""
     assert isinstance(node.func, ast.Attribute)
-    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
-    source, rest = (node.args[0], node.args[2:]) if of_torch else (node.func.value, node.args[1:])
+    source, rest = (node.args[0], node.args[2:]) if is_of_torch(node) else (node.func.value, node.args[1:])
     named = [item for item in node.keywords if item.arg == "dim"]
     return ast.Call(ast.Attribute(source, "split", ast.Load()), [sizes, *rest], named)

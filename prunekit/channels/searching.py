@@ -8,9 +8,8 @@ that module's operators; what does not take the trial further is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 from torch import nn
 
 from prunekit.channels.attributes import integers, set_attributes, values_of
@@ -18,7 +17,7 @@ from prunekit.channels.batches import BatchAxes
 from prunekit.channels.comparing import Divergence
 from prunekit.channels.constraints import EqualParts
 from prunekit.channels.expressions import size_expressions
-from prunekit.channels.labels import Field, Labels
+from prunekit.channels.labels import Field, rows_along
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.operators import Operator, Run
 from prunekit.channels.stated import StatedSizes
@@ -63,6 +62,7 @@ class SizeSearch:
     attempt: Callable[[], Trial]
     difference: float | None = None
     equal: Sequence[EqualParts] = ()
+    _sizes: dict[str, StatedSizes] = field(default_factory=dict, init=False)
 
     def after(self, failed: Failure) -> list[SizeAttribute]:
         """Attributes of the module that failed, or of the nearest around it that has some, and of others of its class.
@@ -116,13 +116,7 @@ class SizeSearch:
         Together with attributes that were found to help. A method that runs several times with one size needs as
         many channels each time: that is asked for first.
         """
-        stated = StatedSizes(self.channel_map, self.keep)
-        operators = [o for run in self.channel_map.traced.trace.runs if not run.repeats for o in run.operators]
-        here = {operator.owner for operator in operators if operator.site is not None and operator.module == path}
-        classes = {type(self.model.get_submodule(owner)) for owner in here}
-        for operator in operators:
-            if operator.site is not None and type(self.model.get_submodule(operator.owner)) in classes:
-                stated.note(operator.owner, list(size_expressions(operator, self.batches.of(operator))))
+        stated = self._collected(path)
         new = stated.changing()
         self.equal = stated.equal if new else []
         choices = [stated.as_attributes(self.model), new] if new and not self.equal else []
@@ -131,6 +125,18 @@ class SizeSearch:
             if reached is None or self._progress(reached) > self._progress(failed):
                 return [*found, *choice]
         return []
+
+    def _collected(self, path: str) -> StatedSizes:
+        if path not in self._sizes:
+            stated = StatedSizes(self.channel_map, self.keep)
+            operators = [o for run in self.channel_map.traced.trace.runs if not run.repeats for o in run.operators]
+            here = {operator.owner for operator in operators if operator.site is not None and operator.module == path}
+            classes = {type(self.model.get_submodule(owner)) for owner in here}
+            for operator in operators:
+                if operator.site is not None and type(self.model.get_submodule(operator.owner)) in classes:
+                    stated.note(operator.owner, list(size_expressions(operator, self.batches.of(operator))))
+            self._sizes[path] = stated
+        return self._sizes[path]
 
     def _now(self, size: SizeAttribute) -> SizeAttribute:
         return replace(size, labels=self.channel_map.traced.final[size.labels])
@@ -172,12 +178,12 @@ class SizeSearch:
     def _meanings(self, name: str, position: int | None, old: int, operators: Sequence[Operator]) -> Iterator[Option]:
         seen = {old}
         for i, operator in enumerate(operators):
-            for j, field in enumerate(_fields_at(operator)):
-                for axis in field.span:
-                    if field.labels.shape[axis] != old:
+            for j, labelled in enumerate(_fields_at(operator)):
+                for axis in labelled.span:
+                    if labelled.labels.shape[axis] != old:
                         continue
-                    labels = self.channel_map.resolve(field)
-                    new = SizeAttribute("", name, position, _rows(labels, axis)).kept(self.keep)
+                    labels = self.channel_map.resolve(labelled)
+                    new = SizeAttribute("", name, position, rows_along(labels, axis)).kept(self.keep)
                     if new not in seen:
                         seen.add(new)
                         yield Option(name, position, i, j, axis)
@@ -194,7 +200,7 @@ class SizeSearch:
             if option.field < len(fields) and (option.position or 0) < len(values):
                 labels = fields[option.field].labels
                 if option.axis < labels.ndim and labels.shape[option.axis] == values[option.position or 0]:
-                    found.append(SizeAttribute(other, option.name, option.position, _rows(labels, option.axis)))
+                    found.append(SizeAttribute(other, option.name, option.position, rows_along(labels, option.axis)))
         return found
 
 
@@ -204,8 +210,4 @@ def within(path: str, run: Run) -> list[Operator]:
 
 
 def _fields_at(operator: Operator) -> list[Field]:
-    return [*operator.inputs, *(field for fields in operator.outputs for field in fields)]
-
-
-def _rows(labels: Labels, axis: int) -> Labels:
-    return np.moveaxis(labels, axis, 0).reshape(labels.shape[axis], -1)
+    return [*operator.inputs, *(one for fields in operator.outputs for one in fields)]

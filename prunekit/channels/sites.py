@@ -184,13 +184,18 @@ def is_chunk(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "chunk"
 
 
+def is_of_torch(node: ast.Call) -> bool:
+    """Whether a call is one of `torch.split(x, ...)`, not of `x.split(...)`: the tensor is its first argument then."""
+    of = node.func.value if isinstance(node.func, ast.Attribute) else None
+    return isinstance(of, ast.Name) and of.id == "torch"
+
+
 def _arguments(node: ast.expr, *functions: str) -> list[ast.expr]:
     """Those of `x.view(...)`, or of `torch.reshape(x, ...)` without the tensor, where some function is called."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in functions:
         return []
-    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
     named = [item.value for item in node.keywords if item.arg in _SIZES]
-    return [*node.args[of_torch:], *named]
+    return [*node.args[is_of_torch(node) :], *named]
 
 
 _SIZES = ("shape", "size", "sizes", "split_size", "split_sizes", "split_size_or_sections")
