@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.training import recalibrate_batchnorm
-    from prunekit.workflow import finetune, plan_model, prune, prune_oneshot
+    from prunekit.workflow import finetune, plan_model, prune, prune_oneshot, sensitivity
 
 __version__ = version("prunekit")
 
@@ -57,6 +57,7 @@ _PLACES = {
     "prune_oneshot": "prunekit.workflow:prune_oneshot",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
     "save": "prunekit.compaction:save",
+    "sensitivity": "prunekit.workflow:sensitivity",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
     "verify": "prunekit.measure.verify:verify",
 }
@@ -101,6 +102,7 @@ __all__ = [
     "prune_oneshot",
     "recalibrate_batchnorm",
     "save",
+    "sensitivity",
     "trace",
     "verify",
 ]

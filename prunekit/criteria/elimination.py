@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,10 +45,12 @@ class Elimination:
         labels: (n,), the first goes first.
         errors: (n,) summed over all consumers' outputs, each over its variance: after removing as many, with all that
             is left fitted anew.
+        outputs: over how many outputs they are summed.
     """
 
     labels: Labels
     errors: FloatArray
+    outputs: int = 1
 
 
 def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
@@ -134,13 +136,19 @@ def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap,
         stats: of that model.
     """
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
-    found: list[Consumer] = []
+    read = _layers_reading(group, channel_map, stats)
+    return [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
+
+
+def _layers_reading(
+    group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats
+) -> Iterator[tuple[LayerMoments, Labels]]:
+    """Layers that read channels of a group, with the labels of the groups on their input channels."""
     for moments in stats.layers:
         labels = channel_map.labels.get(moments.layer.weight, (None, None))[1]
         for deciding in [] if labels is None else channel_map.deciding(labels):
             if np.isin(deciding, group.labels).any():
-                found += _by_group(moments, tensors, modules, deciding)
-    return found
+                yield moments, deciding
 
 
 def _by_group(
@@ -174,5 +182,6 @@ def eliminations(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -
     for group in channel_map.groups:
         consumers = consumers_of(group, model, channel_map, stats)
         if consumers:
-            found[group.name] = eliminate(group.labels, consumers)
+            outputs = sum(len(moments.variance) for moments, _ in _layers_reading(group, channel_map, stats))
+            found[group.name] = replace(eliminate(group.labels, consumers), outputs=outputs)
     return found

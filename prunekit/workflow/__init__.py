@@ -6,6 +6,8 @@ from prunekit.workflow.finetune import RunResult, finetune
 from prunekit.workflow.oneshot import OneShot, prune_oneshot
 from prunekit.workflow.own import Own
 from prunekit.workflow.pruning import Planned, Pruned, plan_model, prune
+from prunekit.workflow.sensitivity import Sensitivity, sensitivity
+from prunekit.workflow.sensitivity_run import SensitivityRun, analyse
 from prunekit.workflow.settings import JobSettings
 
 __all__ = [
@@ -16,10 +18,14 @@ __all__ = [
     "Planned",
     "Pruned",
     "RunResult",
+    "Sensitivity",
+    "SensitivityRun",
+    "analyse",
     "calibrate",
     "dry_run",
     "finetune",
     "plan_model",
     "prune",
     "prune_oneshot",
+    "sensitivity",
 ]

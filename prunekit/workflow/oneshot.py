@@ -114,7 +114,7 @@ def patch_statistics(
 def sensitivity_curves(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, SensitivityCurve]:
     """What each group's channels cost, from the statistics alone."""
     found = eliminations(model, channel_map, stats)
-    return {name: SensitivityCurve(order.labels, order.errors) for name, order in found.items()}
+    return {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
 
 
 def spend(channel_map: ChannelMap, curves: dict[str, SensitivityCurve], settings: PruneSettings) -> Plan:

@@ -1,0 +1,201 @@
+"""Sensitivity: what the output of a model loses with each number of channels that a group keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.gradients import Loss
+from prunekit.calibration.patch_stats import ROWS
+from prunekit.channels import ChannelGroup, ChannelMap, trace
+from prunekit.channels.labels import Labels
+from prunekit.channels.map import Keep
+from prunekit.channels.trial import settle
+from prunekit.context import paused_garbage_collection
+from prunekit.criteria import score
+from prunekit.errors import DataError, PlanError
+from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
+from prunekit.planning import MeasuredPoint, SensitivityCurve, labels_matching
+from prunekit.planning.curves import fewest_within, keeping, rank_correlation
+from prunekit.workflow.oneshot import BATCH, patch_statistics, sensitivity_curves
+from prunekit.workflow.runs import Log
+from prunekit.workflow.tables import curve_rows
+
+LIMITS = (0.01, 0.1)
+"""Errors, as shares of the variance, for which the fewest kept channels are named."""
+MEMORY_BYTES = 2**31
+"""Limit for the Gram matrix of one layer; above it only the centres of its patches are looked at."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sensitivity:
+    """How sensitive a model is to the loss of channels, group by group.
+
+    Attributes:
+        channel_map: of the model, after a trial.
+        groups: those that were looked at.
+        curves: by a group's name, from the statistics of what reads it; none where no layer that can be followed does.
+        measured: by a group's name, what the model computes with the group masked; empty if nothing was measured.
+    """
+
+    channel_map: ChannelMap
+    groups: tuple[ChannelGroup, ...]
+    curves: Mapping[str, SensitivityCurve]
+    measured: Mapping[str, tuple[MeasuredPoint, ...]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of every group and number of kept labels; see `curve_rows`."""
+        return curve_rows(self.channel_map, self.curves, self.measured)
+
+    @cached_property
+    def summary(self) -> list[dict[str, Any]]:
+        """A row for each group, the most sensitive first: by the error at half of the channels, measured if it was.
+
+        `group`, `module`, `channels`, `macs` (that the dense model spends on the group), and for both ways, with names
+        that end in `_fast` and `_measured`: `kept_1` and `kept_10`, the least share of the channels (0..1) at which the
+        error is within 1 and 10 % of the variance, measured: of those that were tried; `half`, the error at half of
+        them. None where there is no such curve.
+        """
+        rows = [self._summary(group) for group in self.groups]
+        halves = [(row["half_fast"] if row["half_measured"] is None else row["half_measured"]) for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: (halves[i] is None, -(halves[i] or 0.0)))
+        return [rows[i] for i in order]
+
+    def _summary(self, group: ChannelGroup) -> dict[str, Any]:
+        size, curve, points = group.labels.size, self.curves.get(group.name), self.measured.get(group.name, ())
+        none = keeping(self.channel_map, group.labels, 0)
+        row: dict[str, Any] = {"group": group.name, "module": group.module, "channels": size}
+        row["macs"] = self.channel_map.macs() - self.channel_map.macs(none)
+        fast = [] if curve is None else [(kept, curve.share_at(kept)) for kept in range(size, 0, -1)]
+        for way, line in (("fast", fast), ("measured", [(point.kept, point.error) for point in points])):
+            for limit in LIMITS:
+                row[f"kept_{limit:.0%}_{way}".replace("%", "")] = fewest_within(line, limit) / size if line else None
+            row[f"half_{way}"] = dict(line).get(max(1, size // 2))
+        return row
+
+    @property
+    def agreement(self) -> float | None:
+        """Spearman's rank correlation of both ways over the groups, at half of the channels; None without both."""
+        pairs = [(row["half_fast"], row["half_measured"]) for row in self.summary]
+        both = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
+        return rank_correlation(both[:, 0], both[:, 1])
+
+
+def sensitivity(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    measured_on: Tensor | Iterable[Any] | None = None,
+    groups: Sequence[str] = (),
+    loss: Loss | None = None,
+    more_examples: Sequence[tuple[Any, ...]] = (),
+    log: Log = lambda message: None,
+    progress: bool = False,
+) -> Sensitivity:
+    """What a model's output loses with each number of channels that a group keeps.
+
+    Fast, from unlabelled calibration images: the channels of a group go in the order of an optimal brain surgeon on
+    what its readers read (Hassibi & Stork 1993, by groups of weights); the error after each is what is left when the
+    readers' weights are fitted anew, per output of theirs, as a share of its variance. It is local, and it is what a
+    repair can reach. Measured, with `measured_on`: the same channels are masked in the model, nothing is repaired, and
+    its output is compared with the dense one; exact, see `measure.sensitivity.measure_sensitivity`.
+
+    Args:
+        model: in any mode, on any device; not changed.
+        images: (B, ...) calibration images, preprocessed as the model wants them, or batches of such, also in pairs
+            with labels, which are not used; at least 2.
+        measured_on: images as one tensor, or batches of images, or of pairs of images and labels; None: not measured.
+        groups: globs over module paths: groups that these produce channels of; none: all.
+        loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
+            scores.
+        more_examples: further inputs for the trace, for branches of the model that the images do not take.
+        log: told what happens, and before measuring how many forward passes it takes.
+        progress: shows a bar on stderr while measuring.
+
+    Raises:
+        DataError: there are no images, or too few.
+        PlanError: no channel is free, or a glob matches no module or none with free channels.
+        NonFiniteError: a layer reads or gives NaN or Inf; names it.
+        ModelError, UsageError: as for `measure_sensitivity`.
+    """
+    device = next(model.parameters()).device
+    calibration = _joined(images).to(device)
+    examples = [(calibration[:2],), *more_examples]
+    with paused_garbage_collection():
+        chart = trace(model, *examples)
+        chosen_groups(chart, groups)
+        chart = settle(model, chart, _halved, examples).channel_map
+    chosen = chosen_groups(chart, groups)
+    stats = patch_statistics(model, calibration, chart, ROWS, MEMORY_BYTES)
+    size = f"Gram matrices of {len(stats.layers)} layers, {stats.nbytes / 1e6:.1f} MB"
+    log(f"sensitivity: {len(chosen)} channel groups; {size}, from {len(calibration)} images")
+    names = {group.name for group in chosen}
+    curves = {name: c for name, c in sensitivity_curves(model, chart, stats).items() if name in names}
+    orders = {group.name: _order(group, model, chart, curves) for group in chosen}
+    for name in names - curves.keys():
+        log(f"sensitivity: {name}: no layer that can be followed reads it: no fast curve, order by magnitude")
+    if measured_on is None:
+        return Sensitivity(chart, chosen, curves, {})
+    log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the images, one as the model is")
+    parts = torch.split(measured_on, BATCH) if isinstance(measured_on, Tensor) else measured_on
+    measured = measure_sensitivity(model, chart, orders, parts, loss=loss, progress=progress)
+    return Sensitivity(chart, chosen, curves, measured)
+
+
+def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[ChannelGroup, ...]:
+    """The groups with channels that modules matching one of the globs produce; all of them without globs.
+
+    Raises:
+        PlanError: there are none, or a glob matches no module path.
+    """
+    if not channel_map.groups:
+        raise PlanError("no channel is free: all are locked; `prunekit inspect` lists the reasons")
+    if not patterns:
+        return channel_map.groups
+    wanted = labels_matching(channel_map, patterns, "groups")
+    found = tuple(group for group in channel_map.groups if wanted[group.labels].any())
+    if not found:
+        raise PlanError(
+            f"groups: {', '.join(map(repr, patterns))} matches modules, but none with free channels; "
+            "`prunekit inspect` lists the groups, and why other channels are locked"
+        )
+    return found
+
+
+def _joined(images: Tensor | Iterable[Any]) -> Tensor:
+    """Calibration images as one tensor."""
+    if isinstance(images, Tensor):
+        parts = [images]
+    else:
+        parts = [batch[0] if isinstance(batch, (tuple, list)) else batch for batch in images]
+    strange = next((type(part).__name__ for part in parts if not isinstance(part, Tensor)), None)
+    if strange is not None:
+        raise DataError(f"calibration: expected images as a tensor (B, ...), or batches of such; got {strange}")
+    count = sum(len(part) if part.dim() else 0 for part in parts)
+    if count < 2 or any(part.dim() < 2 for part in parts):
+        raise DataError(f"calibration: expected at least 2 images (B, ...), got {count if parts else 'none'}")
+    return torch.cat(parts)
+
+
+def _halved(channel_map: ChannelMap) -> Keep:
+    """Half of every group, for the trial that finds what the trace could not know."""
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    for group in channel_map.groups:
+        keep[group.labels[: group.labels.size // 2]] = False
+    return keep
+
+
+def _order(
+    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, curves: Mapping[str, SensitivityCurve]
+) -> Labels:
+    """The labels of a group as they go: by its curve, else the smallest weights first."""
+    if group.name in curves:
+        return curves[group.name].labels
+    scores = score("l2", model, channel_map)[group.labels]
+    return group.labels[np.argsort(scores, kind="stable")]
