@@ -170,16 +170,19 @@ def _by_group(
         yield Consumer(matrix, rows.flatten(1), labels)
 
 
-def eliminations(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, Elimination]:
+def eliminations(
+    model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Iterable[ChannelGroup] | None = None
+) -> dict[str, Elimination]:
     """The order of removal and its errors for every channel group that some layer reads, by the group's name.
 
     Args:
         model: the dense model; only read.
         channel_map: of that model.
         stats: of that model, from `calibration.collect_patches`.
+        groups: those of the map that are wanted; None: all.
     """
     found = {}
-    for group in channel_map.groups:
+    for group in channel_map.groups if groups is None else groups:
         consumers = consumers_of(group, model, channel_map, stats)
         if consumers:
             outputs = sum(len(moments.variance) for moments, _ in _layers_reading(group, channel_map, stats))

@@ -28,10 +28,14 @@ class SensitivityCurve:
     errors: NDArray[np.float64]
     outputs: int = 1
 
-    def share_at(self, kept: int) -> float:
-        """The error with so many labels kept, per output: as a share of the variance of what reads them."""
+    def error_at(self, kept: int) -> float:
+        """The error with so many labels kept."""
         gone = self.labels.size - kept
-        return float(self.errors[gone - 1]) / self.outputs if gone else 0.0
+        return float(self.errors[gone - 1]) if gone else 0.0
+
+    def share_at(self, kept: int) -> float:
+        """The same per output: the share of the variance of what reads the group, on average over its outputs."""
+        return self.error_at(kept) / self.outputs
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ COLUMNS = {
     "history": ("run", "epoch", "train_loss", "validation_loss", "validation_top1"),
     "scores": ("group", "score", "kept"),
     "coupling": ("group", "channels", "kept", "module", "axis", "position"),
+    "sensitivity": ("group", "kept", "channels", "error_fast", "error_total", "error_measured"),
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
@@ -53,6 +54,8 @@ class Run:
     locks: pd.DataFrame | None
     latency_samples: pd.DataFrame | None
     clamps: pd.DataFrame | None
+    sensitivity: pd.DataFrame | None
+    analysis: dict[str, Any]
 
 
 def read_run(folder: Path) -> Run:
@@ -78,6 +81,8 @@ def read_run(folder: Path) -> Run:
         locks=tables["locks"],
         latency_samples=tables["latency_samples"],
         clamps=tables["clamps"],
+        sensitivity=tables["sensitivity"],
+        analysis=_object(folder / "sensitivity.json"),
     )
 
 

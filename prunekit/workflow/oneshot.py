@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels import ChannelGroup, ChannelMap, trace
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
 from prunekit.compaction import compact
@@ -99,21 +100,32 @@ def prune_oneshot(
 
 
 def patch_statistics(
-    model: nn.Module, images: Tensor, channel_map: ChannelMap, rows: int, memory_bytes: int
+    model: nn.Module,
+    images: Tensor,
+    channel_map: ChannelMap,
+    rows: int,
+    memory_bytes: int,
+    groups: Sequence[ChannelGroup] | None = None,
 ) -> PatchStats:
-    """Patch statistics of the layers that read channels which may go."""
+    """Patch statistics of the layers that read channels of some groups; None: of all."""
     batches, norms = [images[i : i + BATCH] for i in range(0, len(images), BATCH)], channel_map.norms
+    chosen = channel_map.groups if groups is None else groups
+    labels = np.concatenate([np.zeros(0, dtype=np.int64), *(group.labels for group in chosen)])
     free = [
-        name for name, axes in channel_map.labels.items() if len(axes) > 1 and axes[1] is not None and axes[1].any()
+        name
+        for name, axes in channel_map.labels.items()
+        if len(axes) > 1 and axes[1] is not None and np.isin(channel_map.deciding(axes[1]), labels).any()
     ]
     return collect_patches(
         model, batches, norms=norms, weights=free, rows=rows, images=len(images), memory_bytes=memory_bytes
     )
 
 
-def sensitivity_curves(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, SensitivityCurve]:
-    """What each group's channels cost, from the statistics alone."""
-    found = eliminations(model, channel_map, stats)
+def sensitivity_curves(
+    model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Sequence[ChannelGroup] | None = None
+) -> dict[str, SensitivityCurve]:
+    """What each group's channels cost, from the statistics alone; None: of all groups."""
+    found = eliminations(model, channel_map, stats, groups)
     return {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
 
 

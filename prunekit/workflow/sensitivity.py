@@ -55,34 +55,36 @@ class Sensitivity:
 
     @cached_property
     def summary(self) -> list[dict[str, Any]]:
-        """A row for each group, the most sensitive first: by the error at half of the channels, measured if it was.
+        """A row for each group, the most sensitive first: by the error at half of the channels, measured if it was,
+        else the fast total.
 
         `group`, `module`, `channels`, `macs` (that the dense model spends on the group), and for both ways, with names
         that end in `_fast` and `_measured`: `kept_1` and `kept_10`, the least share of the channels (0..1) at which the
         error is within 1 and 10 % of the variance, measured: of those that were tried; `half`, the error at half of
-        them. None where there is no such curve.
+        them. `half_total` is summed over outputs, as a budget is spent by. None where there is no such curve.
         """
+        by = "half_measured" if self.measured else "half_total"
         rows = [self._summary(group) for group in self.groups]
-        halves = [(row["half_fast"] if row["half_measured"] is None else row["half_measured"]) for row in rows]
-        order = sorted(range(len(rows)), key=lambda i: (halves[i] is None, -(halves[i] or 0.0)))
-        return [rows[i] for i in order]
+        return sorted(rows, key=lambda row: (row[by] is None, -(row[by] or 0.0)))
 
     def _summary(self, group: ChannelGroup) -> dict[str, Any]:
         size, curve, points = group.labels.size, self.curves.get(group.name), self.measured.get(group.name, ())
-        none = keeping(self.channel_map, group.labels, 0)
+        none, half = keeping(self.channel_map, group.labels, 0), max(1, size // 2)
         row: dict[str, Any] = {"group": group.name, "module": group.module, "channels": size}
         row["macs"] = self.channel_map.macs() - self.channel_map.macs(none)
         fast = [] if curve is None else [(kept, curve.share_at(kept)) for kept in range(size, 0, -1)]
         for way, line in (("fast", fast), ("measured", [(point.kept, point.error) for point in points])):
             for limit in LIMITS:
                 row[f"kept_{limit:.0%}_{way}".replace("%", "")] = fewest_within(line, limit) / size if line else None
-            row[f"half_{way}"] = dict(line).get(max(1, size // 2))
-        return row
+            row[f"half_{way}"] = dict(line).get(half)
+        return row | {"half_total": None if curve is None else curve.error_at(half)}
 
     @property
     def agreement(self) -> float | None:
-        """Spearman's rank correlation of both ways over the groups, at half of the channels; None without both."""
-        pairs = [(row["half_fast"], row["half_measured"]) for row in self.summary]
+        """Spearman's rank correlation over the groups, at half of the channels, of the fast total, which is what is
+        compared between groups, and the measured error; None without both.
+        """
+        pairs = [(row["half_total"], row["half_measured"]) for row in self.summary]
         both = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
         return rank_correlation(both[:, 0], both[:, 1])
 
@@ -132,13 +134,12 @@ def sensitivity(
         chosen_groups(chart, groups)
         chart = settle(model, chart, _halved, examples).channel_map
     chosen = chosen_groups(chart, groups)
-    stats = patch_statistics(model, calibration, chart, ROWS, MEMORY_BYTES)
+    stats = patch_statistics(model, calibration, chart, ROWS, MEMORY_BYTES, chosen)
     size = f"Gram matrices of {len(stats.layers)} layers, {stats.nbytes / 1e6:.1f} MB"
     log(f"sensitivity: {len(chosen)} channel groups; {size}, from {len(calibration)} images")
-    names = {group.name for group in chosen}
-    curves = {name: c for name, c in sensitivity_curves(model, chart, stats).items() if name in names}
+    curves = sensitivity_curves(model, chart, stats, chosen)
     orders = {group.name: _order(group, model, chart, curves) for group in chosen}
-    for name in names - curves.keys():
+    for name in orders.keys() - curves.keys():
         log(f"sensitivity: {name}: no layer that can be followed reads it: no fast curve, order by magnitude")
     if measured_on is None:
         return Sensitivity(chart, chosen, curves, {})

@@ -85,6 +85,7 @@ CURVE_COLUMNS = (
     "channels",
     "macs_saved",
     "error_fast",
+    "error_total",
     "error_measured",
     "kl",
     "loss",
@@ -99,8 +100,8 @@ def curve_rows(
 ) -> list[dict[str, Any]]:
     """A row for each number of kept labels, from all to one, of each group that has a curve: what it saves and costs.
 
-    `error_fast` is per output of the layers that read the group, all that is left fitted anew; the others are of the
-    model's output as masked, and None where nothing was measured.
+    `error_fast` is the mean, and `error_total` the sum, over the outputs of the layers that read the group, all that is
+    left fitted anew; the others are of the model's output as masked, and None where nothing was measured.
     """
     rows, dense = [], channel_map.macs()
     for group in channel_map.groups:
@@ -111,6 +112,7 @@ def curve_rows(
             row = {"group": group.name, "module": group.module, "kept": kept, "channels": group.labels.size}
             row |= {"macs_saved": dense - channel_map.macs(keeping(channel_map, order, kept))}
             row |= {"error_fast": None if curve is None else curve.share_at(kept)}
+            row |= {"error_total": None if curve is None else curve.error_at(kept)}
             row |= {"error_measured": None if point is None else point.error}
             rows.append(row | {name: getattr(point, name, None) for name in ("kl", "loss", "top1")})
     return rows
