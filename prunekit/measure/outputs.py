@@ -52,8 +52,12 @@ class Observed:
     scores: Tensor | None
 
 
-def observed(model: nn.Module, images: Tensor, where: str) -> Observed:
-    output = model(images.clone())  # a model may write to what it is given
+def observed(model: nn.Module, images: Tensor, output: Any, where: str) -> Observed:
+    """What a model returned on some images.
+
+    Args:
+        where: which model this is, for messages.
+    """
     rows = [t for t in gather(output) if t.is_floating_point() and t.dim() and len(t) == len(images)]
     if not rows:
         raise ModelError(

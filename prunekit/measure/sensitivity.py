@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from prunekit.calibration.gradients import Loss
@@ -16,6 +16,7 @@ from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 from prunekit.masking import WeightMasks
 from prunekit.measure.outputs import Spread, Sums, labelled_alike, observed, require_alike
+from prunekit.measure.prefix import DensePrefix
 from prunekit.planning import MeasuredPoint, Plan
 from prunekit.planning.curves import keeping, kept_counts
 
@@ -62,18 +63,21 @@ def measure_sensitivity(
     sums: dict[tuple[str, int], Sums] = {point: Sums() for point in points}
     dense, spread = Sums(), Spread()
     device = next(model.parameters()).device
+    plans = {point: Plan(channel_map, keeping(channel_map, orders[point[0]], point[1])) for point in points}
+    prefix: DensePrefix | None = None
     bar = tqdm(desc="sensitivity", unit="pass", disable=not progress, dynamic_ncols=True)
     with training_mode(model, False), torch.no_grad(), plain_attention(), bar:
         for batch in labelled_alike(batches, loss):
             images = batch.images.to(device)
-            wanted = observed(model, images, "the dense model")
+            prefix = prefix or _prefix(model, images, plans)
+            wanted = observed(model, images, prefix.record(images), "the dense model")
             spread.add(wanted)
             dense.add(wanted, wanted, batch, loss)
             bar.update()
             for name, kept in points:
                 where = f"group {name} masked to {kept} of {orders[name].size} channels"
-                with WeightMasks(model, Plan(channel_map, keeping(channel_map, orders[name], kept)), restore=True):
-                    found = observed(model, images, where)
+                with WeightMasks(model, plans[name, kept], restore=True):
+                    found = observed(model, images, prefix.run(name, images), where)
                 require_alike(wanted, found, where)
                 sums[name, kept].add(found, wanted, batch, loss)
                 bar.update()
@@ -84,3 +88,12 @@ def measure_sensitivity(
         )
         for name, labels in orders.items()
     }  # fmt: skip
+
+
+def _prefix(model: nn.Module, images: Tensor, plans: Mapping[tuple[str, int], Plan]) -> DensePrefix:
+    """What the dense model and all masked ones share, tried with the fewest channels of each group."""
+    last = {name: plan for (name, _), plan in plans.items()}
+    tensors = {name: list(plan.kept_indices) for name, plan in last.items()}
+    return DensePrefix(
+        model, images[:2], tensors, lambda name: WeightMasks(model, last[name], restore=True), batch=len(images)
+    )
