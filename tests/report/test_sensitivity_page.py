@@ -89,7 +89,7 @@ def test_the_table_holds_the_errors_in_percent() -> None:
 
 
 def test_a_run_whose_plan_was_made_from_curves_shows_where_it_stands(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "resnet34" / "now")
+    folder = write_run(tmp_path / "resnet34" / "now", groups=3)
     assert 'id="sensitivity"' not in write(folder).read_text()
     coupling = pd.read_csv(folder / "coupling.csv")
     coupling.assign(kept=6).to_csv(folder / "coupling.csv", index=False)
