@@ -15,6 +15,7 @@ from prunekit.cli.group import FAILED, INTERRUPTED, ErrorGroup
 from prunekit.cli.inspect import inspect_command
 from prunekit.cli.list import list_command
 from prunekit.cli.options import debug_option
+from prunekit.cli.prune import prune_command
 from prunekit.cli.sensitivity import sensitivity_command
 
 
@@ -28,15 +29,17 @@ def cli() -> None:
     """
 
 
-for command in (
+COMMANDS = (
     finetune_command,
+    prune_command,
     calibrate_command,
     sensitivity_command,
     evaluate_command,
     bench_command,
     inspect_command,
     list_command,
-):
+)
+for command in COMMANDS:
     cli.add_command(command)
 
 

@@ -11,10 +11,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from prunekit.artifacts import write_text
 from prunekit.report import curves, figures, numbers
-from prunekit.report.headline import compared, masked, reference, tiles
+from prunekit.report.headline import compared, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
-FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "share")
+FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share")
 
 
 def write_page(run_folder: Path, state: str | None = None) -> Path:
@@ -41,29 +41,29 @@ def render(run: Run, state: str | None = None) -> str:
     """The page as HTML text."""
     # Norms have the widths of what feeds them: the layers that compute are the ones to show.
     layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
-    return (
-        environment()
-        .get_template("page.html")
-        .render(
-            run=run,
-            metrics=run.metrics,
-            state=state or str(run.status.get("state", "unknown")),
-            tiles=list(tiles(run.metrics)),
-            compared=list(compared(run.metrics)),
-            reference=reference(run.metrics),
-            layers=_records(layers),
-            locks=_records(run.locks),
-            widths=figures.figure_or_none(figures.widths, layers),
-            sensitivity=_sensitivity(run),
-            coupling=figures.figure_or_none(figures.coupling, run.coupling),
-            histograms=figures.figure_or_none(figures.histograms, run.scores),
-            curves=figures.figure_or_none(figures.curves, run.history),
-            skipped=_skipped(run.history),
-            masked=list(masked(run.metrics)),
-            clamps=_by_run(run.clamps),
-            latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
-            environment=list(flat(run.environment)),
-        )
+    page = environment().get_template("page.html")
+    return page.render(
+        run=run,
+        metrics=run.metrics,
+        state=state or str(run.status.get("state", "unknown")),
+        tiles=list(tiles(run.metrics)),
+        models=models(run.metrics),
+        compared=list(compared(run.metrics)),
+        reference=reference(run.metrics),
+        layers=_records(layers),
+        locks=_records(run.locks),
+        widths=figures.figure_or_none(figures.widths, layers),
+        sensitivity=_sensitivity(run),
+        coupling=figures.figure_or_none(figures.coupling, run.coupling),
+        histograms=figures.figure_or_none(figures.histograms, run.scores),
+        curves=figures.figure_or_none(figures.curves, run.history),
+        skipped=_skipped(run.history),
+        masked=list(masked(run.metrics)),
+        repaired=list(repaired(run.metrics)),
+        repair=_records(run.repair),
+        clamps=_by_run(run.clamps),
+        latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
+        environment=list(flat(run.environment)),
     )
 
 

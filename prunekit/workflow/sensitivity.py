@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.gradients import Loss
-from prunekit.calibration.patch_stats import ROWS
 from prunekit.channels import ChannelGroup, ChannelMap, trace
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import score
-from prunekit.errors import DataError, PlanError
+from prunekit.criteria.elimination import eliminations
+from prunekit.errors import PlanError
 from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
 from prunekit.planning import MeasuredPoint, SensitivityCurve, labels_matching
 from prunekit.planning.curves import fewest_within, keeping, rank_correlation
-from prunekit.workflow.oneshot import BATCH, patch_statistics, sensitivity_curves
+from prunekit.workflow.evidence import gathered, in_batches, patch_statistics
 from prunekit.workflow.runs import Log
 from prunekit.workflow.tables import curve_rows
 
 LIMITS = (0.01, 0.1)
 """Errors, as shares of the variance, for which the fewest kept channels are named."""
-MEMORY_BYTES = 2**31
-"""Limit for the Gram matrix of one layer; above it only the centres of its patches are looked at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +109,7 @@ def sensitivity(
     Args:
         model: in any mode, on any device; not changed.
         images: (B, ...) calibration images, preprocessed as the model wants them, or batches of such, also in pairs
-            with labels, which are not used; at least 2.
+            with labels, which are not used; at least 8.
         measured_on: images as one tensor, or batches of images, or of pairs of images and labels; None: not measured.
         groups: globs over module paths: groups that these produce channels of; none: all.
         loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
@@ -127,24 +125,25 @@ def sensitivity(
         ModelError, UsageError: as for `measure_sensitivity`.
     """
     device = next(model.parameters()).device
-    calibration = _joined(images).to(device)
+    calibration = gathered(images, sys.maxsize).to(device)
     examples = [(calibration[:2],), *more_examples]
     with paused_garbage_collection():
         chart = trace(model, *examples)
         chosen_groups(chart, groups)
         chart = settle(model, chart, _halved, examples).channel_map
     chosen = chosen_groups(chart, groups)
-    stats = patch_statistics(model, calibration, chart, ROWS, MEMORY_BYTES, chosen)
+    stats = patch_statistics(model, calibration, chart, groups=chosen)
     size = f"Gram matrices of {len(stats.layers)} layers, {stats.nbytes / 1e6:.1f} MB"
     log(f"sensitivity: {len(chosen)} channel groups; {size}, from {len(calibration)} images")
-    curves = sensitivity_curves(model, chart, stats, chosen)
+    found = eliminations(model, chart, stats, chosen)
+    curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
     orders = {group.name: _order(group, model, chart, curves) for group in chosen}
     for name in orders.keys() - curves.keys():
         log(f"sensitivity: {name}: no layer that can be followed reads it: no fast curve, order by magnitude")
     if measured_on is None:
         return Sensitivity(chart, chosen, curves, {})
     log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the images, one as the model is")
-    parts = torch.split(measured_on, BATCH) if isinstance(measured_on, Tensor) else measured_on
+    parts = in_batches(measured_on) if isinstance(measured_on, Tensor) else measured_on
     measured = measure_sensitivity(model, chart, orders, parts, loss=loss, progress=progress)
     return Sensitivity(chart, chosen, curves, measured)
 
@@ -167,21 +166,6 @@ def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[Cha
             "`prunekit inspect` lists the groups, and why other channels are locked"
         )
     return found
-
-
-def _joined(images: Tensor | Iterable[Any]) -> Tensor:
-    """Calibration images as one tensor."""
-    if isinstance(images, Tensor):
-        parts = [images]
-    else:
-        parts = [batch[0] if isinstance(batch, (tuple, list)) else batch for batch in images]
-    strange = next((type(part).__name__ for part in parts if not isinstance(part, Tensor)), None)
-    if strange is not None:
-        raise DataError(f"calibration: expected images as a tensor (B, ...), or batches of such; got {strange}")
-    count = sum(len(part) if part.dim() else 0 for part in parts)
-    if count < 2 or any(part.dim() < 2 for part in parts):
-        raise DataError(f"calibration: expected at least 2 images (B, ...), got {count if parts else 'none'}")
-    return torch.cat(parts)
 
 
 def _halved(channel_map: ChannelMap) -> Keep:

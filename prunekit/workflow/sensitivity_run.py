@@ -14,7 +14,7 @@ from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.data import Batches, batches, describe_corrupt
-from prunekit.workflow.calibrate import calibration_batches
+from prunekit.workflow.calibrate import calibration_images
 from prunekit.workflow.dense import Prepared, prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.runs import Log, environment, run_folder
@@ -73,7 +73,7 @@ def analyse(
         labelled = _validation(prepared) if measured else None
         result = sensitivity(
             model,
-            calibration_batches(prepared),
+            calibration_images(prepared),
             measured_on=labelled,
             groups=groups,
             log=run.log,

@@ -113,7 +113,7 @@ def test_measured_curves_as_one_json_object(here: Path) -> None:
         ((*OWN, "--groups", "stam"), 2, "groups: 'stam' matches no module path; did you mean 'stem'?"),
         ((*OWN, "--groups", "head"), 2, "groups: 'head' matches modules, but none with free channels"),
         ((*OWN, "calibration.images=0"), 2, "calibration.images"),
-        ((*OWN, "calibration.images=1"), 2, "calibration: expected at least 2 images (B, ...), got 1"),
+        ((*OWN, "calibration.images=1"), 2, "calibration: expected at least 8 images"),
         (("none.yaml",), 2, "none.yaml"),
         (("mine.yaml", "--model", "own.py:Wrong"), 2, "expected a model that returns class logits"),
         (("mine.yaml", "baseline.epochs=0", "--model", "own.py:Broken", "--measured"), 1, "reads NaN or Inf"),

@@ -127,12 +127,12 @@ def test_groups_by_glob_and_a_group_whose_reader_cannot_be_followed() -> None:
 @pytest.mark.parametrize(
     ("images", "groups", "error", "message"),
     [
-        ([], (), DataError, "calibration: expected at least 2 images .* got none"),
-        (pictures(1), (), DataError, "expected at least 2 images .* got 1"),
-        (["text"], (), DataError, "or batches of such; got str"),
+        ([], (), DataError, "calibration: expected at least 8 images"),
+        (pictures(1), (), DataError, "expected at least 8 images .* got a tensor of shape"),
+        (["text"], (), DataError, "expected batches of images.* got str"),
         (pictures(), ("c",), PlanError, "groups: 'c' matches no module path; expected one of"),
         (pictures(), ("head",), PlanError, "groups: 'head' matches modules, but none with free channels"),
-        (torch.full((4, 3, 6, 6), torch.nan), (), NonFiniteError, "layer 'head' reads NaN or Inf|layer 'b' reads NaN"),
+        (torch.full((8, 3, 6, 6), torch.nan), (), NonFiniteError, "layer 'head' reads NaN or Inf|layer 'b' reads NaN"),
     ],
 )
 def test_what_cannot_be_analysed(images: Any, groups: Any, error: type[Exception], message: str) -> None:
