@@ -65,28 +65,27 @@ def sensitivity_command(
 
 
 def _text(metrics: dict[str, Any], measured: bool) -> str:
-    from prunekit.report.numbers import count, digits, share
+    from prunekit.report.numbers import count
 
-    ways = ("fast", "measured") if measured else ("fast",)
+    columns = [("fast 1 %", "kept_1_fast"), ("10 %", "kept_10_fast"), ("at half", "half_fast"), ("total", "half_total")]
+    if measured:
+        columns += [("measured 1 %", "kept_1_measured"), ("10 %", "kept_10_measured"), ("at half", "half_measured")]
     rows = [
-        (
-            row["group"],
-            row["channels"],
-            count(row["macs"]),
-            *(share(row[f"{name}_{way}"], 0) for way in ways for name in ("kept_1", "kept_10")),
-            *(share(row[f"half_{way}"]) for way in ways),
-            digits(row["half_total"]),
-        )
+        (row["group"], row["channels"], count(row["macs"]), *(_cell(name, row[name]) for _, name in columns))
         for row in metrics["groups"]
     ]
-    limits = [f"{way} {limit}" for way in ways for limit in ("1 %", "10 %")]
-    halves = [f"{way} at half" for way in ways]
     lines = [
         "Channels to keep for an error within 1 % and 10 % of the variance, and the error at half of the channels "
-        "(fast total: summed over outputs, as a budget is spent by); the most sensitive group first.",
-        table(("group", "channels", "MACs", *limits, *halves, "fast total"), rows),
+        "(total: summed over outputs, as a budget is spent by); the most sensitive group first.",
+        table(("group", "channels", "MACs", *(heading for heading, _ in columns)), rows),
     ]
     return "\n".join([*lines, *_measured(metrics)])
+
+
+def _cell(name: str, value: float | None) -> str:
+    from prunekit.report.numbers import digits, share
+
+    return digits(value) if name == "half_total" else share(value, 0 if name.startswith("kept") else 1)
 
 
 def _measured(metrics: dict[str, Any]) -> list[str]:

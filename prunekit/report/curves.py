@@ -141,7 +141,7 @@ def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept
     axes.yaxis.set_major_locator(FixedLocator([0.01, 0.1, 1, 10, 100]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_locator(FixedLocator([100, 75, 50, 25, 0]))
+    axes.xaxis.set_major_locator(FixedLocator([75, 50, 25]))
     for limit in (1, 10):
         axes.axhline(limit, color=GREY, linewidth=0.7, linestyle=":")
     axes.set_title(shortened(f"{name} ({size})", 30), fontsize=8.5)

@@ -7,7 +7,7 @@ from pathlib import Path
 from prunekit.artifacts import write_text
 from prunekit.report import curves
 from prunekit.report.headline import Tile
-from prunekit.report.numbers import digits, duration, percent
+from prunekit.report.numbers import digits, percent
 from prunekit.report.page import environment, flat
 from prunekit.report.run import Run, read_run
 
@@ -56,4 +56,4 @@ def _tiles(run: Run) -> list[Tile]:
         tiles.append(Tile("Top-1", percent(facts["dense"]["top1"], 2), detail))
     if facts["agreement"] is not None:
         tiles.append(Tile("Fast against measured", f"{facts['agreement']:.2f}", "rank correlation over groups"))
-    return [*tiles, Tile("Time", duration(facts["seconds"]), "statistics, curves and measuring")]
+    return tiles

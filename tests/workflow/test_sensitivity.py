@@ -15,14 +15,17 @@ from equivalence import Net, assert_unchanged, randomised, snapshot
 from torch import Tensor, nn
 
 import prunekit
+from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.criteria.elimination import RIDGE
 from prunekit.data import DataSettings
 from prunekit.errors import DataError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
+from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
+from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, analyse
+from prunekit.workflow import JobSettings, analyse, prune_job
 from prunekit.workflow.tables import CURVE_COLUMNS
 
 
@@ -216,3 +219,22 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
         analyse(job(tmp_path), groups=["layer1.0.conv1"], log=print, finish=fail)
     (folder,) = (tmp_path / "small" / "sensitivity").iterdir()
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
+
+
+def test_a_plan_by_elimination_leaves_its_curves_where_the_report_finds_them(tmp_path: Path) -> None:
+    settings = PruneSettings(BudgetSettings(macs=0.7), criterion="elimination", scope="per_mac")
+    run = prune_job(job(tmp_path, prune=settings, latency=LatencySettings(batches=(1,), repeats=5)), log=print)
+    rows = pd.read_csv(run.folder / "sensitivity.csv")
+    assert list(rows.columns) == list(CURVE_COLUMNS)
+    assert rows["error_measured"].isna().all()
+    scores = pd.read_csv(run.folder / "scores.csv")
+    for name, group in scores.groupby("group"):
+        curve = rows[rows["group"] == name].set_index("kept")["error_total"]
+        ascending = np.sort(group["score"])  # what each label adds, so that they sum to the curve
+        assert curve[len(group)] == 0
+        for gone in range(1, len(group)):
+            assert curve[len(group) - gone] == pytest.approx(ascending[:gone].sum(), rel=1e-6, abs=1e-12)
+    assert not (run.folder / "report.html").exists()
+    page = report.write(run.folder).read_text()
+    assert 'id="sensitivity"' in page
+    assert "kept by the plan" in page
