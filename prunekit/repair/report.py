@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prunekit.repair.memory import RepairMemory
+
 
 @dataclass(frozen=True)
 class LayerRepair:
@@ -37,13 +39,11 @@ class RepairReport:
         before, after: mean squared difference of the model's output from the dense model's on held-out images, as a
             share of that one's variance.
         kept: whether the repaired weights were kept; they are not where they are no better.
-        record_bytes: memory that the recorded outputs of the dense model took.
-        rows: positions sampled of each layer, at most.
+        memory: what it took, as planned before it started.
     """
 
     layers: tuple[LayerRepair, ...]
     before: float
     after: float
     kept: bool
-    record_bytes: int
-    rows: int
+    memory: RepairMemory
