@@ -11,6 +11,7 @@ import torch
 from prunekit.calibration.layers import Layer
 from prunekit.calibration.patches import gram_bytes
 from prunekit.planning import Plan
+from prunekit.repair.grouped import CHUNK, MOST_GROUPS
 from prunekit.repair.lifetimes import Lifetimes
 from prunekit.repair.settings import RepairSettings
 
@@ -22,41 +23,8 @@ ROOM = 2
 """A running batch takes so many times what its tensors do: operators have buffers of their own."""
 GRAMS = 3
 """Matrices of a Gram matrix's size that a fit holds."""
-
-
-@dataclass(frozen=True)
-class RepairMemory:
-    """What a repair holds beside the model, two copies of it, and the images: at most, in bytes.
-
-    Attributes:
-        batch: images that run at a time.
-        running_bytes: what these take, operators' buffers included.
-        held_bytes: what is kept of all images where passes stop, in the dense and in the masked model.
-        fit_bytes: one layer's sampled rows, its Gram matrix, and what the fit makes of them.
-        rows: fewest and most positions of a layer that are sampled.
-    """
-
-    batch: int
-    running_bytes: int
-    held_bytes: int
-    fit_bytes: int
-    rows: tuple[int, int]
-
-    @property
-    def bytes(self) -> int:
-        """All together."""
-        return self.running_bytes + self.held_bytes + self.fit_bytes
-
-    def __str__(self) -> str:
-        parts = (
-            f"{part / 2**20:,.0f} MiB {what}"
-            for part, what in (
-                (self.running_bytes, f"for {self.batch} images at a time"),
-                (self.held_bytes, "kept of all images"),
-                (self.fit_bytes, f"for a layer's fit to {self.rows[0]:,} to {self.rows[1]:,} positions"),
-            )
-        )
-        return f"takes up to {self.bytes / 2**20:,.0f} MiB beside the model and two copies of it: {', '.join(parts)}"
+CHUNKS = 3
+"""Blocks of rows that a fit of many groups holds."""
 
 
 def kept_groups(layer: Layer, plan: Plan) -> list[int]:
@@ -94,10 +62,13 @@ def fit_size(layer: Layer, plan: Plan, by_channels: bool) -> FitSize:
     outputs, width = plan.channel_map.shapes[layer.weight][:2]
     groups = max(1, len(kept_groups(layer, plan)))
     columns = len(kept_channels(layer, plan)) * layer.reading.taps
+    sampled = 4 * columns + 8 * outputs
+    if groups > MOST_GROUPS:
+        return FitSize(CHUNKS * 8 * CHUNK, sampled)
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, 0))) // groups)
     wide = width * layer.reading.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
-    return FitSize(GRAMS * gram, 4 * columns + 16 * (wide + 1) + 8 * outputs + 48 * kept_outputs)
+    return FitSize(GRAMS * gram, sampled + 16 * (wide + 1) + 48 * kept_outputs)
 
 
 def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:

@@ -19,15 +19,13 @@ from prunekit.errors import DataError, NonFiniteError, UsageError
 from prunekit.planning import Plan
 from prunekit.repair.difference import difference
 from prunekit.repair.fitting import LayerFitter
-from prunekit.repair.memory import HELD, ROOM, RepairMemory, batch_size, cuts, fit_size, held, kept_channels, too_wide
+from prunekit.repair.memory import HELD, ROOM, batch_size, cuts, fit_size, held, kept_channels, too_wide
 from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, batches_of
-from prunekit.repair.report import LayerRepair, RepairReport
+from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport
 from prunekit.repair.sequential import Step, Walk
 from prunekit.repair.settings import RepairSettings
 
 FEWEST_IMAGES = 8
-MOST_GROUPS = 32
-"""Convolutions of more groups, depthwise ones above all, are left to the layers behind them."""
 
 
 def repair(
@@ -188,8 +186,6 @@ def _fitted_layers(model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[tuple[
 def _reason(layer: Layer, plan: Plan) -> str:
     if layer.calls > 1:
         return f"its weight is used {layer.calls} times in a forward pass"
-    if layer.reading.groups > MOST_GROUPS:
-        return f"a convolution of {layer.reading.groups} groups, each too small to correct much: what follows it does"
     if layer.weight in plan.element_masks:
         return "single weights of it are pruned"
     return ""
