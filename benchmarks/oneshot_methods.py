@@ -10,12 +10,19 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import prunekit
+from prunekit.calibration.patch_stats import ROWS
+from prunekit.criteria.elimination import eliminations
 from prunekit.errors import PlanError
 from prunekit.measure import count_macs
+from prunekit.planning import make_plan
+from prunekit.repair import RepairSettings, repair
+from prunekit.workflow.oneshot import patch_statistics
 
 BATCH = 128
 STREAM = ("conv1",)
@@ -25,9 +32,12 @@ PEERS = {
     "tp-bn": ("BNScaleImportance", {}),
     "tp-fpgm": ("FPGMImportance", {}),
     "tp-lamp": ("LAMPImportance", {}),
+    "tp-taylor": ("TaylorImportance", {}),
+    "tp-hessian": ("HessianImportance", {}),
 }
-"""Importances of torch-pruning (https://github.com/VainF/Torch-Pruning), each ranked over the whole model;
-those that want gradients want labels too, and are not here."""
+"""Importances of torch-pruning (https://github.com/VainF/Torch-Pruning), each ranked over the whole model."""
+SAMPLES = 128
+"""Images whose gradients are squared one by one."""
 HALVINGS = 12
 """Of the interval in which the smallest ratio of channels that meets the budget is searched."""
 
@@ -39,13 +49,16 @@ class Case:
     Attributes:
         dense: in eval mode; not changed.
         build: how its structure is built.
-        images: (N, 3, H, W) calibration images, without labels.
+        images: (N, 3, H, W) calibration images.
+        labels: (N,) their classes: for torch-pruning's Taylor and Hessian importances, which are of a labelled loss,
+            and for no other method.
         share: of the dense model's MACs that may be left.
     """
 
     dense: nn.Module
     build: prunekit.ModelSettings
     images: Tensor
+    labels: Tensor
     share: float
 
     @property
@@ -76,6 +89,12 @@ Method = Callable[[Case], Result]
 
 def methods() -> dict[str, Method]:
     """All methods by name, torch-pruning's where it is installed."""
+    ours: dict[str, Method] = {
+        "oneshot": partial(oneshot, exclude=STREAM),
+        "oneshot-stream": oneshot,
+        "oneshot-uniform": uniform,
+        "l2-repaired": repaired,
+    }
     plain: dict[str, Method] = {"l2": magnitude}
     if find_spec("torch_pruning"):
         plain |= {name: partial(torch_pruning, name=name) for name in PEERS}
@@ -84,7 +103,7 @@ def methods() -> dict[str, Method]:
         for name, method in plain.items()
         for key, value in ((name, method), (f"{name}-recalibrated", partial(recalibrated, method=method)))
     }
-    return {"oneshot": partial(oneshot, exclude=STREAM), "oneshot-stream": oneshot, **both}
+    return {**ours, **both}
 
 
 def peer_names() -> list[str]:
@@ -105,6 +124,29 @@ def magnitude(case: Case) -> Result:
     return Result(done.model, done.plan)
 
 
+def repaired(case: Case) -> Result:
+    """The channels of `magnitude`, and what stays repaired: what a plain global ranking is worth with our repair."""
+    plan = magnitude(case).plan
+    assert plan is not None
+    return _repaired(case, plan)
+
+
+def uniform(case: Case) -> Result:
+    """Our order and our repair, with the same share of every group: what the allocation is worth."""
+    chart = prunekit.trace(case.dense, case.example)
+    stats = patch_statistics(case.dense, case.images, chart, ROWS, RepairSettings().memory_bytes)
+    scores = np.full(chart.n_labels, np.inf)
+    for found in eliminations(case.dense, chart, stats).values():
+        scores[found.labels] = np.arange(found.labels.size)
+    budget = prunekit.BudgetSettings(macs=case.share)
+    return _repaired(case, make_plan(chart, scores, prunekit.PruneSettings(budget, scope="uniform", exclude=STREAM)))
+
+
+def _repaired(case: Case, plan: prunekit.Plan) -> Result:
+    masked, _ = repair(case.dense, plan, case.images)
+    return Result(prunekit.compact(masked, plan), plan)
+
+
 def recalibrated(case: Case, method: Method) -> Result:
     """A method, and BatchNorm statistics taken anew on the calibration images."""
     result = method(case)
@@ -120,11 +162,11 @@ def torch_pruning(case: Case, name: str) -> Result:
     Raises:
         PlanError: no ratio meets it.
     """
-    limit = case.share * count_macs(case.dense, case.example)
+    limit, gradients = case.share * count_macs(case.dense, case.example), _GRADIENTS.get(name, _none)(case)
     best, low, high = None, 0.0, 1.0
     for _ in range(HALVINGS):
         ratio = (low + high) / 2
-        model = _cut(case, name, ratio)
+        model = _cut(case, name, ratio, gradients)
         if count_macs(model, case.example) <= limit:
             best, high = model, ratio
         else:
@@ -134,10 +176,39 @@ def torch_pruning(case: Case, name: str) -> Result:
     return Result(best)
 
 
-def _cut(case: Case, name: str, ratio: float) -> nn.Module:
+def _none(case: Case) -> dict[str, Tensor]:
+    return {}
+
+
+def _gradients(case: Case) -> dict[str, Tensor]:
+    """Gradients of the mean cross-entropy over all images."""
+    model = deepcopy(case.dense)
+    for images, labels in zip(case.images.split(BATCH), case.labels.split(BATCH), strict=True):
+        (F.cross_entropy(model(images), labels, reduction="sum") / len(case.images)).backward()
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def _squared_gradients(case: Case) -> dict[str, Tensor]:
+    """Mean over samples of the squared gradient of each: torch-pruning's own `accumulate_grad` keeps only the last."""
+    model, total = deepcopy(case.dense), dict[str, Tensor]()
+    for image, label in zip(case.images[:SAMPLES].split(1), case.labels[:SAMPLES].split(1), strict=True):
+        model.zero_grad()
+        F.cross_entropy(model(image), label).backward()
+        for name, value in model.named_parameters():
+            assert value.grad is not None
+            total[name] = total.get(name, 0) + value.grad.square() / min(SAMPLES, len(case.images))
+    return total
+
+
+_GRADIENTS = {"tp-taylor": _gradients, "tp-hessian": _squared_gradients}
+
+
+def _cut(case: Case, name: str, ratio: float, gradients: dict[str, Tensor]) -> nn.Module:
     import torch_pruning as peer
 
     model = deepcopy(case.dense)
+    for path, value in model.named_parameters():
+        value.grad = gradients[path].clone() if gradients else None
     kind, arguments = PEERS[name]
     stream = [module for path, module in model.named_modules() if path in STREAM or path.endswith("conv2")]
     classes = [module for module in model.modules() if isinstance(module, nn.Linear)]

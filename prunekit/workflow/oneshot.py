@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
+from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
@@ -78,6 +79,7 @@ def prune_oneshot(
         VerificationError: masked and compact model differ.
     """
     require_images(images)
+    images = pixel_by_pixel(images)
     repairing = repairing or RepairSettings()
     examples = [(images[:2],), *more_examples]
     with paused_garbage_collection():
