@@ -24,9 +24,8 @@ from prunekit.repair.fitting import LayerFitter
 from prunekit.repair.record import LayerRecorder, affordable_rows, recorded_bytes
 from prunekit.repair.report import LayerRepair, RepairReport
 from prunekit.repair.sequential import LayerWalk
-from prunekit.repair.settings import RepairSettings
+from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
 
-FEWEST_IMAGES = 8
 MOST_GROUPS = 32
 """Convolutions of more groups, depthwise ones above all, are left to the layers behind them."""
 
