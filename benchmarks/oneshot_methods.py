@@ -10,19 +10,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import prunekit
-from prunekit.calibration.patch_stats import ROWS
-from prunekit.criteria.elimination import eliminations
 from prunekit.errors import PlanError
 from prunekit.measure import count_macs
-from prunekit.planning import make_plan
-from prunekit.repair import RepairSettings, repair
-from prunekit.workflow.oneshot import patch_statistics
 
 BATCH = 128
 STREAM = ("conv1",)
@@ -125,25 +119,15 @@ def magnitude(case: Case) -> Result:
 
 def repaired(case: Case) -> Result:
     """The channels of `magnitude`, and what stays repaired: what a plain global ranking is worth with our repair."""
-    plan = magnitude(case).plan
-    assert plan is not None
-    return _repaired(case, plan)
+    done = prunekit.prune(case.dense, case.images, macs=case.share, criterion="l2", scope="global", exclude=STREAM)
+    return Result(done.model, done.plan)
 
 
 def uniform(case: Case) -> Result:
     """Our order and our repair, with the same share of every group: what the allocation is worth."""
-    chart = prunekit.trace(case.dense, case.example)
-    stats = patch_statistics(case.dense, case.images, chart, ROWS, RepairSettings().memory_bytes)
-    scores = np.full(chart.n_labels, np.inf)
-    for found in eliminations(case.dense, chart, stats).values():
-        scores[found.labels] = np.arange(found.labels.size)
-    budget = prunekit.BudgetSettings(macs=case.share)
-    return _repaired(case, make_plan(chart, scores, prunekit.PruneSettings(budget, scope="uniform", exclude=STREAM)))
-
-
-def _repaired(case: Case, plan: prunekit.Plan) -> Result:
-    masked, _ = repair(case.dense, plan, case.images)
-    return Result(prunekit.compact(masked, plan), plan)
+    settings = {"macs": case.share, "criterion": "elimination", "scope": "uniform", "exclude": STREAM}
+    done = prunekit.prune(case.dense, case.images, **settings)
+    return Result(done.model, done.plan)
 
 
 def recalibrated(case: Case, method: Method) -> Result:
