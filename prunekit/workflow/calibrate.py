@@ -172,7 +172,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
         return None
     images = calibration_images(prepared)
     with threads(job.threads):
-        found = patch_statistics(model.to(prepared.device), images, chart, job.repair)
+        found = patch_statistics(model.to(prepared.device), images, chart, job.repair, job.prune.exclude)
     model.cpu()
     log(
         f"calibration: Gram matrices of the patches of {len(found.layers)} layers on {len(images)} training images, "
