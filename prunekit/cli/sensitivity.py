@@ -76,7 +76,7 @@ def _text(metrics: dict[str, Any], measured: bool) -> str:
     ]
     lines = [
         "Channels to keep for an error within 1 % and 10 % of the variance, and the error at half of the channels "
-        "(total: summed over outputs, as a budget is spent by); the most sensitive group first.",
+        "(total: what a budget is spent by); the most sensitive group first.",
         table(("group", "channels", "MACs", *(heading for heading, _ in columns)), rows),
     ]
     return "\n".join([*lines, *_measured(metrics)])

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.gains import RIDGE, relative_scale
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
 from prunekit.catalogue import CRITERIA
 from prunekit.channels import ChannelGroup, ChannelMap
@@ -17,8 +18,9 @@ from prunekit.channels.labels import Labels
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray
 
-RIDGE = 1e-3
-"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
+TRUST = 0.5
+"""Exponent of layers' gains: what they are of the repaired network lies between them and no difference at all, as
+repair corrects later what went wrong early."""
 
 AT_ONCE = 64
 """One of so many labels that are left goes at a time; of wide groups several, as one by one takes too long."""
@@ -47,12 +49,12 @@ class Elimination:
         labels: (n,), the first goes first.
         errors: (n,) summed over all consumers' outputs, each over its variance: after removing as many, with all that
             is left fitted anew.
-        outputs: over how many outputs they are summed.
+        outputs: over how many outputs they are summed, each counted as its layer's gain counts.
     """
 
     labels: Labels
     errors: FloatArray
-    outputs: int = 1
+    outputs: float = 1.0
 
 
 def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
@@ -160,11 +162,7 @@ def _by_group(
     weight = tensors[layer.weight].detach().double().flatten(2) if layer.reading.kernel else None
     if weight is None:
         weight = tensors[layer.weight].detach().double()[:, :, None]
-    scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
-    if layer.norm is not None:
-        norm = modules[layer.norm]
-        factor = (norm.running_var.double() + norm.eps).rsqrt()  # type: ignore[operator]
-        scale = scale * (factor if norm.weight is None else factor * norm.weight.detach().double())  # type: ignore[operator]
+    scale = relative_scale(moments, modules) * moments.gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
@@ -192,9 +190,10 @@ def eliminations(
     return found
 
 
-def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> int:
-    """Over how many outputs the errors of a group are summed: those of all layers that read it."""
-    return sum(len(moments.variance) for moments, _ in _layers_reading(group, channel_map, stats))
+def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
+    """Over how many outputs the errors of a group are summed: those of all layers that read it, times their gains."""
+    reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
+    return float(sum(len(moments.variance) * moments.gain**TRUST for moments in reading))
 
 
 @criterion(CRITERIA["elimination"])

@@ -21,12 +21,13 @@ class SensitivityCurve:
     Attributes:
         labels: (n,) in the order in which they go.
         errors: (n,) after as many; comparable between groups.
-        outputs: over how many outputs of the layers that read the group the errors are summed.
+        outputs: over how many outputs of the layers that read the group the errors are summed, each counted as much as
+            the errors are.
     """
 
     labels: Labels
     errors: NDArray[np.float64]
-    outputs: int = 1
+    outputs: float = 1.0
 
     def error_at(self, kept: int) -> float:
         """The error with so many labels kept."""

@@ -59,7 +59,7 @@ class Sensitivity:
         `group`, `module`, `channels`, `macs` (that the dense model spends on the group), and for both ways, with names
         that end in `_fast` and `_measured`: `kept_1` and `kept_10`, the least share of the channels (0..1) at which the
         error is within 1 and 10 % of the variance, measured: of those that were tried; `half`, the error at half of
-        them. `half_total` is summed over outputs, as a budget is spent by. None where there is no such curve.
+        them. `half_total` is the sum that a budget is spent by. None where there is no such curve.
         """
         by = "half_measured" if self.measured else "half_total"
         rows = [self._summary(group) for group in self.groups]
