@@ -23,6 +23,8 @@ FLAT = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Batch:
+    """Images with their labels, where there are any."""
+
     images: Tensor
     labels: Tensor | None
 
@@ -57,6 +59,10 @@ def observed(model: nn.Module, images: Tensor, output: Any, where: str) -> Obser
 
     Args:
         where: which model this is, for messages.
+
+    Raises:
+        ModelError: there is no tensor to compare.
+        NonFiniteError: something is NaN or Inf; names the first layer that gives it.
     """
     rows = [t for t in gather(output) if t.is_floating_point() and t.dim() and len(t) == len(images)]
     if not rows:
@@ -66,7 +72,7 @@ def observed(model: nn.Module, images: Tensor, output: Any, where: str) -> Obser
             "wrap the model so that it returns what its quality is judged by"
         )
     wide = torch.float32 if images.device.type == "mps" else torch.float64
-    tensors = tuple(tensor.detach().flatten(1).to(wide) if tensor.dim() > 1 else tensor[:, None] for tensor in rows)
+    tensors = tuple(tensor.detach().reshape(len(images), -1).to(wide) for tensor in rows)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         collect(model, [images], images.device, fused=False).require_finite()
         raise NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
@@ -81,6 +87,11 @@ def _class_scores(output: Any, images: int) -> Tensor | None:
 
 
 def require_alike(wanted: Observed, found: Observed, where: str) -> None:
+    """Checks that outputs can be compared value by value.
+
+    Raises:
+        ModelError: they have other shapes.
+    """
     shapes = [[tuple(tensor.shape) for tensor in observed.tensors] for observed in (wanted, found)]
     if shapes[0] != shapes[1]:
         raise ModelError(
@@ -101,6 +112,11 @@ class Spread:
     squares: list[Tensor] = field(default_factory=list)
 
     def add(self, observed: Observed) -> None:
+        """Takes in the dense outputs of one batch.
+
+        Raises:
+            ModelError: they have another size than those before.
+        """
         new = len(observed.tensors[0])
         parts = [(tensor.mean(0), (tensor - tensor.mean(0)).square().sum(0)) for tensor in observed.tensors]
         if self.count and [mean.shape for mean, _ in parts] != [mean.shape for mean in self.means]:
@@ -139,6 +155,7 @@ class Sums:
     correct: int | None = 0
 
     def add(self, found: Observed, wanted: Observed, batch: Batch, loss: Loss | None) -> None:
+        """Takes in what the masked model returned on one batch, where the dense one returned `wanted`."""
         pairs = zip(found.tensors, wanted.tensors, strict=True)
         squares = [float((got - want).square().mean(1).sum()) for got, want in pairs]
         self.squares = [a + b for a, b in zip(self.squares or [0.0] * len(squares), squares, strict=True)]

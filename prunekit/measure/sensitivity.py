@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 from prunekit.masking import WeightMasks
-from prunekit.measure.outputs import Spread, Sums, labelled_alike, observed, require_alike
+from prunekit.measure.outputs import Batch, Spread, Sums, labelled_alike, observed, require_alike
 from prunekit.measure.prefix import DensePrefix
 from prunekit.planning import MeasuredPoint, Plan
 from prunekit.planning.curves import keeping, kept_counts
@@ -59,41 +60,64 @@ def measure_sensitivity(
             shape is another under masks.
         NonFiniteError: an output is NaN or Inf; names the first layer that gives one.
     """
-    points = [(name, kept) for name, labels in orders.items() for kept in kept_counts(labels.size)[1:]]
-    sums: dict[tuple[str, int], Sums] = {point: Sums() for point in points}
-    dense, spread = Sums(), Spread()
-    device = next(model.parameters()).device
-    plans = {point: Plan(channel_map, keeping(channel_map, orders[point[0]], point[1])) for point in points}
-    prefix: DensePrefix | None = None
-    bar = tqdm(desc="sensitivity", unit="pass", disable=not progress, dynamic_ncols=True)
+    measuring = _Measuring(model, channel_map, orders, loss)
+    total = operator.length_hint(batches) * forward_passes(orders) or None
+    bar = tqdm(desc="sensitivity", total=total, unit="pass", disable=not progress, dynamic_ncols=True)
     with training_mode(model, False), torch.no_grad(), plain_attention(), bar:
         for batch in labelled_alike(batches, loss):
-            images = batch.images.to(device)
-            prefix = prefix or _prefix(model, images, plans)
-            wanted = observed(model, images, prefix.record(images), "the dense model")
-            spread.add(wanted)
-            dense.add(wanted, wanted, batch, loss)
-            bar.update()
-            for name, kept in points:
-                where = f"group {name} masked to {kept} of {orders[name].size} channels"
-                with WeightMasks(model, plans[name, kept], restore=True):
-                    found = observed(model, images, prefix.run(name, images), where)
-                require_alike(wanted, found, where)
-                sums[name, kept].add(found, wanted, batch, loss)
+            for _ in measuring.passes(batch):
                 bar.update()
-    variances = spread.variances()
-    return {
-        name: tuple(
-            (sums.get((name, kept)) or dense).point(kept, variances) for kept in kept_counts(labels.size)
+    return measuring.curves()
+
+
+class _Measuring:
+    """The sums of all points over the batches so far; arguments as for `measure_sensitivity`."""
+
+    def __init__(
+        self, model: nn.Module, channel_map: ChannelMap, orders: Mapping[str, Labels], loss: Loss | None
+    ) -> None:
+        self._model, self._orders, self._loss = model, orders, loss
+        points = [(name, kept) for name, labels in orders.items() for kept in kept_counts(labels.size)[1:]]
+        self._plans = {point: Plan(channel_map, keeping(channel_map, orders[point[0]], point[1])) for point in points}
+        self._sums = {point: Sums() for point in points}
+        self._dense, self._spread = Sums(), Spread()
+        self._prefix: DensePrefix | None = None
+
+    def passes(self, batch: Batch) -> Iterator[None]:
+        """Runs the dense model and all masked ones on a batch; yields after each."""
+        images = batch.images.to(next(self._model.parameters()).device)
+        prefix = self._prefix = self._prefix or self._shared(images)
+        wanted = observed(self._model, images, prefix.record(images), "the dense model")
+        self._spread.add(wanted)
+        self._dense.add(wanted, wanted, batch, self._loss)
+        yield
+        for (name, kept), plan in self._plans.items():
+            where = f"group {name} masked to {kept} of {self._orders[name].size} channels"
+            with WeightMasks(self._model, plan, restore=True):
+                found = observed(self._model, images, prefix.run(name, images), where)
+            require_alike(wanted, found, where)
+            self._sums[name, kept].add(found, wanted, batch, self._loss)
+            yield
+
+    def _shared(self, images: Tensor) -> DensePrefix:
+        """What the dense model and all masked ones share, tried with the fewest channels of each group."""
+        last = {name: plan for (name, _), plan in self._plans.items()}
+        tensors = {name: list(plan.kept_indices) for name, plan in last.items()}
+        return DensePrefix(
+            self._model,
+            images[:2],
+            tensors,
+            lambda name: WeightMasks(self._model, last[name], restore=True),
+            batch=len(images),
         )
-        for name, labels in orders.items()
-    }  # fmt: skip
 
+    def curves(self) -> dict[str, tuple[MeasuredPoint, ...]]:
+        """The points of each group, the dense model first."""
+        variances = self._spread.variances()
 
-def _prefix(model: nn.Module, images: Tensor, plans: Mapping[tuple[str, int], Plan]) -> DensePrefix:
-    """What the dense model and all masked ones share, tried with the fewest channels of each group."""
-    last = {name: plan for (name, _), plan in plans.items()}
-    tensors = {name: list(plan.kept_indices) for name, plan in last.items()}
-    return DensePrefix(
-        model, images[:2], tensors, lambda name: WeightMasks(model, last[name], restore=True), batch=len(images)
-    )
+        def point(name: str, kept: int) -> MeasuredPoint:
+            return self._sums.get((name, kept), self._dense).point(kept, variances)
+
+        return {
+            name: tuple(point(name, kept) for kept in kept_counts(labels.size)) for name, labels in self._orders.items()
+        }

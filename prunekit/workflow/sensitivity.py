@@ -124,8 +124,8 @@ def sensitivity(
         NonFiniteError: a layer reads or gives NaN or Inf; names it.
         ModelError, UsageError: as for `measure_sensitivity`.
     """
-    device = next(model.parameters()).device
-    calibration = gathered(images, sys.maxsize).to(device)
+    calibration = gathered(images, sys.maxsize)
+    calibration = calibration.to(next((parameter.device for parameter in model.parameters()), calibration.device))
     examples = [(calibration[:2],), *more_examples]
     with paused_garbage_collection():
         chart = trace(model, *examples)

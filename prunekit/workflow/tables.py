@@ -100,8 +100,8 @@ def curve_rows(
 ) -> list[dict[str, Any]]:
     """A row for each number of kept labels, from all to one, of each group that has a curve: what it saves and costs.
 
-    `error_fast` is the mean, and `error_total` the sum, over the outputs of the layers that read the group, each as much
-    as its gain says, all that is left fitted anew; the others are of the model's output as masked, None where nothing
+    `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, each as much
+    as its gain says, all that is left fitted anew. The others are of the model's output as masked; None where nothing
     was measured.
     """
     rows, dense = [], channel_map.macs()
