@@ -19,7 +19,7 @@ from prunekit.cli.output import Console, check_folder, table
     "--groups",
     multiple=True,
     metavar="GLOB",
-    help="Only groups whose channels a module of this path produces; may be repeated.",
+    help="Only channel groups of such a name; may be repeated. `prunekit inspect` shows the names.",
 )
 @own_options
 @device_option

@@ -15,6 +15,8 @@ from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
 from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.calibration.settings import Moments
 from prunekit.channels import ChannelGroup, ChannelMap
+from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.substitutes import substitute_all
 from prunekit.criteria import get_criterion
 from prunekit.errors import DataError
 from prunekit.planning.select import labels_matching
@@ -106,8 +108,10 @@ def patch_statistics(
         for name, axes in channel_map.labels.items()
         if len(axes) > 1 and axes[1] is not None and may_go[channel_map.deciding(axes[1])].any()
     ]
+    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+    substitute_all(copy)  # attention that calls its projections as layers
     found = collect_patches(
-        model,
+        copy,
         in_batches(images),
         norms=channel_map.norms,
         weights=free,
@@ -115,4 +119,4 @@ def patch_statistics(
         images=len(images),
         memory_bytes=settings.memory_bytes,
     )
-    return with_gains(model, found, images[: max(FEWEST, len(images) // 16)])
+    return with_gains(copy, found, images[: max(FEWEST, len(images) // 16)])

@@ -20,8 +20,9 @@ from prunekit.context import paused_garbage_collection
 from prunekit.criteria import score
 from prunekit.criteria.elimination import eliminations
 from prunekit.errors import PlanError
+from prunekit.globs import matching
 from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
-from prunekit.planning import MeasuredPoint, SensitivityCurve, labels_matching
+from prunekit.planning import MeasuredPoint, SensitivityCurve
 from prunekit.planning.curves import fewest_within, keeping, rank_correlation
 from prunekit.workflow.evidence import gathered, in_batches, patch_statistics
 from prunekit.workflow.runs import Log
@@ -111,7 +112,7 @@ def sensitivity(
         images: (B, ...) calibration images, preprocessed as the model wants them, or batches of such, also in pairs
             with labels, which are not used; at least 8.
         measured_on: images as one tensor, or batches of images, or of pairs of images and labels; None: not measured.
-        groups: globs over module paths: groups that these produce channels of; none: all.
+        groups: globs over the names of channel groups, which are module paths; none: all.
         loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
             scores.
         more_examples: further inputs for the trace, for branches of the model that the images do not take.
@@ -120,7 +121,7 @@ def sensitivity(
 
     Raises:
         DataError: there are no images, or too few.
-        PlanError: no channel is free, or a glob matches no module or none with free channels.
+        PlanError: no channel is free, or a glob matches no group.
         NonFiniteError: a layer reads or gives NaN or Inf; names it.
         ModelError, UsageError: as for `measure_sensitivity`.
     """
@@ -138,8 +139,10 @@ def sensitivity(
     found = eliminations(model, chart, stats, chosen)
     curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
     orders = {group.name: _order(group, model, chart, curves) for group in chosen}
-    for name in orders.keys() - curves.keys():
-        log(f"sensitivity: {name}: no layer that can be followed reads it: no fast curve, order by magnitude")
+    without = [name for name in orders if name not in curves]
+    if without:
+        names = ", ".join(without)
+        log(f"sensitivity: no fast curve, order by magnitude: no layer that can be followed reads {names}")
     if measured_on is None:
         return Sensitivity(chart, chosen, curves, {})
     log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the images, one as the model is")
@@ -149,23 +152,16 @@ def sensitivity(
 
 
 def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[ChannelGroup, ...]:
-    """The groups with channels that modules matching one of the globs produce; all of them without globs.
+    """The groups whose names match one of the globs; all of them without globs.
 
     Raises:
-        PlanError: there are none, or a glob matches no module path.
+        PlanError: no channel is free, or a glob matches no group.
     """
-    if not channel_map.groups:
+    names = [group.name for group in channel_map.groups]
+    if not names:
         raise PlanError("no channel is free: all are locked; `prunekit inspect` lists the reasons")
-    if not patterns:
-        return channel_map.groups
-    wanted = labels_matching(channel_map, patterns, "groups")
-    found = tuple(group for group in channel_map.groups if wanted[group.labels].any())
-    if not found:
-        raise PlanError(
-            f"groups: {', '.join(map(repr, patterns))} matches modules, but none with free channels; "
-            "`prunekit inspect` lists the groups, and why other channels are locked"
-        )
-    return found
+    found = {name for glob in patterns for name in matching(glob, names, "groups", PlanError, "channel group")}
+    return tuple(group for group in channel_map.groups if not patterns or group.name in found)
 
 
 def _halved(channel_map: ChannelMap) -> Keep:

@@ -54,7 +54,7 @@ def analyse(
     Args:
         job: the settings.
         measured: whether to measure too, on as many images of the validation split as the job calibrates on.
-        groups: globs over module paths; none: all groups.
+        groups: globs over names of channel groups; none: all.
         log: gets a line for each stage.
         progress: shows bars on stderr.
         resolved: the recipe's text, kept in the folder.

@@ -101,7 +101,7 @@ def test_measured_curves_as_one_json_object(here: Path) -> None:
     assert len(payload["fast"]["inner"]["errors"]) == 12
     page = (Path(payload["folder"]) / "report.html").read_text()
     assert '<span class="state finished">finished</span>' in page
-    again = run(*OWN, "--measured", "--groups", "stem", "--groups", "norm")
+    again = run(*OWN, "--measured", "--groups", "stem", "--groups", "s*")
     assert again.exit_code == 0, again.output
     assert "Dense model on 48 validation images: top-1" in again.stdout
     assert "inner" not in again.stdout
@@ -110,8 +110,8 @@ def test_measured_curves_as_one_json_object(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((*OWN, "--groups", "stam"), 2, "groups: 'stam' matches no module path; did you mean 'stem'?"),
-        ((*OWN, "--groups", "head"), 2, "groups: 'head' matches modules, but none with free channels"),
+        ((*OWN, "--groups", "stam"), 2, "groups: 'stam' matches no channel group; did you mean 'stem'?"),
+        ((*OWN, "--groups", "head"), 2, "groups: 'head' matches no channel group; expected one of 'inner', 'stem'"),
         ((*OWN, "calibration.images=0"), 2, "calibration.images"),
         ((*OWN, "calibration.images=1"), 2, "calibration: expected at least 8 images"),
         (("none.yaml",), 2, "none.yaml"),

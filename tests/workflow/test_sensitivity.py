@@ -13,17 +13,20 @@ import pytest
 import torch
 from equivalence import Net, assert_unchanged, randomised, snapshot
 from torch import Tensor, nn
+from torchvision.models import VisionTransformer
 
 import prunekit
 from prunekit import report
 from prunekit.calibration import CalibrationSettings
+from prunekit.compaction import compact
 from prunekit.criteria.elimination import RIDGE
 from prunekit.data import DataSettings
 from prunekit.errors import DataError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
-from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.planning.curves import keeping
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, analyse, prune_job
 from prunekit.workflow.tables import CURVE_COLUMNS
@@ -111,7 +114,7 @@ def test_groups_by_glob_and_a_group_whose_reader_cannot_be_followed() -> None:
     everything = prunekit.sensitivity(model, x, measured_on=x, log=messages.append)
     assert [group.name for group in everything.groups] == ["a", "b", "up"]
     assert everything.curves.keys() == {"a", "up"}
-    assert "sensitivity: b: no layer that can be followed reads it: no fast curve, order by magnitude" in messages
+    assert "sensitivity: no fast curve, order by magnitude: no layer that can be followed reads b" in messages
     alone = next(row for row in everything.summary if row["group"] == "b")
     assert (alone["kept_1_fast"], alone["half_total"]) == (None, None)
     assert alone["half_measured"] > 0
@@ -127,14 +130,28 @@ def test_groups_by_glob_and_a_group_whose_reader_cannot_be_followed() -> None:
         assert some.measured[name] == everything.measured[name]
 
 
+def test_heads_have_curves_though_attention_uses_its_projections_without_calling_them() -> None:
+    model = randomised(VisionTransformer(16, 8, 1, 4, 16, 24, num_classes=3)).double().eval()
+    x = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = prunekit.sensitivity(model, x, measured_on=x[:8], groups=["*self_attention"])
+    (heads,) = found.groups
+    assert heads.labels.size == 4
+    assert found.curves[heads.name].share_at(1) > 0
+    small = compact(model, Plan(found.channel_map, keeping(found.channel_map, found.curves[heads.name].labels, 1)))
+    with torch.no_grad():
+        want, got = model(x[:8]), small.eval()(x[:8])
+    error = (got - want).square().mean() / want.var(0, correction=0).mean()
+    assert found.measured[heads.name][-1].error == pytest.approx(float(error), rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("images", "groups", "error", "message"),
     [
         ([], (), DataError, "calibration: expected at least 8 images"),
         (pictures(1), (), DataError, "expected at least 8 images .* got a tensor of shape"),
         (["text"], (), DataError, "expected batches of images.* got str"),
-        (pictures(), ("c",), PlanError, "groups: 'c' matches no module path; expected one of"),
-        (pictures(), ("head",), PlanError, "groups: 'head' matches modules, but none with free channels"),
+        (pictures(), ("c",), PlanError, "groups: 'c' matches no channel group; expected one of"),
+        (pictures(), ("head",), PlanError, "groups: 'head' matches no channel group"),
         (torch.full((8, 3, 6, 6), torch.nan), (), NonFiniteError, "layer 'head' reads NaN or Inf|layer 'b' reads NaN"),
     ],
 )
