@@ -126,3 +126,4 @@ def test_bad_input_is_one_message_and_an_exit_code(
     assert (done.exit_code, done.stdout) == (code, ""), done.output
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert code == 1 or not (here / "runs").exists()
