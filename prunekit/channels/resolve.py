@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 from torch import nn
 
-from prunekit.channels.constraints import Contracted, Crossed, EqualParts, LockRecord, Nested, Rectangle
+from prunekit.channels.constraints import Contracted, EqualParts, Grouped, LockRecord
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.costs import MacTerm
 from prunekit.channels.joint import numbered
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
+from prunekit.channels.solving import in_order, solve, solve_contracted
 from prunekit.channels.tracing import Trace
 
 
@@ -75,8 +76,18 @@ def build(
         ),
         source=Resolved(trace, tuple(extra), sizes, final),
         norms=resolved(trace.norms.norms, final),
-        sizes=_renumbered(sizes, final),
+        sizes=_renumbered([*_of_groups(trace, final), *sizes], final),
     )
+
+
+def _of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
+    """What convolutions remember of groups that may go."""
+    for grouped in trace.flow.constraints:
+        if isinstance(grouped, Grouped):
+            rows = np.sort(final[grouped.inputs], axis=1)
+            if not (rows == rows[0]).all():
+                yield SizeAttribute(grouped.module, "groups", None, grouped.inputs)
+                yield SizeAttribute(grouped.module, "in_channels", None, grouped.inputs.reshape(-1, 1))
 
 
 def _resolved(
@@ -94,22 +105,14 @@ def _resolved(
             union.lock(record.labels)
     for constraint in trace.flow.constraints:
         if isinstance(constraint, Contracted):
-            _resolve_contracted(union, constraint, whole_heads=whole_heads)
+            solve_contracted(union, constraint, whole_heads=whole_heads)
     records += _lock_unused(trace, axes, union)
-    rank = {Contracted: 0, Nested: 1}
     asked = [part for part in extra if isinstance(part, EqualParts)]
-    constraints = sorted([*trace.flow.constraints, *asked], key=lambda constraint: rank.get(type(constraint), 2))
+    constraints = in_order([*trace.flow.constraints, *asked])
     while True:
         before = union.find(np.arange(union.size))
         for constraint in constraints:
-            if isinstance(constraint, Rectangle):
-                _resolve_rectangle(union, constraint.labels)
-            elif isinstance(constraint, Crossed):
-                records += _resolve_crossed(union, constraint)
-            elif isinstance(constraint, Nested):
-                records += _resolve_nested(union, constraint)
-            elif isinstance(constraint, EqualParts):
-                _resolve_equal_parts(union, constraint.labels)
+            records += solve(union, constraint)
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
         if np.array_equal(before, after):
@@ -153,74 +156,6 @@ def _lock_full_axes(axes: _Axes, union: LabelUnion) -> list[LockRecord]:
         reason = "all channels of this axis hang together: none can go alone"
         records.append(LockRecord(reason, axes.modules[index], "", axes.axes[index]))
     return records
-
-
-def _resolve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
-    """A head is one class with what is left of it; or a position is one class in all heads, and all of these stay."""
-    if whole_heads:
-        union.merge(contracted.labels, contracted.part[None])
-    else:
-        union.tie(contracted.labels, [1])
-        union.lock(contracted.part)
-        if not contracted.zero:
-            union.lock(contracted.labels)
-
-
-def _resolve_rectangle(union: LabelUnion, labels: Labels) -> None:
-    """Whole rows where every row is one class already (attention heads); else whole columns (channel shuffle)."""
-    roots = union.find(labels)
-    if not (roots == roots[:, :1]).all():
-        union.merge(labels, labels[:1])
-
-
-def _resolve_crossed(union: LabelUnion, crossed: Crossed) -> list[LockRecord]:
-    """Locks both axes, unless one is locked anyway, as a kernel's positions are."""
-    both = [crossed.first, crossed.second]
-    if not all(union.find(record.labels).any() for record in both):
-        return []
-    for record in both:
-        union.lock(record.labels)
-    return both
-
-
-def _resolve_nested(union: LabelUnion, nested: Nested) -> list[LockRecord]:
-    """Whole rows stay what they are, and what they met needs another partner; anything else loses whole columns.
-
-    Where what they met is locked, rows are all that can go.
-    """
-    roots = union.find(nested.labels)
-    whole_rows = (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any()
-    free = union.find(nested.part.labels).any()
-    if not whole_rows and free:
-        union.merge(nested.labels, nested.part.labels[None])
-    elif not whole_rows:
-        union.tie(nested.labels, [1])
-    elif free and not nested.matched:
-        union.lock(nested.part.labels)
-        return [nested.part]
-    return []
-
-
-def _resolve_equal_parts(union: LabelUnion, labels: Labels) -> None:
-    """Ties labels across parts, as few as it takes: what every part holds equally often needs no tie.
-
-    The rest is matched by how often a class occurs, so that classes of one size meet.
-    """
-    roots = union.find(labels)
-    parts = [np.unique(row, return_index=True, return_counts=True) for row in roots]
-    if all(np.array_equal(parts[0][0], p[0]) and np.array_equal(parts[0][2], p[2]) for p in parts[1:]):
-        return
-    common: dict[int, int] = {}
-    for label in set.intersection(*(set(part[0].tolist()) for part in parts)):
-        common[label] = min(int(part[2][part[0] == label][0]) for part in parts)
-    rows = []
-    for values, first, counts in parts:
-        left = [(count - common.get(v, 0), at, v) for v, at, count in
-                zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)]  # fmt: skip
-        left.sort(key=lambda item: (-item[0], item[1]))
-        rows.append(np.array([v for count, _, v in left for _ in range(count)], dtype=np.int64))
-    for row in rows[1:]:
-        union.merge(rows[0], row)
 
 
 def _report(records: Iterable[LockRecord]) -> list[Lock]:
