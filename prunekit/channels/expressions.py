@@ -13,7 +13,7 @@ import numpy as np
 
 from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.operators import Operator
-from prunekit.channels.places import Place, place_of
+from prunekit.channels.places import Place, attribute_read, place_of
 from prunekit.channels.rules.shape import axis_groups
 from prunekit.channels.sites import (
     expression_at,
@@ -30,13 +30,14 @@ class SizeExpression:
     """An expression that says how many of some labels there are; or, at a position, one part of a list that it makes.
 
     Labels of 0 stand for positions that stay whatever is pruned. The expression needs to be replaced where channels of
-    `decides` go.
+    `decides` go. `reads` is the attribute that it reads, as in `part.width`.
     """
 
     place: Place
     position: int | None
     labels: Labels  # (size, n), as in `SizeAttribute`
     decides: Labels
+    reads: str | None = None
 
 
 def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[SizeExpression]:
@@ -62,7 +63,7 @@ def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[Si
             if name == "mul":
                 yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
             else:
-                yield SizeExpression(place, position, labels, labels)
+                yield SizeExpression(place, position, labels, labels, attribute_read(site.method, expression))
 
 
 Sized = tuple[int, ast.expr, int | None, Labels]

@@ -48,3 +48,36 @@ def place_of(code: CodeType, expression: ast.expr) -> Place | None:
         return None
     text = ast.get_source_segment(found[1], expression) or ""
     return Place(code.co_name, expression.lineno - found[0].lineno, expression.col_offset, text)
+
+
+@lru_cache(maxsize=4096)
+def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
+    """The attribute that an expression in a method reads, as in `part.width` for `self.part.width`; None for others.
+
+    A name is followed to where the method gives it its value, if it does so once.
+    """
+    found = definition(code)
+    if found is None:
+        return None
+    node = expression
+    while isinstance(node, ast.Name):
+        value = _value_of(node.id, found[0])
+        if value is None:
+            return None
+        node = value
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    of_owner = isinstance(node, ast.Name) and node.id == code.co_varnames[0]
+    return ".".join(names) if names and of_owner else None
+
+
+def _value_of(name: str, function: ast.FunctionDef) -> ast.expr | None:
+    """What a method's only assignment to a name gives it."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
+    stored = [node for node in names if isinstance(node.ctx, ast.Store)]
+    for node in ast.walk(function) if len(stored) == 1 else ():
+        if isinstance(node, ast.Assign) and node.targets == stored:
+            return node.value
+    return None

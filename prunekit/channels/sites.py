@@ -28,8 +28,8 @@ def takes_sizes(name: str, args: Sequence[Any]) -> bool:
     return name in SIZED or (name == "aten.mul" and isinstance(args[1], float))
 
 
-_TORCH = str(Path(torch.__file__).parent)
-_MODULES = f"{_TORCH}/nn/modules/"
+_TORCH = f"{Path(torch.__file__).parent}/"  # torchvision stands beside it
+_MODULES = f"{_TORCH}nn/modules/"
 
 
 @dataclass(frozen=True)

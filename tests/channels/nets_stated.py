@@ -159,6 +159,33 @@ class Batched(nn.Module):
         return self.o(mixed.view(n, v.shape[1], length, -1).transpose(1, 2).reshape(n, length, width))
 
 
+class ReadOffAPart(nn.Module):
+    """Reads a width off one of its parts, and refuses an input that is too narrow before it splits it."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = 8
+            self.turn = nn.Linear(12, self.width)
+
+        def forward(self, state: Tensor, x: Tensor) -> Tensor:
+            return state + self.turn(torch.cat([state, x], -1)).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = self.Cell()
+        self.a, self.b = nn.Linear(WIDTH, 12), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        width = self.cell.width
+        rest = y.shape[-1] - width
+        if rest <= 0:
+            raise ValueError(f"{y.shape[-1]} channels are no more than {width}")
+        state, x = y.split([width, rest], -1)
+        return self.b(self.cell(state.tanh(), x))
+
+
 CLASSES: tuple[type[Any], ...] = (
     Quotient,
     Unscaled,
@@ -169,4 +196,5 @@ CLASSES: tuple[type[Any], ...] = (
     Inherited,
     FixedTable,
     Batched,
+    ReadOffAPart,
 )
