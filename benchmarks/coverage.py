@@ -13,6 +13,7 @@ equal by chance. One process a model, one thread; inputs have the size the model
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import math
@@ -81,10 +82,9 @@ def in_process(zoo: Zoo, name: str, side: int | None, limit: float) -> dict[str,
     return {"model": name, **row}
 
 
-def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows(zoo: Zoo, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows, each as soon as it is known."""
-    zoo = importlib.import_module(f"zoo_{options.zoo}")
-    for name in options.models.split(",") if options.models else zoo.names():
+    for name in options.models or zoo.names():
         row = in_process(zoo, name, options.size, options.limit)
         if options.json:
             print(json.dumps(row), flush=True)
@@ -115,19 +115,30 @@ def _summary(found: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f" of {len(found)}"
 
 
+def _alike(name: str, zoo: Zoo) -> str:
+    close = difflib.get_close_matches(name, zoo.names())
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
 def main() -> None:
     """Checks the models and prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zoo", choices=ZOOS, default="torchvision")
     parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--models", help="comma-separated; all of the zoo when not given")
+    parser.add_argument(
+        "--models", type=lambda given: given.split(","), help="comma-separated; all of the zoo when not given"
+    )
     parser.add_argument(
         "--size", type=int, help="side of the images, for models that take any; their own when not given"
     )
     parser.add_argument("--limit", type=float, default=300, help="seconds for a model")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/coverage_ZOO.json and .md")
     options = parser.parse_args()
-    found = list(rows(options))
+    zoo: Any = importlib.import_module(f"zoo_{options.zoo}")
+    for name in options.models or ():
+        if not zoo.knows(name):
+            parser.error(f"--models: {options.zoo} has no model {name!r}{_alike(name, zoo)}")
+    found = list(rows(zoo, options))
     if not options.json:
         show(found, as_json=False)
     print(_summary(found), file=sys.stderr)

@@ -15,8 +15,8 @@ from prunekit.channels.labels import Field, Labels, rows_along
 from prunekit.channels.operators import Operator
 from prunekit.channels.places import Place, attribute_read, place_of
 from prunekit.channels.rules.shape import axis_groups
-from prunekit.channels.sites import (
-    expression_at,
+from prunekit.channels.sites import expression_at
+from prunekit.channels.syntax import (
     is_chunk,
     is_unscaled_attention,
     parts_argument,

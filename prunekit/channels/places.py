@@ -9,6 +9,7 @@ from functools import lru_cache
 from types import CodeType
 
 from prunekit.channels.sites import definition
+from prunekit.channels.syntax import value_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
         return None
     node = expression
     while isinstance(node, ast.Name):
-        value = _value_of(node.id, found[0])
+        value = value_of(node.id, found[0])
         if value is None:
             return None
         node = value
@@ -71,13 +72,3 @@ def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
         node = node.value
     of_owner = isinstance(node, ast.Name) and node.id == code.co_varnames[0]
     return ".".join(names) if names and of_owner else None
-
-
-def _value_of(name: str, function: ast.FunctionDef) -> ast.expr | None:
-    """What a method's only assignment to a name gives it."""
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]
-    stored = [node for node in names if isinstance(node.ctx, ast.Store)]
-    for node in ast.walk(function) if len(stored) == 1 else ():
-        if isinstance(node, ast.Assign) and node.targets == stored:
-            return node.value
-    return None

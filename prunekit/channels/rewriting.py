@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.places import Place
-from prunekit.channels.sites import definition, is_chunk, is_of_torch, is_unscaled_attention, method_of
+from prunekit.channels.sites import definition, method_of
+from prunekit.channels.syntax import is_chunk, is_of_torch, is_unscaled_attention
 
 
 def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.operators import Operator, Run
 from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.resolve import with_constraints, with_locks, with_sizes
+from prunekit.channels.scales import Scales
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.context import seeded
@@ -67,6 +68,7 @@ def settle(
     divergence: Divergence | None = None
     failed: set[tuple[Any, ...]] = set()
     batches = BatchAxes(model, channel_map.traced.trace, examples)
+    scales = Scales(model, examples)
     for _ in range(attempts):
         keep = channel_map.completed(choose(channel_map))
         kept = kept_indices(channel_map, keep)
@@ -76,7 +78,7 @@ def settle(
         difference, found = trial.of(compact)
         if found is None:
             return Settled(channel_map, keep, compact, difference)
-        search = SizeSearch(model, compact, channel_map, keep, batches, partial(trial.of, compact))
+        search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.of, compact))
         sizes = search.after(found)
         if search.equal:
             channel_map = with_constraints(channel_map, search.equal)

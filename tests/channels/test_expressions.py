@@ -20,7 +20,8 @@ from prunekit import load
 from prunekit.channels.attributes import attribute_values
 from prunekit.channels.places import Place, attribute_read
 from prunekit.channels.rewriting import set_expressions
-from prunekit.channels.sites import definition, slice_of_axis
+from prunekit.channels.sites import definition
+from prunekit.channels.syntax import slice_of_axis
 from prunekit.compaction import compact, save
 from prunekit.errors import ArtifactError
 from prunekit.planning import Plan, load_plan
