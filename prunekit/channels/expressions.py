@@ -30,7 +30,8 @@ class SizeExpression:
     """An expression that says how many of some labels there are; or, at a position, one part of a list that it makes.
 
     Labels of 0 stand for positions that stay whatever is pruned. The expression needs to be replaced where channels of
-    `decides` go. `reads` is the attribute that it reads, as in `part.width`.
+    `decides` go. `reads` is the attribute that it reads, as in `part.width`; `equal` says that it makes equal parts of
+    whatever is there.
     """
 
     place: Place
@@ -38,6 +39,7 @@ class SizeExpression:
     labels: Labels  # (size, n), as in `SizeAttribute`
     decides: Labels
     reads: str | None = None
+    equal: bool = False
 
 
 def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[SizeExpression]:
@@ -56,6 +58,7 @@ def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[Si
     else:
         sizes = _of_slice if name == "slice" else _of_split if name.startswith("split") else _of_shape
     found = list(sizes(operator, node))
+    equal = is_chunk(node) and len({len(labels) for *_, labels in found}) == 1
     whole = not any(position is not None and axis in varying for axis, _, position, _ in found)
     for axis, expression, position, labels in found if whole else ():
         place = place_of(site.method, expression)
@@ -63,7 +66,7 @@ def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[Si
             if name == "mul":
                 yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
             else:
-                yield SizeExpression(place, position, labels, labels, attribute_read(site.method, expression))
+                yield SizeExpression(place, position, labels, labels, attribute_read(site.method, expression), equal)
 
 
 Sized = tuple[int, ast.expr, int | None, Labels]
@@ -90,8 +93,6 @@ def _of_split(operator: Operator, node: ast.expr) -> Iterator[Sized]:
     rows = [_rows(fields, axis) for fields in operator.outputs]
     if expression is None or not rows or any(part is None for part in rows):
         return
-    if is_chunk(node) and len({len(part) for part in rows}) == 1:  # type: ignore[arg-type]
-        return  # as many stay in each
     if operator.name == "aten.split" and not is_chunk(node):
         yield axis, expression, None, rows[0]  # type: ignore[misc]
     elif isinstance(expression, (ast.List, ast.Tuple)):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import nn
 
-from prunekit.channels.constraints import Contracted, EqualParts, Grouped, LockRecord
+from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.costs import MacTerm
 from prunekit.channels.joint import numbered
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
+from prunekit.channels.orders import avoidable
 from prunekit.channels.solving import in_order, solve, solve_contracted
 from prunekit.channels.tracing import Trace
+
+TOGETHER = "all channels of this axis hang together: none can go alone"
 
 
 def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
@@ -55,10 +58,10 @@ def build(
 ) -> ChannelMap:
     """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
     axes = _Axes(trace)
-    heads, records = _resolved(trace, extra, axes)
+    constraints, heads, records = _least_locked(trace, extra, axes)
     positions = heads
-    if any(isinstance(constraint, Contracted) for constraint in trace.flow.constraints):
-        positions, _ = _resolved(trace, extra, axes, whole_heads=False)
+    if any(isinstance(constraint, Contracted) for constraint in constraints):
+        positions, _ = _resolved(trace, extra, axes, constraints, whole_heads=False)
     numbers = numbered(heads, positions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
@@ -90,8 +93,31 @@ def _of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
                 yield SizeAttribute(grouped.module, "in_channels", None, grouped.inputs.reshape(-1, 1))
 
 
+def _least_locked(
+    trace: Trace, extra: Sequence[LockRecord | EqualParts], axes: _Axes
+) -> tuple[list[Constraint], Labels, list[LockRecord]]:
+    """All constraints with what they lead to; without avoidable ones if these only lock whole axes.
+
+    A model runs as it is where they hold, so they are left out last.
+    """
+    every = trace.flow.constraints
+    heads, records = _resolved(trace, extra, axes, every)
+    needless = avoidable(trace.runs) if any(record.reason == TOGETHER for record in records) else set()
+    if needless:
+        needed = [constraint for constraint in every if constraint not in needless]
+        free, others = _resolved(trace, extra, axes, needed)
+        if np.count_nonzero(free[axes.all]) > np.count_nonzero(heads[axes.all]):
+            return needed, free, others
+    return every, heads, records
+
+
 def _resolved(
-    trace: Trace, extra: Iterable[LockRecord | EqualParts], axes: _Axes, *, whole_heads: bool = True
+    trace: Trace,
+    extra: Iterable[LockRecord | EqualParts],
+    axes: _Axes,
+    constraints: Sequence[Constraint],
+    *,
+    whole_heads: bool = True,
 ) -> tuple[Labels, list[LockRecord]]:
     """The class of every label with all constraints solved, 0 for locked ones; and all locks.
 
@@ -103,15 +129,15 @@ def _resolved(
     for record in records:
         if not (whole_heads and record.positions):
             union.lock(record.labels)
-    for constraint in trace.flow.constraints:
+    for constraint in constraints:
         if isinstance(constraint, Contracted):
             solve_contracted(union, constraint, whole_heads=whole_heads)
     records += _lock_unused(trace, axes, union)
     asked = [part for part in extra if isinstance(part, EqualParts)]
-    constraints = in_order([*trace.flow.constraints, *asked])
+    ordered = in_order([*constraints, *asked])
     while True:
         before = union.find(np.arange(union.size))
-        for constraint in constraints:
+        for constraint in ordered:
             records += solve(union, constraint)
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
@@ -153,8 +179,7 @@ def _lock_full_axes(axes: _Axes, union: LabelUnion) -> list[LockRecord]:
     records = []
     for index in np.flatnonzero((least == most) & (least != 0)):
         union.lock(axes.axes[index][:1])
-        reason = "all channels of this axis hang together: none can go alone"
-        records.append(LockRecord(reason, axes.modules[index], "", axes.axes[index]))
+        records.append(LockRecord(TOGETHER, axes.modules[index], "", axes.axes[index]))
     return records
 
 

@@ -47,13 +47,36 @@ class Site:
         return None if line is None or last is None or column is None or end is None else (line, column, last, end)
 
 
-def site_here() -> tuple[Site, nn.Module] | None:
-    """Where in a method of a module the frame above the caller's stands, and the module; see `frame_here`."""
-    found = frame_here(sys._getframe(2))
+def site_here(above: int) -> tuple[Site, nn.Module] | None:
+    """Where in a method of a module the frame so far above the caller's stands, and the module; see `frame_here`."""
+    found = frame_here(sys._getframe(1 + above))
     if found is None:
         return None
     frame, method, owner = found
     return Site(method, frame.f_code, frame.f_lasti), owner
+
+
+def caller_here(above: int) -> tuple[Site, nn.Module] | None:
+    """Where a method of a module called the function in the frame so far above the caller's, and the module."""
+    function = _own_frame(sys._getframe(1 + above))
+    frame = None if function is None else function.f_back
+    owner = None if frame is None else _owner(frame)
+    if frame is None or owner is None or _method_around(type(owner), frame.f_code) is not frame.f_code:  # type: ignore[arg-type]
+        return None
+    return Site(frame.f_code, frame.f_code, frame.f_lasti), owner
+
+
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of a model's own code; None within one of torch's own modules."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = None if frame.f_code.co_filename.startswith(_MODULES) else frame.f_back
+    return frame
+
+
+def _owner(frame: FrameType) -> nn.Module | None:
+    """The module that a function has as its first argument."""
+    first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+    return first if isinstance(first, nn.Module) else None
 
 
 def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module] | None:
@@ -61,16 +84,12 @@ def frame_here(frame: FrameType | None) -> tuple[FrameType, CodeType, nn.Module]
 
     None within one of torch's own modules, and where a function runs that is in no method.
     """
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_filename.startswith(_MODULES):
-            return None
-        frame = frame.f_back
-    inner = frame
+    frame = inner = _own_frame(frame)
     for _ in range(_NESTED):
         if frame is None or inner is None:
             return None
-        owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
-        if isinstance(owner, nn.Module):
+        owner = _owner(frame)
+        if owner is not None:
             method = _method_around(type(owner), inner.f_code)  # type: ignore[arg-type]
             if method is not None:
                 return inner, method, owner

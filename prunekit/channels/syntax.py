@@ -122,3 +122,14 @@ def value_of(name: str, function: ast.FunctionDef) -> ast.expr | None:
         if isinstance(node, ast.Assign) and node.targets == stored:
             return node.value
     return None
+
+
+def rearranged_by(node: ast.Call) -> ast.expr:
+    """What `shuffle(x, 2)` or a chain of methods, as in `x.view(...).transpose(1, 2).flatten(1, 2)`, rearranges."""
+    of: ast.expr = node
+    while isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) and of.func.attr in _MOVES:
+        of = of.args[0] if is_of_torch(of) else of.func.value
+    return node.args[0] if of is node else of
+
+
+_MOVES = ("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "swapaxes", "swapdims")
