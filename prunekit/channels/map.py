@@ -187,12 +187,17 @@ class ChannelMap:
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """What a map was made from: the trace, what trials added in its numbering, and trace label -> final label."""
+    """What a map was made from: the trace, what trials added in its numbering, and trace label -> final label.
+
+    `ties` says that all constraints must hold; `stated` that some do not, as sizes and orders are told instead.
+    """
 
     trace: Trace
     extra: tuple[LockRecord | EqualParts, ...]
     sizes: tuple[SizeAttribute, ...]
     final: Labels
+    ties: bool = False
+    stated: bool = False
 
 
 def group_labels(

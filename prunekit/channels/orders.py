@@ -8,63 +8,56 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 
 import numpy as np
 
 from prunekit.channels.constraints import Constraint, EqualParts, Rectangle
-from prunekit.channels.expressions import size_expressions
+from prunekit.channels.expressions import part_sizes
 from prunekit.channels.labels import Labels
-from prunekit.channels.map import Keep
+from prunekit.channels.map import SizeAttribute
 from prunekit.channels.operators import Operator, Run
-from prunekit.channels.places import Place, place_of
+from prunekit.channels.places import place_of
 from prunekit.channels.sites import expression_at
 
 
 @dataclass(frozen=True, eq=False)
-class Rearranged:
-    """Channels that an expression in a module's Python puts in another order.
+class Avoidable:
+    """Constraints that are none if a compact model is told sizes or an order in place of an expression."""
 
-    Attributes:
-        owner: path of the module.
-        place: the expression, with the axis.
-        labels: of the channels as they come, (size,); no two alike.
-        order: from which position each one comes, (size,).
-        constraints: what must stay rectangular if the order is not stated.
-    """
-
-    owner: str
-    place: Place
-    labels: Labels
-    order: Labels
-    constraints: tuple[Rectangle, ...]
-
-    def runs_with(self, keep: Keep, final: Labels) -> bool:
-        """Whether the expression itself leaves what is kept in the same order: where it is rectangular."""
-        kept = [keep[final[rectangle.labels]] for rectangle in self.constraints]
-        return all(bool((grid == grid[:1]).all() or (grid == grid[:, :1]).all()) for grid in kept)
+    sizes: tuple[SizeAttribute, ...]
+    constraints: tuple[Constraint, ...]
 
 
-def rearranged(runs: Iterable[Run]) -> list[Rearranged]:
-    """All expressions that only rearrange one axis of channels."""
-    found = []
+def avoidable(runs: Iterable[Run]) -> list[Avoidable]:
+    """What equal parts and shuffles ask for, by the expressions that make them, where these always do the same."""
+    found: dict[tuple[str, str], list[Avoidable]] = {}
     for run in runs:
-        for start in range(0 if not run.repeats else len(run.operators), len(run.operators)):
-            if any(isinstance(constraint, Rectangle) for constraint in run.operators[start].constraints):
-                found += [one for one in _rearranged(list(_chain(run.operators, start))) if one is not None][:1]
-    return found
+        for index, operator in enumerate(run.operators):
+            if any(isinstance(constraint, EqualParts) for constraint in operator.constraints):
+                one: Avoidable | None = Avoidable(tuple(part_sizes(operator)), operator.constraints)
+            elif any(isinstance(constraint, Rectangle) for constraint in operator.constraints):
+                one = next(_rearranged(list(_chain(run.operators, index))), None)
+            else:
+                continue
+            if one is not None and one.sizes:
+                found.setdefault((one.sizes[0].module, one.sizes[0].name), []).append(one)
+    return [_together(every) for every in found.values() if all(_alike(one, every[0]) for one in every)]
 
 
-def avoidable(runs: Iterable[Run]) -> set[Constraint]:
-    """Constraints that stated sizes and orders make unnecessary: of equal parts, and of what only rearranges."""
-    runs = list(runs)
-    found: set[Constraint] = {constraint for one in rearranged(runs) for constraint in one.constraints}
-    for operator in (operator for run in runs for operator in run.operators):
-        equal = [constraint for constraint in operator.constraints if isinstance(constraint, EqualParts)]
-        if equal and any(size.position is not None for size in size_expressions(operator, ())):
-            found.update(equal)
-    return found
+def _together(every: Sequence[Avoidable]) -> Avoidable:
+    return Avoidable(every[0].sizes, tuple(constraint for one in every for constraint in one.constraints))
+
+
+def _alike(left: Avoidable, right: Avoidable) -> bool:
+    pairs = list(zip(left.sizes, right.sizes, strict=False))
+    same = all(np.array_equal(a.labels, b.labels) and np.array_equal(_order(a), _order(b)) for a, b in pairs)
+    return same and len(left.sizes) == len(right.sizes)
+
+
+def _order(size: SizeAttribute) -> Labels:
+    return np.arange(len(size.labels)) if size.order is None else size.order
 
 
 _MOVES = frozenset(
@@ -82,23 +75,22 @@ def _chain(operators: Sequence[Operator], start: int) -> Iterator[Operator]:
         yield operator
 
 
-def _rearranged(chain: Sequence[Operator]) -> Iterator[Rearranged | None]:
-    """The chain up to its first end at which the channels are on their axis again."""
+def _rearranged(chain: Sequence[Operator]) -> Iterator[Avoidable]:
+    """What the chain does up to each end at which the channels are on their axis again."""
     first = chain[0]
     for end, last in enumerate(chain[1:], 1):
         if len(first.inputs) != 1 or len(last.outputs[0]) != 1 or last.call[2][0] != first.call[0][0]:
             continue
         before, after = first.inputs[0], last.outputs[0][0]
         site = _expression(first, last)
-        if site is None or len(before.span) != 1 or after.span != before.span:
-            continue
+        place = None if site is None else place_of(*site)
         labels, moved = before.labels.reshape(-1), after.labels.reshape(-1)
-        place = place_of(*site)
-        if place is not None and len(np.unique(labels)) == labels.size:
-            order = np.argsort(labels)[np.searchsorted(np.sort(labels), moved)]
-            left = [c for one in chain[: end + 1] for c in one.constraints if isinstance(c, Rectangle)]
-            where = Place(place.function, place.line, place.column, place.text, before.span[0])
-            yield Rearranged(first.owner, where, labels, order, tuple(left))
+        if place is None or len(before.span) != 1 or after.span != before.span or len(np.unique(labels)) < labels.size:
+            continue
+        order = np.argsort(labels)[np.searchsorted(np.sort(labels), moved)]
+        where = replace(place, axis=before.span[0])
+        left = tuple(constraint for operator in chain[: end + 1] for constraint in operator.constraints)
+        yield Avoidable((SizeAttribute(first.owner, str(where), None, labels[:, None], order),), left)
 
 
 def _expression(first: Operator, last: Operator) -> tuple[CodeType, ast.expr] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,44 +24,50 @@ TOGETHER = "all channels of this axis hang together: none can go alone"
 
 def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
     """Resolves a trace of a model into its channel map."""
-    return build(trace, [], {name: tuple(tensor.shape) for name, tensor in named_tensors(model)})
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
+    return build(Resolved(trace, (), (), np.zeros(0, dtype=np.int64)), shapes)
 
 
 def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> ChannelMap:
     """A new map in which further labels, of the trace's own numbering, are locked."""
     source = channel_map.traced
-    return build(source.trace, [*source.extra, *records], dict(channel_map.shapes), source.sizes)
+    return build(replace(source, extra=(*source.extra, *records)), channel_map.shapes)
 
 
 def with_constraints(channel_map: ChannelMap, constraints: Iterable[EqualParts]) -> ChannelMap:
     """A new map in which further labels, of the trace's own numbering, go in equal numbers."""
     source = channel_map.traced
-    return build(source.trace, [*source.extra, *constraints], dict(channel_map.shapes), source.sizes)
+    return build(replace(source, extra=(*source.extra, *constraints)), channel_map.shapes)
+
+
+def with_ties(channel_map: ChannelMap) -> ChannelMap:
+    """A new map that leaves no constraint out."""
+    return build(replace(channel_map.traced, ties=True), channel_map.shapes)
 
 
 def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:
     """A new map that knows further attributes, with labels in the trace's own numbering, to be sizes."""
-    source = channel_map.traced
-    known = (*source.sizes, *sizes)
-    return replace(channel_map, sizes=_renumbered(known, source.final), source=replace(source, sizes=known))
+    source, new = channel_map.traced, tuple(sizes)
+    known = (*channel_map.sizes, *_renumbered(new, source.final))
+    return replace(channel_map, sizes=known, source=replace(source, sizes=(*source.sizes, *new)))
 
 
 def _renumbered(sizes: Iterable[SizeAttribute], final: Labels) -> tuple[SizeAttribute, ...]:
     return tuple(replace(size, labels=final[size.labels]) for size in sizes)
 
 
-def build(
-    trace: Trace,
-    extra: list[LockRecord | EqualParts],
-    shapes: dict[str, tuple[int, ...]],
-    sizes: tuple[SizeAttribute, ...] = (),
-) -> ChannelMap:
-    """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
+def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> ChannelMap:
+    """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them.
+
+    Args:
+        source: its `final` and `stated` are made anew.
+    """
+    trace = source.trace
     axes = _Axes(trace)
-    constraints, heads, records = _least_locked(trace, extra, axes)
+    constraints, stated, heads, records = _least_locked(source, axes)
     positions = heads
     if any(isinstance(constraint, Contracted) for constraint in constraints):
-        positions, _ = _resolved(trace, extra, axes, constraints, whole_heads=False)
+        positions, _ = _resolved(trace, source.extra, axes, constraints, whole_heads=False)
     numbers = numbered(heads, positions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
@@ -77,9 +83,9 @@ def build(
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
             for term in trace.flow.macs
         ),
-        source=Resolved(trace, tuple(extra), sizes, final),
+        source=replace(source, final=final, stated=bool(stated)),
         norms=resolved(trace.norms.norms, final),
-        sizes=_renumbered([*_of_groups(trace, final), *sizes], final),
+        sizes=_renumbered([*_of_groups(trace, final), *stated, *source.sizes], final),
     )
 
 
@@ -94,21 +100,23 @@ def _of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
 
 
 def _least_locked(
-    trace: Trace, extra: Sequence[LockRecord | EqualParts], axes: _Axes
-) -> tuple[list[Constraint], Labels, list[LockRecord]]:
-    """All constraints with what they lead to; without avoidable ones if these only lock whole axes.
+    source: Resolved, axes: _Axes
+) -> tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]:
+    """Constraints, what is stated in place of others, and what both lead to.
 
-    A model runs as it is where they hold, so they are left out last.
+    A model runs as it is where all hold; so none is left out unless together they lock whole axes.
     """
-    every = trace.flow.constraints
-    heads, records = _resolved(trace, extra, axes, every)
-    needless = avoidable(trace.runs) if any(record.reason == TOGETHER for record in records) else set()
-    if needless:
+    trace, every = source.trace, source.trace.flow.constraints
+    heads, records = _resolved(trace, source.extra, axes, every)
+    locked = not source.ties and any(record.reason == TOGETHER for record in records)
+    found = avoidable(trace.runs) if locked else []
+    if found:
+        needless = {constraint for one in found for constraint in one.constraints}
         needed = [constraint for constraint in every if constraint not in needless]
-        free, others = _resolved(trace, extra, axes, needed)
+        free, others = _resolved(trace, source.extra, axes, needed)
         if np.count_nonzero(free[axes.all]) > np.count_nonzero(heads[axes.all]):
-            return needed, free, others
-    return every, heads, records
+            return needed, [size for one in found for size in one.sizes], free, others
+    return every, [], heads, records
 
 
 def _resolved(

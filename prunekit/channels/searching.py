@@ -20,7 +20,6 @@ from prunekit.channels.expressions import size_expressions
 from prunekit.channels.labels import Field, rows_along
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.operators import Operator, Run
-from prunekit.channels.orders import rearranged
 from prunekit.channels.scales import Scales
 from prunekit.channels.stated import StatedSizes
 
@@ -136,14 +135,11 @@ class SizeSearch:
         if path not in self._sizes:
             stated = StatedSizes(self.channel_map, self.keep)
             operators = [o for run in self.channel_map.traced.trace.runs if not run.repeats for o in run.operators]
-            here = {operator.owner for operator in operators if _is_placed(operator) and operator.module == path}
+            here = {operator.owner for operator in operators if operator.site is not None and operator.module == path}
             classes = {type(self.model.get_submodule(owner)) for owner in here}
             for operator in operators:
                 if operator.site is not None and type(self.model.get_submodule(operator.owner)) in classes:
                     stated.note(operator.owner, list(size_expressions(operator, self.batches.of(operator))))
-            for found in rearranged(self.channel_map.traced.trace.runs):
-                if type(self.model.get_submodule(found.owner)) in classes:
-                    stated.note_order(found)
             self._sizes[path] = stated
         return self._sizes[path]
 
@@ -215,11 +211,6 @@ class SizeSearch:
                 if option.axis < labels.ndim and labels.shape[option.axis] == values[option.position or 0]:
                     found.append(SizeAttribute(other, option.name, option.position, rows_along(labels, option.axis)))
         return found
-
-
-def _is_placed(operator: Operator) -> bool:
-    """Whether it is known where in a method the model's Python stood."""
-    return operator.site is not None or operator.caller is not None
 
 
 def within(path: str, run: Run) -> list[Operator]:

@@ -13,7 +13,6 @@ from prunekit.channels.constraints import EqualParts
 from prunekit.channels.expressions import SizeExpression
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.orders import Rearranged
 
 
 class StatedSizes:
@@ -29,14 +28,11 @@ class StatedSizes:
         self._left_alone = {(size.module, size.name) for size in channel_map.sizes}
         self._asked = [part.labels for part in channel_map.traced.extra if isinstance(part, EqualParts)]
         self._found: dict[tuple[str, str, int | None], SizeAttribute] = {}
-        self._orders: dict[tuple[str, str], list[SizeAttribute]] = {}
         self._changing: set[str] = set()
         self._reads: dict[str, str | None] = {}
 
     def note(self, module: str, sizes: Sequence[SizeExpression]) -> None:
         """Takes in the sizes of one expression when a module ran it once."""
-        if any(size.equal for size in sizes) and len({self._kept(size.labels) for size in sizes}) == 1:
-            return
         fewer = {str(size.place) for size in sizes if self._shrinks(size.labels)}
         beside = {str(size.place) for size in sizes if not size.place.is_number}
         self._changing |= fewer | (beside if fewer or any(self._shrinks(size.decides) for size in sizes) else set())
@@ -46,25 +42,6 @@ class StatedSizes:
             earlier = self._found.setdefault(key, SizeAttribute(*key, size.labels)).labels
             if not self._same(earlier, size.labels):
                 self._clash(key, earlier, size.labels)
-
-    def note_order(self, found: Rearranged) -> None:
-        """Takes in an expression that rearranges channels, each time it runs."""
-        size = SizeAttribute(found.owner, str(found.place), None, found.labels[:, None], found.order)
-        self._orders.setdefault((size.module, size.name), []).append(size)
-        if not found.runs_with(self._keep, self._final):
-            self._changing.add(size.name)
-
-    def _changed_orders(self) -> list[SizeAttribute]:
-        """Orders that expressions no longer make themselves, where they make the same one each time."""
-        changed = [sizes for key, sizes in self._orders.items() if key not in self._left_alone]
-        return [sizes[0] for sizes in changed if sizes[0].name in self._changing and self._agree(sizes)]
-
-    def _agree(self, orders: Sequence[SizeAttribute]) -> bool:
-        values = [replace(size, labels=self._final[size.labels]).value(self._keep) for size in orders]
-        return all(value == values[0] for value in values)
-
-    def _kept(self, labels: Labels) -> int:
-        return int(np.count_nonzero(self._keep[self._final[labels]].any(axis=1)))
 
     def _shrinks(self, labels: Labels) -> bool:
         return not bool(self._keep[self._final[labels]].any(axis=1).all())
@@ -90,9 +67,9 @@ class StatedSizes:
             self.equal.append(EqualParts(parts))
 
     def changing(self) -> list[SizeAttribute]:
-        """All sizes and orders, of every module, in expressions that change in one of them."""
+        """All sizes, of every module, in expressions that change in one of them."""
         found = [size for size in self._found.values() if (size.module, size.name) not in self._left_alone]
-        return [*(size for size in found if size.name in self._changing), *self._changed_orders()]
+        return [size for size in found if size.name in self._changing]
 
     def as_attributes(self, model: nn.Module) -> list[SizeAttribute]:
         """The same, with attributes of integers in place of expressions that only read one: `self.num_heads`.
@@ -102,7 +79,7 @@ class StatedSizes:
         read: dict[tuple[str, str], list[SizeAttribute]] = {}
         result = []
         for size in self.changing():
-            attribute = _holder(size, self._reads.get(size.name), model)
+            attribute = _holder(size, self._reads[size.name], model)
             if attribute is None:
                 result.append(size)
             else:

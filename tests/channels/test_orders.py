@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import TOLERANCE, parity, randomised, settled_plan
+from equivalence import TOLERANCE, parity, random_keep, randomised, settled_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets_shuffled import WIDTH, HalvedUnit, Unit, UnitOfModules, channel_shuffle, units
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit import load
+from prunekit.channels import trace
 from prunekit.channels.attributes import attribute_values
 from prunekit.channels.map import SizeAttribute
-from prunekit.channels.orders import rearranged
+from prunekit.channels.orders import avoidable
 from prunekit.channels.places import Place
 from prunekit.channels.rewriting import set_expressions
 from prunekit.channels.tracing import trace_model
@@ -37,13 +38,15 @@ def orders(plan: Plan) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("cls", [Unit, UnitOfModules])
 def test_the_order_of_a_shuffle_is_found(cls: type[Unit]) -> None:
     net = units(cls, 2).eval()
-    found = rearranged(trace_model(net, [EXAMPLE]).runs)
+    found = [
+        size for one in avoidable(trace_model(net, [EXAMPLE]).runs) for size in one.sizes if size.order is not None
+    ]
     moved = channel_shuffle(torch.arange(WIDTH).reshape(1, -1, 1, 1), 2).reshape(-1)
     owners = ["1", "2"] if cls is Unit else ["1.shuffle", "2.shuffle"]
-    assert [one.owner for one in found] == owners
-    for one in found:
-        assert np.array_equal(one.order, moved)
-        assert one.place.axis == 1
+    assert [size.module for size in found] == owners
+    for size in found:
+        assert np.array_equal(size.order, moved)  # type: ignore[arg-type]
+        assert Place.named(size.name).axis == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("cls", [Unit, UnitOfModules])
@@ -80,6 +83,28 @@ def test_the_compact_model_trains_and_can_be_exported_and_pruned_again() -> None
     assert parity(small, again, EXAMPLE) <= TOLERANCE
 
 
+def test_a_map_alone_is_enough_to_compact() -> None:
+    net = randomised(units(Unit, MANY)).eval()
+    chart = trace(net, EXAMPLE)
+    assert parity(net, Plan(chart, random_keep(chart, 1, 0.5), {}), EXAMPLE) <= TOLERANCE
+
+
+class Loop(Unit):
+    """One expression shuffles other channels each time: it cannot state two orders."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(MANY):
+            x = super().forward(x)
+        return x
+
+
+def test_an_expression_that_runs_on_other_channels_each_time_is_left_alone() -> None:
+    net = randomised(units(Loop, 1)).eval()
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert not orders(plan)
+
+
 def test_where_ties_do_the_code_stays_as_it_is() -> None:
     net = randomised(units(Unit, 1)).eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
@@ -106,9 +131,10 @@ def test_an_order_of_what_is_left() -> None:
 
 def test_an_order_that_is_none_is_refused() -> None:
     unit: Any = Unit()
-    (found,) = rearranged(trace_model(nn.Sequential(nn.Conv2d(3, WIDTH, 1), unit), [EXAMPLE]).runs)
-    assert Place.named(str(found.place)) == found.place
+    _, found = avoidable(trace_model(nn.Sequential(nn.Conv2d(3, WIDTH, 1), unit), [EXAMPLE]).runs)
+    (order,) = found.sizes
+    assert str(Place.named(order.name)) == order.name
     for value in ([0, -1], [0, "1"], "01", [1.0]):
         with pytest.raises(ValueError, match="is no size"):
-            set_expressions(unit, {str(found.place): value})
+            set_expressions(unit, {order.name: value})
     assert type(unit) is Unit
