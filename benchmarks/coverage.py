@@ -30,6 +30,8 @@ from common import RESULTS, keep, show
 from coverage_check import check, failed, where_from
 from zoo_cases import Zoo
 
+from prunekit.workflow.runs import environment
+
 FORK = multiprocessing.get_context("fork")
 """A child has all modules already: importing them takes longer than most models do."""
 
@@ -120,6 +122,23 @@ def _alike(name: str, zoo: Zoo) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
+def _keep(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Writes all rows of a zoo, or those of some models in place of their earlier ones."""
+    name = f"coverage_{options.zoo}"
+    size = options.size or "the model's own"
+    setting: dict[str, Any] = {"zoo": options.zoo, "size": size, "batch": 1, "threads": 1, "share": 0.5}
+    kept = None
+    if options.models:
+        kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        now = environment()
+        other = {key: value for key, value in now.items() if kept["environment"].get(key) != value}
+        new = {row["model"]: {**row, **({"environment": other} if other else {})} for row in found}
+        found = [*(new.pop(row["model"], row) for row in kept["rows"]), *new.values()]
+        setting = kept["setting"]
+    print(keep(name, found, setting, kept and kept["environment"]), file=sys.stderr)
+    (RESULTS / f"{name}.md").write_text(as_markdown(found, options.zoo), encoding="utf-8")
+
+
 def main() -> None:
     """Checks the models and prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,7 +151,11 @@ def main() -> None:
         "--size", type=int, help="side of the images, for models that take any; their own when not given"
     )
     parser.add_argument("--limit", type=float, default=300, help="seconds for a model")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/coverage_ZOO.json and .md")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="write benchmarks/results/coverage_ZOO.json and .md; with --models only their rows change",
+    )
     options = parser.parse_args()
     zoo: Any = importlib.import_module(f"zoo_{options.zoo}")
     for name in options.models or ():
@@ -143,15 +166,7 @@ def main() -> None:
         show(found, as_json=False)
     print(_summary(found), file=sys.stderr)
     if options.keep:
-        setting = {
-            "zoo": options.zoo,
-            "size": options.size or "the model's own",
-            "batch": 1,
-            "threads": 1,
-            "share": 0.5,
-        }
-        print(keep(f"coverage_{options.zoo}", found, setting), file=sys.stderr)
-        (RESULTS / f"coverage_{options.zoo}.md").write_text(as_markdown(found, options.zoo), encoding="utf-8")
+        _keep(found, options)
 
 
 if __name__ == "__main__":
