@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+FEWEST_IMAGES = 8
+"""To fit on some and judge by others."""
+
 Fit = Literal["bias", "moments", "channel", "patch"]
 
 
