@@ -94,8 +94,7 @@ def peer_names() -> list[str]:
 
 def oneshot(case: Case, exclude: Iterable[str] = ()) -> Result:
     """Order and budget by what each layer reads, then repair."""
-    settings = prunekit.PruneSettings(prunekit.BudgetSettings(macs=case.share), exclude=tuple(exclude))
-    done = prunekit.prune_oneshot(case.dense, case.images, settings)
+    done = prunekit.prune(case.dense, case.images, macs=case.share, exclude=tuple(exclude))
     return Result(done.model, done.plan)
 
 

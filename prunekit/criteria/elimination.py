@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
+from prunekit.catalogue import CRITERIA
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.labels import Labels
+from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray
 
 RIDGE = 1e-3
@@ -176,3 +178,31 @@ def eliminations(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -
         if consumers:
             found[group.name] = eliminate(group.labels, consumers)
     return found
+
+
+@criterion(CRITERIA["elimination"])
+def elimination(evidence: Evidence) -> Scores:
+    """What each label adds to its group's error as it goes: the slope of the lower convex hull of the group's curve.
+
+    So scores never fall along the order of removal, and ranking all of them removes along the curves of all groups at
+    once, at equal slopes. Labels of groups that no layer reads score +inf.
+    """
+    assert evidence.patches is not None
+    scores = np.full(evidence.channel_map.n_labels, np.inf)
+    for order in eliminations(evidence.modules[""], evidence.channel_map, evidence.patches).values():
+        slopes = hull_slopes(order.errors)
+        rank = 1 + 1e-9 * np.arange(slopes.size)  # within a slope the order of the curve holds
+        scores[order.labels] = (slopes + np.finfo(float).tiny) * rank
+    return scores
+
+
+def hull_slopes(errors: FloatArray) -> FloatArray:
+    """(n,) slopes of the lower convex hull of the curve through (0, 0), (1, errors[0]), ...: never falling."""
+    heights = np.concatenate([[0.0], errors])
+    slopes, start = np.zeros(errors.size), 0
+    while start < errors.size:
+        reached = (heights[start + 1 :] - heights[start]) / np.arange(1, heights.size - start)
+        step = int(np.flatnonzero(reached == reached.min())[-1]) + 1
+        slopes[start : start + step] = reached.min()
+        start += step
+    return slopes

@@ -23,9 +23,7 @@ from prunekit.repair.memory import HELD, ROOM, batch_size, cuts, fit_size, held,
 from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, batches_of
 from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport
 from prunekit.repair.sequential import Step, Walk
-from prunekit.repair.settings import RepairSettings
-
-FEWEST_IMAGES = 8
+from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
 
 
 def repair(

@@ -11,10 +11,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from prunekit.artifacts import write_text
 from prunekit.report import figures, numbers
-from prunekit.report.headline import compared, masked, reference, tiles
+from prunekit.report.headline import compared, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
-FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "share")
+FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share")
 
 
 def write_page(run_folder: Path, state: str | None = None) -> Path:
@@ -41,6 +41,7 @@ def render(run: Run, state: str | None = None) -> str:
         metrics=run.metrics,
         state=state or str(run.status.get("state", "unknown")),
         tiles=list(tiles(run.metrics)),
+        models=models(run.metrics),
         compared=list(compared(run.metrics)),
         reference=reference(run.metrics),
         layers=_records(layers),
@@ -51,6 +52,8 @@ def render(run: Run, state: str | None = None) -> str:
         curves=figures.figure_or_none(figures.curves, run.history),
         skipped=_skipped(run.history),
         masked=list(masked(run.metrics)),
+        repaired=list(repaired(run.metrics)),
+        repair=_records(run.repair),
         clamps=_by_run(run.clamps),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(_flat(run.environment)),

@@ -19,6 +19,7 @@ COLUMNS = {
     "coupling": ("group", "channels", "kept", "module", "axis", "position"),
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
+    "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
 TEXT_COLUMNS = (
@@ -34,6 +35,9 @@ TEXT_COLUMNS = (
     "dtype",
     "clamp",
     "by",
+    "weight",
+    "applied",
+    "note",
 )
 
 
@@ -53,6 +57,7 @@ class Run:
     locks: pd.DataFrame | None
     latency_samples: pd.DataFrame | None
     clamps: pd.DataFrame | None
+    repair: pd.DataFrame | None
 
 
 def read_run(folder: Path) -> Run:
@@ -78,6 +83,7 @@ def read_run(folder: Path) -> Run:
         locks=tables["locks"],
         latency_samples=tables["latency_samples"],
         clamps=tables["clamps"],
+        repair=tables["repair"],
     )
 
 

@@ -2,16 +2,15 @@
 
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
-from prunekit.workflow.finetune import RunResult, finetune
-from prunekit.workflow.oneshot import OneShot, prune_oneshot
+from prunekit.workflow.finetune import RunResult, finetune, prune_job
+from prunekit.workflow.oneshot import Pruned, prune
 from prunekit.workflow.own import Own
-from prunekit.workflow.pruning import Planned, Pruned, plan_model, prune
+from prunekit.workflow.pruning import Planned, plan_model
 from prunekit.workflow.settings import JobSettings
 
 __all__ = [
     "CalibrationResult",
     "JobSettings",
-    "OneShot",
     "Own",
     "Planned",
     "Pruned",
@@ -21,5 +20,5 @@ __all__ = [
     "finetune",
     "plan_model",
     "prune",
-    "prune_oneshot",
+    "prune_job",
 ]

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from prunekit.channels import ChannelMap, trace
-from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, hull_slopes, make_plan, marginal_scores
+from prunekit.criteria.elimination import hull_slopes
+from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, cumulated, make_plan, per_mac
+from prunekit.planning.select import Scores
 
 
 def chart() -> ChannelMap:
@@ -38,12 +40,19 @@ def curves(channel_map: ChannelMap, seed: int) -> list[SensitivityCurve]:
     ]
 
 
+def scores_of(channel_map: ChannelMap, found: list[SensitivityCurve]) -> Scores:
+    scores = np.full(channel_map.n_labels, np.inf)
+    for curve in found:
+        scores[curve.labels] = np.diff(curve.errors, prepend=0)
+    return scores
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_other_allocation_saves_as_much_at_less_error(seed: int) -> None:
     channel_map = chart()
     found = curves(channel_map, seed)
-    settings = PruneSettings(BudgetSettings(macs=0.6), scope="global")
-    plan = make_plan(channel_map, marginal_scores(channel_map, found), settings)
+    settings = PruneSettings(BudgetSettings(macs=0.6), scope="per_mac")
+    plan = make_plan(channel_map, scores_of(channel_map, found), settings)
     ours = [int((~plan.keep[curve.labels]).sum()) for curve in found]
     for curve, count in zip(found, ours, strict=True):
         assert not plan.keep[curve.labels[:count]].any()
@@ -63,9 +72,31 @@ def test_slopes_are_those_of_the_lower_hull() -> None:
     assert hull_slopes(np.array([0.0, 0.0, 3.0, 4.0, 9.0])).tolist() == [0.0, 0.0, 2.0, 2.0, 5.0]
 
 
-def test_a_label_on_no_curve_stays() -> None:
+def test_a_group_without_a_curve_stays_whole() -> None:
     channel_map = chart()
     found = curves(channel_map, 0)[:1]
-    scores = marginal_scores(channel_map, found)
-    assert np.isinf(np.delete(scores, found[0].labels)).all()
-    assert np.isfinite(scores[found[0].labels]).all()
+    scores = scores_of(channel_map, found)
+    ranked = per_mac(channel_map, scores)
+    assert np.isinf(np.delete(ranked, found[0].labels)).all()
+    assert np.isfinite(ranked[found[0].labels]).all()
+    plan = make_plan(channel_map, scores, PruneSettings(BudgetSettings(macs=0.8), scope="per_mac"))
+    assert [name for name, (kept, dense) in plan.widths().items() if kept < dense] == list(
+        cumulated(channel_map, scores)
+    )
+
+
+def test_curves_come_back_from_scores() -> None:
+    channel_map = chart()
+    found = curves(channel_map, 1)
+    again = cumulated(channel_map, scores_of(channel_map, found))
+    for one, other in zip(found, again.values(), strict=True):
+        assert one.labels.tolist() == other.labels.tolist()
+        np.testing.assert_allclose(one.errors, other.errors)
+
+
+def test_macs_of_a_label_are_those_it_costs_around_a_plan() -> None:
+    """conv3x3 from 3 channels to 4 and 1x1 back, on 4x4 pixels: (27 + 3) * 16 MACs a channel."""
+    channel_map = chart()
+    group = next(group for group in channel_map.groups if group.labels.size == 4)
+    scores = np.ones(channel_map.n_labels)
+    np.testing.assert_allclose(per_mac(channel_map, scores)[group.labels], 1 / (30 * 16))

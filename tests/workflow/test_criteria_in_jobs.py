@@ -78,7 +78,7 @@ def test_pruning_by_gradients_in_one_call() -> None:
 
 def test_scores_are_normalised_only_where_layers_cannot_be_compared() -> None:
     comparable = {name for name in criterion_names() if get_criterion(name).comparable}
-    assert comparable == {"lamp", "taylor", "taylor2", "obd"}
+    assert comparable == {"lamp", "elimination", "taylor", "taylor2", "obd"}
     model = torchvision.models.resnet18(num_classes=4)
     chart = prunekit.trace(model, (torch.randn(1, 3, 32, 32),))
     for criterion, scope, normalised in (("l2", "global", True), ("l2", "uniform", False), ("lamp", "global", False)):
