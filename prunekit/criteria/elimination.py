@@ -138,7 +138,7 @@ def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap,
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
     found: list[Consumer] = []
     for moments in stats.layers:
-        labels = channel_map.labels.get(moments.layer.weight, (None, None))[1]
+        labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
         for deciding in [] if labels is None else channel_map.deciding(labels):
             if np.isin(deciding, group.labels).any():
                 found += _by_group(moments, tensors, modules, deciding)
@@ -149,14 +149,15 @@ def _by_group(
     moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
 ) -> Iterable[Consumer]:
     layer = moments.layer
-    weight = tensors[layer.weight].detach().double().flatten(2) if layer.reading.kernel else None
-    if weight is None:
-        weight = tensors[layer.weight].detach().double()[:, :, None]
+    weight = layer.matrix(tensors[layer.weight].detach()).double()
+    weight = weight.flatten(2) if layer.reading.kernel else weight[:, :, None]
     scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
     if layer.norm is not None:
         norm = modules[layer.norm]
         factor = (norm.running_var.double() + norm.eps).rsqrt()  # type: ignore[operator]
         scale = scale * (factor if norm.weight is None else factor * norm.weight.detach().double())  # type: ignore[operator]
+    if layer.gain is not None and layer.end == layer.total:
+        scale = scale * layer.gain
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own

@@ -29,13 +29,14 @@ CHUNKS = 3
 
 def kept_groups(layer: Layer, plan: Plan) -> list[int]:
     """Groups of a convolution of which any output is kept."""
-    size = plan.channel_map.shapes[layer.weight][0] // layer.reading.groups
-    return sorted(set((np.asarray(plan.kept(layer.weight, 0)) // size).tolist()))
+    size = plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
+    return sorted(set((np.asarray(plan.kept(layer.weight, layer.axes[0])) // size).tolist()))
 
 
 def kept_channels(layer: Layer, plan: Plan) -> torch.Tensor:
     """Kept channels of a layer's input, group after group."""
-    columns, width = np.asarray(plan.kept(layer.weight, 1)), plan.channel_map.shapes[layer.weight][1]
+    axis = layer.axes[1]
+    columns, width = np.asarray(plan.kept(layer.weight, axis)), plan.channel_map.shapes[layer.weight][axis]
     parts = [columns + group * width for group in kept_groups(layer, plan)]
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
 
@@ -59,13 +60,13 @@ class FitSize:
 
 def fit_size(layer: Layer, plan: Plan, by_channels: bool) -> FitSize:
     """Rows are held as they are and again as float64 with a constant, of one group; outputs a few times."""
-    outputs, width = plan.channel_map.shapes[layer.weight][:2]
+    outputs, width = (plan.channel_map.shapes[layer.weight][axis] for axis in layer.axes)
     groups = max(1, len(kept_groups(layer, plan)))
     columns = len(kept_channels(layer, plan)) * layer.reading.taps
     sampled = 4 * columns + 8 * outputs
     if groups > MOST_GROUPS:
         return FitSize(CHUNKS * 8 * CHUNK, sampled)
-    kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, 0))) // groups)
+    kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.reading.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
     return FitSize(GRAMS * gram, sampled + 16 * (wide + 1) + 48 * kept_outputs)
@@ -73,7 +74,7 @@ def fit_size(layer: Layer, plan: Plan, by_channels: bool) -> FitSize:
 
 def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:
     """Whether a layer is fitted by channels: asked for, or because of the memory that patches would take."""
-    columns = len(np.asarray(plan.kept(layer.weight, 1))) * layer.reading.taps
+    columns = len(np.asarray(plan.kept(layer.weight, layer.axes[1]))) * layer.reading.taps
     wide = GRAMS * gram_bytes(columns) > settings.memory_bytes * FIT
     return settings.fit == "channel" or (settings.fit == "patch" and wide)
 
