@@ -136,7 +136,7 @@ class _Finder(CallWatch):
         if how is None:
             return None, ""
         layer = Layer(operands.weight, operands.bias, call.number, how, call.number, transposed=operands.transposed)
-        self.drafts.append(_Draft(layer, result.shape))
+        self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape))
         return len(self.drafts) - 1, "layer"
 
     def _norm(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:

@@ -41,6 +41,7 @@ class Layer:
         moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
             permutations, slices.
         gain: (outputs,) what a parameter multiplies it by before `total`.
+        rows: of its output, see `Reading`, in the forward pass that found it.
     """
 
     weight: str
@@ -56,6 +57,7 @@ class Layer:
     transposed: bool = False
     moves: tuple[int, ...] = ()
     gain: Tensor | None = field(default=None, compare=False)
+    rows: int = 0
 
     @property
     def axes(self) -> tuple[int, int]:
