@@ -1,7 +1,8 @@
 """Pruning without training, on CIFAR-10 with trained weights: MACs and top-1 of each method at each reduction.
 
-Every seed draws its calibration images from the training images, without labels; nothing is trained, and the test
-images are seen by the final measurement alone. `macs` are those of one image by torch's `FlopCounterMode`, of the model
+Every seed draws its calibration images from the training images; their labels are given to torch-pruning's Taylor and
+Hessian importances alone, which need a labelled loss. Nothing is trained, and the test images are seen by the final
+measurement alone. `macs` are those of one image by torch's `FlopCounterMode`, of the model
 as it is loaded from its folder (torch-pruning's models have none); `top1` is in percent of all test images; `seconds`
 is what pruning took, without measuring. A method that cannot meet a budget has a reason instead. The dense model's own
 figures go to standard error. DATA is an `.npz` of x_train, y_train, x_test and y_test; WEIGHTS fit the ResNets for
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -45,12 +47,12 @@ def normalised(pixels: Tensor) -> Tensor:
     return (pixels.float() / 255 - mean) / std
 
 
-def drawn(train: Arrays, count: int, seed: int) -> Tensor:
-    """(count, 3, H, W) calibration images."""
+def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(count, 3, H, W) calibration images and (count,) labels."""
     if len(train.pixels) < count:
         raise DataError(f"x_train: expected at least {count} images to calibrate on, got {len(train.pixels)}")
     order = torch.randperm(len(train.pixels), generator=torch.Generator().manual_seed(seed))
-    return normalised(train.pixels[order[:count]])
+    return normalised(train.pixels[order[:count]]), train.labels[order[:count]]
 
 
 def measured(model: torch.nn.Module, test: Arrays) -> dict[str, Any]:
@@ -69,6 +71,18 @@ def row(name: str, method: Method, case: Case, test: Arrays) -> dict[str, Any]:
         return {"macs": None, "top1": None, "seconds": time.perf_counter() - start, "reason": f"{name}: {error}"}
     seconds = time.perf_counter() - start
     return {**measured(result.loaded(case), test), "seconds": seconds}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and worst seed of every method at every reduction, of those that meet it for all seeds."""
+    found = []
+    for method, reduction in dict.fromkeys((row["method"], row["reduction"]) for row in rows):
+        same = [row for row in rows if (row["method"], row["reduction"]) == (method, reduction)]
+        if all(row["top1"] is not None for row in same):
+            top1, seconds = ([row[key] for row in same] for key in ("top1", "seconds"))
+            means = {"top1_mean": statistics.fmean(top1), "top1_worst": min(top1), "seconds": statistics.fmean(seconds)}
+            found.append({"method": method, "reduction": reduction, **means, "seeds": len(same)})
+    return found
 
 
 def reductions(text: str) -> list[float]:
@@ -105,9 +119,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"dense: {whole['macs']:,} MACs, top-1 {whole['top1']:.2f} %", file=sys.stderr)
     rows = []
     for seed in range(options.seeds):
-        images = drawn(archive.rest, options.images, seed)
+        images, labels = drawn(archive.rest, options.images, seed)
         for reduction in options.reduction:
-            case = Case(dense, build, images, 1 / reduction)
+            case = Case(dense, build, images, labels, 1 / reduction)
             for name, method in options.method.items():
                 found = row(name, method, case, archive.test)
                 rows.append({"method": name, "reduction": reduction, **found, "seed": seed})
@@ -138,9 +152,11 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     if not options.json:
         show(rows, as_json=False)
+        print()
+        show(summary(rows), as_json=False)
     if options.keep:
         setting = {"images": options.images, "threads": options.threads, "dtype": "float32", "top1": "percent"}
-        print(keep(f"oneshot_resnet{options.depth}", rows, setting), file=sys.stderr)
+        print(keep(f"oneshot_resnet{options.depth}", [*rows, *summary(rows)], setting), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prunekit.calibration import Consumer, InputMoments, StatsKey, consumers_of
+from prunekit.calibration import Consumer, InputMoments, StatsKey
 from prunekit.catalogue import CRITERIA
 from prunekit.criteria.nuclear import NuclearNorm
 from prunekit.criteria.registry import Evidence, Scores, criterion
@@ -28,8 +28,8 @@ class Read:
 
     def columns(self, evidence: Evidence) -> FloatArray:
         """(channels, outputs x taps) What the layer's weight does with each channel."""
-        columns = self.consumer.columns(evidence.parameters[self.consumer.name]).cpu().double().numpy()
-        require_finite(self.consumer.name, columns)
+        columns = self.consumer.columns(evidence.parameters[self.consumer.weight]).cpu().double().numpy()
+        require_finite(self.consumer.weight, columns)
         return columns
 
 
@@ -113,22 +113,11 @@ def _made(evidence: Evidence, *, squared: bool) -> Scores:
     """
     found = LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
-        labels = evidence.channel_map.labels[read.consumer.name][0]
-        if labels is not None and evidence.parameters[read.consumer.name].ndim == 2:
+        labels = evidence.channel_map.labels[read.consumer.weight][0]
+        if labels is not None and evidence.parameters[read.consumer.weight].ndim == 2:
             energy = ((read.columns(evidence) * moments.rms[:, None]) ** 2).sum(0)
             found.add(labels, energy if squared else np.sqrt(energy))
     return found.result(otherwise=np.nan)
-
-
-def rms_of_reads(evidence: Evidence) -> Scores:
-    """Root mean square of a label's channels at the layers that read them, (n_labels,); NaN where none was measured.
-
-    Where none reads them, as queries and keys, at those that make them.
-    """
-    found = LabelMean(evidence.channel_map)
-    for read, moments in _with_moments(evidence):
-        found.add(read.labels, moments.rms)
-    return found.result(otherwise=_made(evidence, squared=False))
 
 
 def _reads(evidence: Evidence) -> Iterator[Read]:
@@ -136,11 +125,11 @@ def _reads(evidence: Evidence) -> Iterator[Read]:
     assert evidence.stats is not None
     evidence.stats.require_finite()
     chart = evidence.channel_map
-    for path, consumer in consumers_of(evidence.modules).items():
-        on_weight = chart.labels.get(consumer.name, ())[consumer.input_axis : consumer.input_axis + 1]
+    for path, consumer in evidence.stats.reads.items():
+        on_weight = chart.labels.get(consumer.weight, ())[consumer.input_axis : consumer.input_axis + 1]
         candidates = (*on_weight, chart.activations.get((path, "input", 0)))  # a grouped weight has those of one group
         labels = next((on for on in candidates if on is not None and len(on) == consumer.channels), None)
-        if labels is not None and labels.any() and consumer.name in evidence.parameters:
+        if labels is not None and labels.any() and consumer.weight in evidence.parameters:
             yield Read(consumer, labels)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.gains import RIDGE, relative_scale
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
 from prunekit.catalogue import CRITERIA
 from prunekit.channels import ChannelGroup, ChannelMap
@@ -17,8 +18,9 @@ from prunekit.channels.labels import Labels
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray
 
-RIDGE = 1e-3
-"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
+TRUST = 0.5
+"""Exponent of layers' gains: what they are of the repaired network lies between them and no difference at all, as
+repair corrects later what went wrong early."""
 
 AT_ONCE = 64
 """One of so many labels that are left goes at a time; of wide groups several, as one by one takes too long."""
@@ -151,13 +153,7 @@ def _by_group(
     layer = moments.layer
     weight = layer.matrix(tensors[layer.weight].detach()).double()
     weight = weight.flatten(2) if layer.reading.kernel else weight[:, :, None]
-    scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
-    if layer.norm is not None:
-        norm = modules[layer.norm]
-        factor = (norm.running_var.double() + norm.eps).rsqrt()  # type: ignore[operator]
-        scale = scale * (factor if norm.weight is None else factor * norm.weight.detach().double())  # type: ignore[operator]
-    if layer.gain is not None and layer.end == layer.total:
-        scale = scale * layer.gain
+    scale = relative_scale(moments, modules) * moments.gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own

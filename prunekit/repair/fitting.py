@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.layers import Layer
+from prunekit.calibration.patches import applied
 from prunekit.channels.copying import named_tensors
 from prunekit.planning import Plan
 from prunekit.repair.fits import (
@@ -164,7 +165,7 @@ class LayerFitter:
         usable = scale.abs() > FLAT * scale.abs().max()
         rows, scale, offset = rows[usable], scale[usable], offset[usable]
         width = len(columns) * layer.reading.taps
-        inputs = running.inputs[:, place * width : (place + 1) * width].double()
+        inputs = running.inputs[:, place * width : (place + 1) * width]
         now = scale * self._outputs(layer, inputs, rows, columns) + offset
         dense_scale, dense_offset = self._affine(self._dense_modules, layer, rows)
         wanted = dense_scale * sample.outputs[:, rows].double() + dense_offset
@@ -188,7 +189,7 @@ class LayerFitter:
         return layer.matrix(self._tensors[layer.weight].detach())[rows][:, columns].flatten(1).double()
 
     def _outputs(self, layer: Layer, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        outputs = inputs @ self._weight(layer, rows, columns).T
+        outputs = applied(inputs, self._weight(layer, rows, columns).T)
         return outputs if layer.bias is None else outputs + self._tensors[layer.bias].detach()[rows].double()
 
     def _change(

@@ -18,6 +18,7 @@ from prunekit.calibration import (
     StatsCollector,
     TaylorTerms,
     collect_gradients,
+    few_images,
 )
 from prunekit.calibration import collect as collect
 from prunekit.calibration.patch_stats import PatchStats
@@ -86,7 +87,7 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
             log(f"calibration: {error}; collecting again")
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training images")
-    collectors = _collectors(job, model.to(prepared.device))
+    collectors = _collectors(job, model.to(prepared.device), images, prepared.device)
     if collectors.moments is not None:
         log(f"calibration: {collectors.moments.memory}")
     with threads(job.threads):
@@ -117,12 +118,18 @@ def _wants_ranks(job: JobSettings) -> bool:
     return "ranks" in get_criterion(job.prune.criterion).needs
 
 
-def _collectors(job: JobSettings, model: nn.Module) -> Collectors:
+def _collectors(job: JobSettings, model: nn.Module, images: Batches, device: torch.device) -> Collectors:
     settings = job.calibration
     moments = None
     if _wants_moments(job):
-        exclude, limit_mib = settings.moments_exclude, settings.moments_limit_mib
-        moments = MomentsCollector(model, exclude=exclude, limit_mib=limit_mib)
+        few, _ = few_images(images)
+        moments = MomentsCollector(
+            model,
+            few.to(device),
+            exclude=settings.moments_exclude,
+            limit_mib=settings.moments_limit_mib,
+            positions=settings.moments_positions,
+        )
     ranks = RankCollector(model) if _wants_ranks(job) else None
     return Collectors(StatsCollector(model, fused=settings.fused), moments, ranks)
 
@@ -165,7 +172,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
         return None
     images = calibration_images(prepared)
     with threads(job.threads):
-        found = patch_statistics(model.to(prepared.device), images, chart, job.repair)
+        found = patch_statistics(model.to(prepared.device), images, chart, job.repair, job.prune.exclude)
     model.cpu()
     log(
         f"calibration: Gram matrices of the patches of {len(found.layers)} layers on {len(images)} training images, "

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, collect
+from prunekit.calibration.gains import with_gains
 from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
+from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.calibration.settings import Moments
 from prunekit.channels import ChannelMap
 from prunekit.criteria import get_criterion
 from prunekit.errors import DataError
+from prunekit.planning.select import labels_matching
 from prunekit.planning.settings import Criterion
 from prunekit.repair import RepairSettings, require_images
 
 BATCH = 128
+FEWEST = 8
+"""Images, at least, on which the gains of layers are measured."""
 
 
 def gathered(data: Tensor | Iterable[Any], count: int) -> Tensor:
@@ -73,21 +78,30 @@ def statistics(model: nn.Module, images: Tensor, criterion: Criterion) -> Channe
 
 
 def patch_statistics(
-    model: nn.Module, images: Tensor, channel_map: ChannelMap, settings: RepairSettings | None = None
+    model: nn.Module,
+    images: Tensor,
+    channel_map: ChannelMap,
+    settings: RepairSettings | None = None,
+    exclude: Iterable[str] = (),
 ) -> PatchStats:
-    """Patch statistics of the layers that read channels which may go.
+    """Patch statistics of the layers that read channels which may go, with their measured gains.
 
     Args:
         model: the dense one, on the images' device.
         images: (B, ...)
         channel_map: of the model.
         settings: of the repair that follows, which says how many rows and how much memory may be used.
+        exclude: globs over module paths whose output channels stay.
     """
-    settings = settings or RepairSettings()
+    settings, images = settings or RepairSettings(), pixel_by_pixel(images)
+    may_go = ~labels_matching(channel_map, exclude, "exclude")
+    may_go[0] = False
     free = [
-        name for name, axes in channel_map.labels.items() if len(axes) > 1 and axes[1] is not None and axes[1].any()
+        name
+        for name, axes in channel_map.labels.items()
+        if len(axes) > 1 and any(labels is not None and may_go[labels].any() for labels in axes[:2])
     ]
-    return collect_patches(
+    found = collect_patches(
         model,
         in_batches(images),
         norms=channel_map.norms,
@@ -96,3 +110,4 @@ def patch_statistics(
         images=len(images),
         memory_bytes=settings.memory_bytes,
     )
+    return with_gains(model, found, images[: max(FEWEST, len(images) // 16)])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
+from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
@@ -140,10 +141,11 @@ class _Given:
 def _prune_on(
     model: nn.Module, images: Tensor, settings: PruneSettings, given: _Given, repairing: RepairSettings | None
 ) -> Pruned:
+    images = pixel_by_pixel(images)
     chart = _traced(model, (images[:2],), given)
     patches = None
     if "patches" in get_criterion(settings.criterion).needs:
-        patches = patch_statistics(model, images, chart, repairing)
+        patches = patch_statistics(model, images, chart, repairing, settings.exclude)
     given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
     planned = _planned(model, (images[:2],), settings, given, chart, patches)
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
