@@ -59,7 +59,7 @@ def _gain(
     dense: Tensor | None,
 ) -> float | None:
     layer = moments.layer
-    weight, shift = tensors[layer.weight], _shifted(layer, tensors, modules)
+    weight, shift = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules)
     halved, bias, errors = _halved(moments, weight.double(), biased=shift is not None)
     error = float((errors * relative_scale(moments, modules).square()).sum())
     saved = (weight.clone(), None if shift is None else shift[0].clone())
@@ -135,6 +135,8 @@ def _taken_over(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> 
 def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:
     """(o,) what a layer's output is multiplied by up to the end of its chain, over its standard deviation there."""
     scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
+    if moments.layer.gain is not None and moments.layer.end == moments.layer.total:
+        scale = scale * moments.layer.gain
     if moments.layer.norm is None:
         return scale
     norm = modules[moments.layer.norm]

@@ -149,7 +149,7 @@ def _layers_reading(
 ) -> Iterator[tuple[LayerMoments, Labels]]:
     """Layers that read channels of a group, with the labels of the groups on their input channels."""
     for moments in stats.layers:
-        labels = channel_map.labels.get(moments.layer.weight, (None, None))[1]
+        labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
         for deciding in [] if labels is None else channel_map.deciding(labels):
             if np.isin(deciding, group.labels).any():
                 yield moments, deciding
@@ -159,9 +159,8 @@ def _by_group(
     moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
 ) -> Iterable[Consumer]:
     layer = moments.layer
-    weight = tensors[layer.weight].detach().double().flatten(2) if layer.reading.kernel else None
-    if weight is None:
-        weight = tensors[layer.weight].detach().double()[:, :, None]
+    weight = layer.matrix(tensors[layer.weight].detach()).double()
+    weight = weight.flatten(2) if layer.reading.kernel else weight[:, :, None]
     scale = relative_scale(moments, modules) * moments.gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
