@@ -124,16 +124,16 @@ def _mark(tensor: Tensor) -> _Mark | None:
     return mark if mark is not None and mark.version == tensor._version else None
 
 
-def find_layers(model: nn.Module, images: Tensor, norms: Iterable[str] = ()) -> tuple[Layer, ...]:
+def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
     """The convolutions and linear layers that a model in eval mode calls, in the order in which it does.
 
     Args:
-        model: runs on `images`.
-        images: a few samples.
+        model: runs on `inputs`.
+        inputs: a few samples: the first argument, or all positional ones.
         norms: paths of modules whose insides are not looked at: those of a channel map.
     """
     finder = _Finder(model, norms)
     with finder.watching():
-        model(images)
+        model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     calls = Counter(draft.layer.weight for draft in finder.drafts)
     return tuple(draft.finished(calls[draft.layer.weight]) for draft in finder.drafts)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from prunekit.calibration.patches import CONVOLUTIONS, Reading
@@ -53,6 +54,11 @@ class Layer:
     def deferred(self) -> bool:
         """Whether the other summand is made only after this layer ran."""
         return self.other is not None and self.other > self.call
+
+    @property
+    def ready(self) -> int:
+        """Number of the call before which all is there that this layer is fitted to."""
+        return self.total if self.deferred and self.total is not None else self.call
 
 
 class Call(NamedTuple):
@@ -99,10 +105,24 @@ class CallWatch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         name = getattr(function, "__name__", "")
-        if self._inside or name in _LOOKS:
-            return function(*args, **named)
+        if name in _LOOKS:
+            looked = self.look(name, function, *args, **named)
+            if not isinstance(looked, Tensor):
+                return looked
+            function = partial(_given, looked)  # a property such as `mT` hands out a tensor
+        run = partial(self.compute, name, function)
+        if self._inside:
+            return run(*args, **named)
         self.number += 1
-        return self.call(Call(self.number, name, function, args, named))
+        return self.call(Call(self.number, name, run, args, named))
+
+    def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
+        """Calls one that computes nothing."""
+        return function(*args, **named)
+
+    def compute(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
+        """Calls one of torch's functions, those inside `norms` too."""
+        return function(*args, **named)
 
     def enter(self) -> None:
         """A module begins whose calls do not count."""
@@ -113,12 +133,17 @@ class CallWatch(TorchFunctionMode):
         self._inside -= 1
         if not self._inside:
             self.number += 1
-            self.call(Call(self.number, "", lambda: result, (), {}))
+            with torch._C.DisableTorchFunction():  # as within any other call
+                self.call(Call(self.number, "", lambda: result, (), {}))
 
     def layer_weight(self, call: Call) -> str | None:
         """Name of the weight if the call is a linear layer with a parameter of the model."""
         known = call.name == "linear" or call.name in CONVOLUTIONS
         return self.names.get(id(call.args[1])) if known and len(call.args) > 1 else None
+
+
+def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:
+    return result
 
 
 class _Insides(HookOwner):

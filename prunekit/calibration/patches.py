@@ -45,6 +45,17 @@ class Reading:
         """Number of rows of an output."""
         return output.numel() // output.shape[self._axis]
 
+    def spatial(self, inputs: Tensor) -> tuple[int, ...]:
+        """Spatial sizes of the output for an input."""
+        if not self.kernel:
+            return ()
+        sizes = zip(inputs.shape[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, stride, pad, step in sizes)
+
+    def rows_of(self, inputs: Tensor) -> int:
+        """Number of rows of the output for an input."""
+        return len(inputs) * prod(self.spatial(inputs)) if self.kernel else inputs.numel() // inputs.shape[-1]
+
     def outputs(self, output: Tensor, rows: Tensor) -> Tensor:
         """(N, channels): the given rows of a tensor shaped like the output."""
         if not self.kernel:

@@ -14,6 +14,11 @@ RIDGES = (1, 10, 100)
 EXACT_RANK = 2048
 """Columns up to which a Gram matrix's rank is taken from its eigenvalues: beyond, they take longer than the fit."""
 
+NEGLIGIBLE = 1e-10
+"""Error, as a share of the variance, below which a layer computes what the dense one does."""
+FLAT = 1e-6
+"""Outputs whose factor in the norm is below this share of the largest one's say nothing about their weights."""
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
