@@ -70,6 +70,5 @@ def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:
         "kept": report.kept,
         "layers": len(report.layers),
         "refitted": sum(bool(layer.applied) for layer in report.layers),
-        "rows": report.rows,
-        "record_bytes": report.record_bytes,
+        "memory": asdict(report.memory),
     }
