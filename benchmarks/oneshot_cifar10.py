@@ -30,6 +30,7 @@ from oneshot_methods import Case, Method, methods, peer_names
 from torch import Tensor
 
 from prunekit import ModelSettings
+from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.data.arrays import Arrays, read_npz
 from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD
 from prunekit.errors import DataError, PlanError, PrunekitError
@@ -46,7 +47,7 @@ ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 def normalised(pixels: Tensor) -> Tensor:
     """(N, 3, H, W) uint8 -> float32, as the weights were trained."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
-    return (pixels.float() / 255 - mean) / std
+    return pixel_by_pixel((pixels.float() / 255 - mean) / std)
 
 
 def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
