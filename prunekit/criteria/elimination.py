@@ -32,7 +32,8 @@ class Consumer:
 
     Attributes:
         gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        weight: (o, d) in units of the end of its chain, each output over its standard deviation there.
+        weight: (o, d) in units of the end of its chain, each output over its standard deviation there; weighted by what
+            the model's output makes of an error of this layer, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
     """
 
@@ -47,9 +48,9 @@ class Elimination:
 
     Attributes:
         labels: (n,), the first goes first.
-        errors: (n,) summed over all consumers' outputs, each over its variance: after removing as many, with all that
-            is left fitted anew.
-        outputs: over how many outputs they are summed, each counted as its layer's gain counts.
+        errors: (n,) summed over all consumers' outputs, each over its variance and weighted as in `Consumer`: after
+        removing as many, with all that is left fitted anew.
+    outputs: over how many outputs they are summed, each counted as its layer's gain counts.
     """
 
     labels: Labels
