@@ -32,7 +32,8 @@ class Consumer:
 
     Attributes:
         gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        weight: (o, d) in units of the end of its chain, each output over its standard deviation there.
+        weight: (o, d) in units of the end of its chain, each output over its standard deviation there; weighted by what
+            the model's output makes of an error of this layer, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
     """
 
@@ -47,9 +48,9 @@ class Elimination:
 
     Attributes:
         labels: (n,), the first goes first.
-        errors: (n,) summed over all consumers' outputs, each over its variance: after removing as many, with all that
-            is left fitted anew.
-        outputs: over how many outputs they are summed, each counted as its layer's gain counts.
+        errors: (n,) summed over all consumers' outputs, each over its variance and weighted as in `Consumer`: after
+        removing as many, with all that is left fitted anew.
+    outputs: over how many outputs they are summed, each counted as its layer's gain counts.
     """
 
     labels: Labels
@@ -149,7 +150,7 @@ def _layers_reading(
 ) -> Iterator[tuple[LayerMoments, Labels]]:
     """Layers that read channels of a group, with the labels of the groups on their input channels."""
     for moments in stats.layers:
-        labels = channel_map.labels.get(moments.layer.weight, (None, None))[1]
+        labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
         for deciding in [] if labels is None else channel_map.deciding(labels):
             if np.isin(deciding, group.labels).any():
                 yield moments, deciding
@@ -159,9 +160,8 @@ def _by_group(
     moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
 ) -> Iterable[Consumer]:
     layer = moments.layer
-    weight = tensors[layer.weight].detach().double().flatten(2) if layer.reading.kernel else None
-    if weight is None:
-        weight = tensors[layer.weight].detach().double()[:, :, None]
+    weight = layer.matrix(tensors[layer.weight].detach()).double()
+    weight = weight.flatten(2) if layer.reading.kernel else weight[:, :, None]
     scale = relative_scale(moments, modules) * moments.gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):

@@ -106,7 +106,7 @@ def patch_statistics(
     free = [
         name
         for name, axes in channel_map.labels.items()
-        if len(axes) > 1 and axes[1] is not None and may_go[channel_map.deciding(axes[1])].any()
+        if len(axes) > 1 and any(on is not None and may_go[channel_map.deciding(on)].any() for on in axes[:2])
     ]
     copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
     substitute_all(copy)  # attention that calls its projections as layers
