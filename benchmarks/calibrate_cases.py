@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration import MomentsCollector, StatsCollector, collector, first_tensor
 
-MODELS = ("resnet34", "densenet121", "mobilenet_v2", "efficientnet_b0")
+MODELS = ("resnet34", "resnet50", "densenet121", "mobilenet_v2", "efficientnet_b0")
 BATCH, SIZE = 16, 224
 MIB = 2**20
 
@@ -76,7 +76,7 @@ def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str,
     torch.manual_seed(0)
     model, images = getattr(torchvision.models, name)(weights=None).eval(), torch.randn(BATCH, 3, SIZE, SIZE)
     collectors = [StatsCollector(model, fused=fused) for fused in (True, False)]
-    moments = MomentsCollector(model)
+    moments = MomentsCollector(model, images[:2])
     every: list[Form] = [lambda: collectors[0], lambda: collectors[1], lambda: moments, lambda: SixReductions(model)]
     forms = {form: hooks for form, hooks in zip(_names(name), every, strict=True) if form in wanted}
     baseline, seconds = _alternated(model, images, forms, rounds)

@@ -1,7 +1,8 @@
 """Pruning without training, on CIFAR-10 with trained weights: MACs and top-1 of each method at each reduction.
 
-Every seed draws its calibration images from the training images, without labels; nothing is trained, and the test
-images are seen by the final measurement alone. `macs` are those of one image by torch's `FlopCounterMode`, of the model
+Every seed draws its calibration images from the training images; their labels are given to torch-pruning's Taylor and
+Hessian importances alone, which need a labelled loss. Nothing is trained, and the test images are seen by the final
+measurement alone. `macs` are those of one image by torch's `FlopCounterMode`, of the model
 as it is loaded from its folder (torch-pruning's models have none); `top1` is in percent of all test images; `seconds`
 is what pruning took, without measuring. A method that cannot meet a budget has a reason instead. The dense model's own
 figures go to standard error. DATA is an `.npz` of x_train, y_train, x_test and y_test; WEIGHTS fit the ResNets for
@@ -16,17 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep, show
+from common import RESULTS, keep, show
 from oneshot_methods import Case, Method, methods, peer_names
 from torch import Tensor
 
 from prunekit import ModelSettings
+from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.data.arrays import Arrays, read_npz
 from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD
 from prunekit.errors import DataError, PlanError, PrunekitError
@@ -35,6 +39,7 @@ from prunekit.models import build_model
 from prunekit.models.cifar import DEPTHS
 
 CPU = torch.device("cpu")
+KEEP = "write benchmarks/results/oneshot_resnet<depth>.json, where rows of other methods stay"
 BATCH = 500
 ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 
@@ -42,15 +47,15 @@ ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 def normalised(pixels: Tensor) -> Tensor:
     """(N, 3, H, W) uint8 -> float32, as the weights were trained."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
-    return (pixels.float() / 255 - mean) / std
+    return pixel_by_pixel((pixels.float() / 255 - mean) / std)
 
 
-def drawn(train: Arrays, count: int, seed: int) -> Tensor:
-    """(count, 3, H, W) calibration images."""
+def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(count, 3, H, W) calibration images and (count,) labels."""
     if len(train.pixels) < count:
         raise DataError(f"x_train: expected at least {count} images to calibrate on, got {len(train.pixels)}")
     order = torch.randperm(len(train.pixels), generator=torch.Generator().manual_seed(seed))
-    return normalised(train.pixels[order[:count]])
+    return normalised(train.pixels[order[:count]]), train.labels[order[:count]]
 
 
 def measured(model: torch.nn.Module, test: Arrays) -> dict[str, Any]:
@@ -69,6 +74,25 @@ def row(name: str, method: Method, case: Case, test: Arrays) -> dict[str, Any]:
         return {"macs": None, "top1": None, "seconds": time.perf_counter() - start, "reason": f"{name}: {error}"}
     seconds = time.perf_counter() - start
     return {**measured(result.loaded(case), test), "seconds": seconds}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and worst seed of every method at every reduction, of those that meet it for all seeds."""
+    found = []
+    for method, reduction in dict.fromkeys((row["method"], row["reduction"]) for row in rows):
+        same = [row for row in rows if (row["method"], row["reduction"]) == (method, reduction)]
+        if all(row["top1"] is not None for row in same):
+            top1, seconds = ([row[key] for row in same] for key in ("top1", "seconds"))
+            means = {"top1_mean": statistics.fmean(top1), "top1_worst": min(top1), "seconds": statistics.fmean(seconds)}
+            found.append({"method": method, "reduction": reduction, **means, "seeds": len(same)})
+    return found
+
+
+def kept_before(name: str, methods: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of other methods in a file of results, without their summary."""
+    path = RESULTS / f"{name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if "seed" in row and row["method"] not in set(methods)]
 
 
 def reductions(text: str) -> list[float]:
@@ -105,9 +129,9 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"dense: {whole['macs']:,} MACs, top-1 {whole['top1']:.2f} %", file=sys.stderr)
     rows = []
     for seed in range(options.seeds):
-        images = drawn(archive.rest, options.images, seed)
+        images, labels = drawn(archive.rest, options.images, seed)
         for reduction in options.reduction:
-            case = Case(dense, build, images, 1 / reduction)
+            case = Case(dense, build, images, labels, 1 / reduction)
             for name, method in options.method.items():
                 found = row(name, method, case, archive.test)
                 rows.append({"method": name, "reduction": reduction, **found, "seed": seed})
@@ -128,7 +152,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1024, metavar="N", help="to calibrate on")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/oneshot_resnet<depth>.json")
+    parser.add_argument("--keep", action="store_true", help=KEEP)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     try:
@@ -138,9 +162,13 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
     if not options.json:
         show(rows, as_json=False)
+        print()
+        show(summary(rows), as_json=False)
     if options.keep:
         setting = {"images": options.images, "threads": options.threads, "dtype": "float32", "top1": "percent"}
-        print(keep(f"oneshot_resnet{options.depth}", rows, setting), file=sys.stderr)
+        name = f"oneshot_resnet{options.depth}"
+        rows += kept_before(name, options.method)
+        print(keep(name, [*rows, *summary(rows)], setting), file=sys.stderr)
 
 
 if __name__ == "__main__":

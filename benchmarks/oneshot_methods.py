@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import prunekit
 from prunekit.errors import PlanError
@@ -25,9 +26,12 @@ PEERS = {
     "tp-bn": ("BNScaleImportance", {}),
     "tp-fpgm": ("FPGMImportance", {}),
     "tp-lamp": ("LAMPImportance", {}),
+    "tp-taylor": ("TaylorImportance", {}),
+    "tp-hessian": ("HessianImportance", {}),
 }
-"""Importances of torch-pruning (https://github.com/VainF/Torch-Pruning), each ranked over the whole model;
-those that want gradients want labels too, and are not here."""
+"""Importances of torch-pruning (https://github.com/VainF/Torch-Pruning), each ranked over the whole model."""
+SAMPLES = 128
+"""Images whose gradients are squared one by one."""
 HALVINGS = 12
 """Of the interval in which the smallest ratio of channels that meets the budget is searched."""
 
@@ -39,13 +43,16 @@ class Case:
     Attributes:
         dense: in eval mode; not changed.
         build: how its structure is built.
-        images: (N, 3, H, W) calibration images, without labels.
+        images: (N, 3, H, W) calibration images.
+        labels: (N,) their classes: for torch-pruning's Taylor and Hessian importances, which are of a labelled loss,
+            and for no other method.
         share: of the dense model's MACs that may be left.
     """
 
     dense: nn.Module
     build: prunekit.ModelSettings
     images: Tensor
+    labels: Tensor
     share: float
 
     @property
@@ -76,6 +83,12 @@ Method = Callable[[Case], Result]
 
 def methods() -> dict[str, Method]:
     """All methods by name, torch-pruning's where it is installed."""
+    ours: dict[str, Method] = {
+        "oneshot": partial(oneshot, exclude=STREAM),
+        "oneshot-stream": oneshot,
+        "oneshot-uniform": uniform,
+        "l2-repaired": repaired,
+    }
     plain: dict[str, Method] = {"l2": magnitude}
     if find_spec("torch_pruning"):
         plain |= {name: partial(torch_pruning, name=name) for name in PEERS}
@@ -84,7 +97,7 @@ def methods() -> dict[str, Method]:
         for name, method in plain.items()
         for key, value in ((name, method), (f"{name}-recalibrated", partial(recalibrated, method=method)))
     }
-    return {"oneshot": partial(oneshot, exclude=STREAM), "oneshot-stream": oneshot, **both}
+    return {**ours, **both}
 
 
 def peer_names() -> list[str]:
@@ -94,14 +107,26 @@ def peer_names() -> list[str]:
 
 def oneshot(case: Case, exclude: Iterable[str] = ()) -> Result:
     """Order and budget by what each layer reads, then repair."""
-    settings = prunekit.PruneSettings(prunekit.BudgetSettings(macs=case.share), exclude=tuple(exclude))
-    done = prunekit.prune_oneshot(case.dense, case.images, settings)
+    done = prunekit.prune(case.dense, case.images, macs=case.share, exclude=tuple(exclude))
     return Result(done.model, done.plan)
 
 
 def magnitude(case: Case) -> Result:
     """The filters of least L2 norm go, ranked over the whole model (Li et al. 2017)."""
     done = prunekit.prune(case.dense, case.example, macs=case.share, criterion="l2", scope="global", exclude=STREAM)
+    return Result(done.model, done.plan)
+
+
+def repaired(case: Case) -> Result:
+    """The channels of `magnitude`, and what stays repaired: what a plain global ranking is worth with our repair."""
+    done = prunekit.prune(case.dense, case.images, macs=case.share, criterion="l2", scope="global", exclude=STREAM)
+    return Result(done.model, done.plan)
+
+
+def uniform(case: Case) -> Result:
+    """Our order and our repair, with the same share of every group: what the allocation is worth."""
+    settings = {"macs": case.share, "criterion": "elimination", "scope": "uniform", "exclude": STREAM}
+    done = prunekit.prune(case.dense, case.images, **settings)
     return Result(done.model, done.plan)
 
 
@@ -120,11 +145,11 @@ def torch_pruning(case: Case, name: str) -> Result:
     Raises:
         PlanError: no ratio meets it.
     """
-    limit = case.share * count_macs(case.dense, case.example)
+    limit, gradients = case.share * count_macs(case.dense, case.example), _GRADIENTS.get(name, _none)(case)
     best, low, high = None, 0.0, 1.0
     for _ in range(HALVINGS):
         ratio = (low + high) / 2
-        model = _cut(case, name, ratio)
+        model = _cut(case, name, ratio, gradients)
         if count_macs(model, case.example) <= limit:
             best, high = model, ratio
         else:
@@ -134,10 +159,39 @@ def torch_pruning(case: Case, name: str) -> Result:
     return Result(best)
 
 
-def _cut(case: Case, name: str, ratio: float) -> nn.Module:
+def _none(case: Case) -> dict[str, Tensor]:
+    return {}
+
+
+def _gradients(case: Case) -> dict[str, Tensor]:
+    """Gradients of the mean cross-entropy over all images."""
+    model = deepcopy(case.dense)
+    for images, labels in zip(case.images.split(BATCH), case.labels.split(BATCH), strict=True):
+        (F.cross_entropy(model(images), labels, reduction="sum") / len(case.images)).backward()
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def _squared_gradients(case: Case) -> dict[str, Tensor]:
+    """Mean over samples of the squared gradient of each: torch-pruning's own `accumulate_grad` keeps only the last."""
+    model, total = deepcopy(case.dense), dict[str, Tensor]()
+    for image, label in zip(case.images[:SAMPLES].split(1), case.labels[:SAMPLES].split(1), strict=True):
+        model.zero_grad()
+        F.cross_entropy(model(image), label).backward()
+        for name, value in model.named_parameters():
+            assert value.grad is not None
+            total[name] = total.get(name, 0) + value.grad.square() / min(SAMPLES, len(case.images))
+    return total
+
+
+_GRADIENTS = {"tp-taylor": _gradients, "tp-hessian": _squared_gradients}
+
+
+def _cut(case: Case, name: str, ratio: float, gradients: dict[str, Tensor]) -> nn.Module:
     import torch_pruning as peer
 
     model = deepcopy(case.dense)
+    for path, value in model.named_parameters():
+        value.grad = gradients[path].clone() if gradients else None
     kind, arguments = PEERS[name]
     stream = [module for path, module in model.named_modules() if path in STREAM or path.endswith("conv2")]
     classes = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.training import recalibrate_batchnorm
-    from prunekit.workflow import finetune, plan_model, prune, prune_oneshot
+    from prunekit.workflow import finetune, plan_model, prune, sensitivity
 
 __version__ = version("prunekit")
 
@@ -54,9 +54,9 @@ _PLACES = {
     "masked": "prunekit.masking:masked",
     "plan_model": "prunekit.workflow:plan_model",
     "prune": "prunekit.workflow:prune",
-    "prune_oneshot": "prunekit.workflow:prune_oneshot",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
     "save": "prunekit.compaction:save",
+    "sensitivity": "prunekit.workflow:sensitivity",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
     "verify": "prunekit.measure.verify:verify",
 }
@@ -98,9 +98,9 @@ __all__ = [
     "masked",
     "plan_model",
     "prune",
-    "prune_oneshot",
     "recalibrate_batchnorm",
     "save",
+    "sensitivity",
     "trace",
     "verify",
 ]

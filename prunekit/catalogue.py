@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Need = Literal["weights", "stats", "moments", "ranks", "gradients", "curvature", "labels"]
-"""What an importance score looks at: the weights; statistics of activations; Gram matrices of layers' inputs; ranks of
-feature maps; gradients of a loss; products of its Hessian; and labels, without which there is no loss."""
+Need = Literal["weights", "stats", "moments", "patches", "ranks", "gradients", "curvature", "labels"]
+"""What an importance score looks at: the weights; statistics of activations; Gram matrices of layers' inputs, of
+channels or of patches; ranks of feature maps; gradients of a loss; products of its Hessian; and labels, without which
+there is no loss."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,13 @@ _FACTS = (
         ("weights", "moments"),
         "output error once the other channels make up for it",
         "Frantar & Alistarh 2023, SparseGPT; Hassibi & Stork 1993, OBS",
+    ),
+    CriterionFacts(
+        "elimination",
+        ("weights", "patches"),
+        "output error that it adds, with all that stays fitted anew, as channels go one after another",
+        "Hassibi & Stork 1993, OBS, by channels; Frantar & Alistarh 2023, SparseGPT",
+        comparable=True,
     ),
     CriterionFacts("chip", ("moments",), "nuclear norm lost with the channel", "Sui et al. 2021, CHIP"),
     CriterionFacts("hrank", ("ranks",), "mean rank of feature maps", "Lin et al. 2020, HRank"),

@@ -112,7 +112,7 @@ def cifar(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 def test_every_method_without_training_meets_its_reduction(cifar: tuple[str, ...]) -> None:
-    methods = ["oneshot", "oneshot-stream", "l2", "l2-recalibrated"]
+    methods = ["oneshot", "oneshot-stream", "oneshot-uniform", "l2-repaired", "l2-recalibrated"]
     done = run(*cifar, "--images", "16", "--reduction", "1.5", "--method", ",".join(methods))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -126,11 +126,11 @@ def test_every_method_without_training_meets_its_reduction(cifar: tuple[str, ...
 
 def test_the_importances_of_torch_pruning_meet_the_reduction_too(cifar: tuple[str, ...]) -> None:
     pytest.importorskip("torch_pruning", reason="torch-pruning is not installed")
-    done = run(*cifar, "--images", "16", "--seeds", "2", "--method", "tp-fpgm,tp-bn-recalibrated")
+    done = run(*cifar, "--images", "16", "--seeds", "2", "--method", "tp-taylor,tp-hessian-recalibrated")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["method"], row["seed"]) for row in rows] == [
-        ("tp-fpgm", 0), ("tp-bn-recalibrated", 0), ("tp-fpgm", 1), ("tp-bn-recalibrated", 1),
+        ("tp-taylor", 0), ("tp-hessian-recalibrated", 0), ("tp-taylor", 1), ("tp-hessian-recalibrated", 1),
     ]  # fmt: skip
     assert all(0.8 * 20_275_520 < row["macs"] <= 20_275_520 for row in rows)
 

@@ -1,13 +1,14 @@
 """Calibration: what activations look like, channel by channel, on a few hundred images."""
 
-from prunekit.calibration.collect import Collectors, collect
+from prunekit.calibration.collect import Collectors, collect, few_images
 from prunekit.calibration.collector import StatsCollector, first_tensor
-from prunekit.calibration.consumers import Consumer, ConsumerHooks, consumers_of
+from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.gradients import TaylorTerms, collect_gradients
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
 from prunekit.calibration.moments import InputMoments
 from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.ranks import MapRanks, RankCollector
+from prunekit.calibration.read_hooks import ReadHooks, find_consumers
 from prunekit.calibration.settings import CalibrationSettings
 from prunekit.calibration.sketch import MagnitudeSketch
 from prunekit.calibration.stats import ChannelStats, NonFinite
@@ -17,7 +18,6 @@ __all__ = [
     "ChannelStats",
     "Collectors",
     "Consumer",
-    "ConsumerHooks",
     "InputMoments",
     "LayerStats",
     "MagnitudeSketch",
@@ -25,12 +25,14 @@ __all__ = [
     "MomentsCollector",
     "NonFinite",
     "RankCollector",
+    "ReadHooks",
     "StatsCollector",
     "StatsKey",
     "TaylorTerms",
     "collect",
     "collect_gradients",
     "combine",
-    "consumers_of",
+    "few_images",
+    "find_consumers",
     "first_tensor",
 ]

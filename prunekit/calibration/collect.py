@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.calibration.collector import StatsCollector
 from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.passes import run_passes
 from prunekit.calibration.ranks import RankCollector
-from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
+from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, MOMENTS_POSITIONS, Moments
 from prunekit.calibration.stats import ChannelStats
+from prunekit.errors import UsageError
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ def collect(
     moments: Moments = "none",
     moments_exclude: Sequence[str] = (),
     moments_limit_mib: int = MOMENTS_LIMIT_MIB,
+    moments_positions: int | None = MOMENTS_POSITIONS,
     ranks: bool = False,
 ) -> ChannelStats:
     """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
@@ -57,7 +60,7 @@ def collect(
         batches: tensors, or tuples and lists whose first entry is the model's input.
         modules, inputs, outputs, fused: as for `StatsCollector`.
         moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
-        moments_exclude, moments_limit_mib: its `exclude` and `limit_mib`.
+        moments_exclude, moments_limit_mib, moments_positions: its `exclude`, `limit_mib` and `positions`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
 
     Raises:
@@ -67,5 +70,25 @@ def collect(
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
     second = None
     if moments == "full":
-        second = MomentsCollector(model, exclude=moments_exclude, limit_mib=moments_limit_mib)
+        images, batches = few_images(batches)
+        second = MomentsCollector(
+            model,
+            images.to(device),
+            exclude=moments_exclude,
+            limit_mib=moments_limit_mib,
+            positions=moments_positions,
+        )
     return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, batches, device)
+
+
+def few_images(batches: Iterable[Any]) -> tuple[Tensor, Iterator[Any]]:
+    """The first two images, and the same batches.
+
+    Raises:
+        UsageError: there are none.
+    """
+    rest = iter(batches)
+    for first in rest:
+        images: Tensor = first[0] if isinstance(first, (tuple, list)) else first
+        return images[:2], chain([first], rest)
+    raise UsageError("calibration: expected at least one batch, got none")

@@ -10,9 +10,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS, FloatArray, LayerStats, StatsKey, combine_rows
-from prunekit.calibration.passes import PassHooks, run_passes
+from prunekit.calibration.passes import run_passes
+from prunekit.calibration.read_hooks import ReadHooks
 from prunekit.calibration.reduce import summarise
 from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
@@ -36,8 +38,10 @@ class _Measured(NamedTuple):
     rows: FloatArray
 
 
-class StatsCollector(PassHooks):
+class StatsCollector(ReadHooks):
     """Collects per-channel statistics of a model's activations, as a context manager of forward hooks.
+
+    Also of what layers read and make whose weight is used without their module's being called, as attention does.
 
     Every forward pass of `model` inside the `with` counts, in full: every batch, every call of a module that is
     called more than once, every position. Memory is O(channels). Train or eval mode and `no_grad` are the caller's
@@ -47,7 +51,7 @@ class StatsCollector(PassHooks):
 
     Args:
         model: the model, not compiled.
-        modules: paths as in `named_modules()`; None: every module without children that is ever called.
+        modules: paths as in `named_modules()`; None: every module without children, every layer with a weight.
         inputs: whether to measure the first tensor among a module's arguments.
         outputs: whether to measure the first tensor in a module's result.
         axes: channel axis by module path, where `channel_axis` is wrong (an activation after a Linear, say).
@@ -73,6 +77,8 @@ class StatsCollector(PassHooks):
     ) -> None:
         super().__init__(model)
         self._targets = _targets(model, modules)
+        self._every = modules is None
+        self._called: set[str] = set()
         self._sides = {"input": inputs, "output": outputs}
         self._axes = _known(axes or {}, self._targets)
         self._measure = Measure(fused)
@@ -83,8 +89,10 @@ class StatsCollector(PassHooks):
 
     def watch(self) -> None:
         """Hooks the modules."""
+        super().watch()
         for path, module in self._targets.items():
-            self._watch(path, module)
+            if not never_called(module):  # seen where its weight is used
+                self._watch(path, module)
 
     def run(self, batches: Iterable[Any], device: torch.device) -> ChannelStats:
         """Runs the model over batches, as `collect` does, and returns the statistics so far."""
@@ -111,17 +119,18 @@ class StatsCollector(PassHooks):
         """
         self.require_passes()
         merged = {key: LayerStats.from_rows(combine_rows(parts)) for key, parts in self._parts.items()}
-        return ChannelStats(merged, {"reduction": self.form})
+        return ChannelStats(merged, {"reduction": self.form}, reads=dict(self.consumers))
 
     def _watch(self, path: str, module: nn.Module) -> None:
         def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._see(path, "input", (arguments, named))
+            self._called.add(path)
+            if self._sides["input"]:
+                self._note(path, "input", first_tensor((arguments, named)))
 
         def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            self._see(path, "output", result)
+            self._note(path, "output", first_tensor(result))
 
-        if self._sides["input"]:
-            self.own_forward_pre(module, before, again=True)
+        self.own_forward_pre(module, before, again=True)
         if self._sides["output"]:
             self.own_forward(module, after, again=True)
 
@@ -129,19 +138,33 @@ class StatsCollector(PassHooks):
         """Forgets what a pass that raised has left."""
         self._running.clear()
         self._calls.clear()
+        self._called.clear()
         self._measured.clear()
 
-    def _see(self, path: str, side: Side, value: Any) -> None:
+    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Measures the input of a layer whose module is not called."""
+        self._uncalled(consumer.path, "input", values, axis)
+
+    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Measures the output of a layer whose module is not called."""
+        self._uncalled(consumer.path, "output", values, axis)
+
+    def _uncalled(self, path: str, side: Side, values: Tensor, axis: int) -> None:
+        if self._sides[side] and path not in self._called and (self._every or path in self._targets):
+            self._note(path, side, values, axis)
+
+    def _note(self, path: str, side: Side, tensor: Tensor | None, axis: int | None = None) -> None:
         if not self.inside:
             return
         key = StatsKey(path, side, self._calls[path, side])
         self._calls[path, side] += 1
-        tensor = first_tensor(value)
         if tensor is None or tensor.ndim < 2:
             return
         refuse_nested(tensor, str(key))
-        axis = self._axes.get(path, channel_axis(self._targets[path], tensor.ndim))
-        self._running[key] = self._summarise(tensor, _checked_axis(tensor, axis, key))
+        if axis is None:
+            axis = self._axes.get(path, channel_axis(self._targets[path], tensor.ndim))
+        with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+            self._running[key] = self._summarise(tensor, _checked_axis(tensor, axis, key))
 
     def keep(self) -> None:
         """Adds what the finished forward pass showed; one that failed half way counts for nothing."""

@@ -1,12 +1,14 @@
-"""The Gram matrix of one activation: products of its channels, summed over everything else."""
+"""The Gram matrix of one activation: products of its channels, summed over everything else, or a sample of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from prunekit.calibration.patches import sampled_rows
 
 STRIP = 128
 """Rows of a symmetric product computed at a time, from the diagonal on: the other half is its mirror image."""
@@ -23,7 +25,8 @@ class Products:
     total: Tensor
     """(channels,) float64."""
     blocks: Tensor
-    """(groups, channels / groups, channels / groups), in the precision of the products."""
+    """(groups, channels / groups, channels / groups), in the precision of the products; below the diagonal's strips
+    nothing is written, see `mirrored`."""
 
     @property
     def doubtful(self) -> bool:
@@ -33,8 +36,59 @@ class Products:
         second = self.blocks.diagonal(dim1=1, dim2=2).flatten().double() / self.count
         return bool((second - (self.total / self.count).square() < DOUBTFUL * second).any())
 
+    def add_(self, other: Products) -> Products:
+        """Both together; the blocks are added in place, as a second matrix of this size may not fit in."""
+        for strip in strips(self.blocks.shape[1]):
+            self.blocks[strip].add_(other.blocks[strip])
+        return Products(self.count + other.count, self.total + other.total, self.blocks)
 
-def products(activation: Tensor, axis: int, groups: int, shift: Tensor | None = None) -> Products:
+
+Strip = tuple[slice, slice, slice]
+
+
+def strips(size: int) -> Iterator[Strip]:
+    """Where the upper half of every block of a size is written, strip by strip."""
+    for start in range(0, size, STRIP):
+        yield slice(None), slice(start, start + STRIP), slice(start, None)
+
+
+def mirrored(blocks: Tensor) -> Tensor:
+    """Fills in what lies below the strips, in place."""
+    for every, rows, _ in strips(blocks.shape[1]):
+        behind = slice(rows.stop, None)
+        blocks[every, behind, rows] = blocks[every, rows, behind].mT
+    return blocks
+
+
+class Sampling:
+    """Which positions of an activation count.
+
+    Args:
+        rows: how many of all that one batch has, at most; None: all.
+        seed: of the batch.
+    """
+
+    def __init__(self, rows: int | None = None, seed: int = 0) -> None:
+        self._rows, self._seed = rows, seed
+        self._drawn: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, total: int, samples: int = 1) -> Tensor | None:
+        """Positions among `total`, ascending, at random, the same in each of some samples; None: all of them."""
+        if self._rows is None or total * samples <= self._rows:
+            return None
+        count = max(1, self._rows // samples)
+        if (total, count) not in self._drawn:
+            self._drawn[total, count] = sampled_rows(total, count, self._seed)
+        return self._drawn[total, count]
+
+
+ALL = Sampling()
+"""Every position counts."""
+
+
+def products(
+    activation: Tensor, axis: int, groups: int, shift: Tensor | None = None, sampling: Sampling = ALL
+) -> Products:
     """Sums of the channels and of their products with each other, within each group.
 
     Args:
@@ -42,54 +96,62 @@ def products(activation: Tensor, axis: int, groups: int, shift: Tensor | None = 
         axis: which axis holds the channels.
         groups: neighbouring channels that are multiplied with each other only.
         shift: (channels,), subtracted first.
+        sampling: of the positions.
     """
-    channels = activation.shape[axis]
-    wide = activation.to(torch.promote_types(activation.dtype, torch.float32))
-    first = wide.movedim(axis, 0)
-    count = activation.numel() // max(channels, 1)
+    values = _sampled(activation, axis, sampling)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    samples, channels, positions = values.shape
+    count = samples * positions
     if count == 0:
-        blocks = wide.new_zeros(groups, channels // groups, channels // groups)
-        return Products(0, blocks.new_zeros(channels, dtype=_accumulator(wide)), blocks)
-    samples = wide.movedim(axis, 1) if wide.ndim > 2 else None
-    if samples is not None and samples.is_contiguous():
-        maps = samples.flatten(2)  # (samples, channels, positions)
-        maps = maps if shift is None else maps - shift.to(wide.dtype)[:, None]
-        return Products(count, maps.sum(2).sum(0, dtype=_accumulator(wide)), _of_maps(maps, groups))
-    matrix = first.flatten(1)  # (channels, positions)
-    matrix = matrix if shift is None else matrix - shift.to(wide.dtype)[:, None]
-    return Products(count, matrix.sum(1, dtype=_accumulator(wide)), _of_matrix(matrix, groups))
+        blocks = values.new_zeros(groups, channels // groups, channels // groups)
+        return Products(0, blocks.new_zeros(channels, dtype=_accumulator(values)), blocks)
+    if shift is not None:
+        values = values - shift.to(values.dtype)[:, None]
+    return Products(count, _totals(values), _blocks(values, groups))
 
 
-def _of_maps(maps: Tensor, groups: int) -> Tensor:
-    samples, channels, positions = maps.shape
+def _sampled(activation: Tensor, axis: int, sampling: Sampling) -> Tensor:
+    """(samples, channels, positions), or where channels lie innermost (1, channels, positions), a view of rows."""
+    maps = activation.movedim(axis, 1) if activation.ndim > 2 else None
+    if maps is not None and maps.is_contiguous():
+        maps = maps.flatten(2)
+        chosen = sampling.of(maps.shape[2], len(maps))
+        return maps if chosen is None else maps.gather(2, chosen.to(maps.device).expand(*maps.shape[:2], -1))
+    rows = activation.movedim(axis, -1).flatten(0, -2)  # (positions, channels)
+    chosen = sampling.of(len(rows))
+    return (rows if chosen is None else rows.index_select(0, chosen.to(rows.device))).T[None]
+
+
+def _totals(values: Tensor) -> Tensor:
+    if values.stride(1) == 1 and len(values) == 1:  # rows
+        return values[0].T.sum(0, dtype=_accumulator(values))
+    return values.sum(2).sum(0, dtype=_accumulator(values))
+
+
+def _blocks(values: Tensor, groups: int) -> Tensor:
+    samples, channels, positions = values.shape
     if groups == channels:
-        return maps.square().sum((0, 2)).view(-1, 1, 1)
-    few = positions < channels // groups  # many small products cost more than laying the samples side by side
-    if few or (groups == 1 and channels > STRIP and maps.device.type != "cpu"):
-        return _of_matrix(maps.transpose(0, 1).flatten(1), groups)
-    if groups == 1 and channels > STRIP:
-        return _symmetric(maps.unbind())
-    parts = maps.view(samples * groups, -1, positions)
+        norms: Tensor = torch.linalg.vector_norm(values, dim=(0, 2))
+        return norms.square().view(-1, 1, 1)
+    large = groups == 1 and channels > STRIP
+    if samples > 1 and (positions < 4 * channels // groups or (large and values.device.type != "cpu")):
+        values = values.transpose(0, 1).flatten(1)[None]  # many small products cost more than laying them side by side
+        samples, positions = 1, values.shape[2]
+    if large:
+        return _symmetric(values.unbind())
+    parts = values.reshape(samples * groups, -1, positions)
     return torch.bmm(parts, parts.mT).view(samples, groups, -1, channels // groups).sum(0)
 
 
-def _of_matrix(matrix: Tensor, groups: int) -> Tensor:
-    """The same for (channels, positions)."""
-    if groups == 1:
-        return _symmetric([matrix])
-    parts = matrix.reshape(groups, -1, matrix.shape[1])
-    return parts.square().sum(2)[..., None] if parts.shape[1] == 1 else torch.bmm(parts, parts.mT)
-
-
 def _symmetric(matrices: Sequence[Tensor]) -> Tensor:
-    """(1, n, n) Sum of the products of matrices, (n, positions) each, with their transposes."""
+    """(1, n, n) Sum of the products of matrices, (n, positions) each, with their transposes: the strips of it."""
     size = len(matrices[0])
-    gram = matrices[0].new_zeros(1, size, size)
-    for start in range(0, size, STRIP):
-        strip = gram[0, start : start + STRIP, start:]
-        for matrix in matrices:
-            strip.addmm_(matrix[start : start + STRIP], matrix[start:].T)
-        gram[0, start + STRIP :, start : start + STRIP] = strip[:, STRIP:].T
+    gram = matrices[0].new_empty(1, size, size)
+    for strip in strips(size):
+        rows, part = strip[1], gram[strip][0]
+        torch.mm(matrices[0][rows], matrices[0][rows.start :].T, out=part)
+        for matrix in matrices[1:]:
+            part.addmm_(matrix[rows], matrix[rows.start :].T)
     return gram
 
 

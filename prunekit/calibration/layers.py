@@ -5,13 +5,14 @@ So a layer is found however its module calls it; nothing is known about classes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from prunekit.calibration.patches import CONVOLUTIONS, Reading
@@ -36,6 +37,11 @@ class Layer:
         other: number of the call that made the other summand.
         rectified: whether a ReLU alone reads the end of that chain.
         calls: how often the weight is used in a forward pass.
+        transposed: whether the weight lies as (inputs, outputs).
+        moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
+            permutations, slices.
+        gain: (outputs,) what a parameter multiplies it by before `total`.
+        rows: of its output, see `Reading`, in the forward pass that found it.
     """
 
     weight: str
@@ -48,25 +54,63 @@ class Layer:
     other: int | None = None
     rectified: bool = False
     calls: int = 1
+    transposed: bool = False
+    moves: tuple[int, ...] = ()
+    gain: Tensor | None = field(default=None, compare=False)
+    rows: int = 0
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Axes of the weight that belong to outputs and to inputs."""
+        return (1, 0) if self.transposed else (0, 1)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A view of the weight, outputs first and inputs second."""
+        return weight.T if self.transposed else weight
 
     @property
     def deferred(self) -> bool:
-        """Whether the other summand is made only after this layer ran."""
-        return self.other is not None and self.other > self.call
+        """Whether the other summand is known only after this layer ran: it is made later, or lies in another order."""
+        return self.other is not None and (self.other > self.call or bool(self.moves))
+
+    @property
+    def ready(self) -> int:
+        """Number of the call before which all is there that this layer is fitted to."""
+        return self.total if self.deferred and self.total is not None else self.call
 
 
 class Call(NamedTuple):
-    """A call of one of torch's functions."""
+    """A call of one of torch's functions; `compute` makes it."""
 
     number: int
     name: str
     function: Any
     args: tuple[Any, ...]
     named: Mapping[str, Any]
+    compute: Callable[..., Any]
 
     def run(self) -> Any:
         """Calls the function."""
-        return self.function(*self.args, **self.named)
+        return self.compute(self.name, self.function, *self.args, **self.named)
+
+
+class Operands(NamedTuple):
+    """What a linear layer is called with; the names are those of the model's parameters."""
+
+    inputs: Tensor
+    matrix: Tensor
+    weight: str
+    bias: str | None
+    transposed: bool
+
+
+_PLACES = dict.fromkeys(("linear", *CONVOLUTIONS), (0, 1, 2, False)) | {
+    "addmm": (1, 2, 0, True),
+    "matmul": (0, 1, None, True),
+    "__matmul__": (0, 1, None, True),
+    "mm": (0, 1, None, True),
+}
+"""Among a function's arguments: its input, its weight, its bias; and whether the weight lies as (inputs, outputs)."""
 
 
 class CallWatch(TorchFunctionMode):
@@ -99,10 +143,23 @@ class CallWatch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         name = getattr(function, "__name__", "")
-        if self._inside or name in _LOOKS:
-            return function(*args, **named)
+        if name in _LOOKS:
+            looked = self.look(name, function, *args, **named)
+            if not isinstance(looked, Tensor):
+                return looked
+            function = partial(_given, looked)  # a property such as `mT` hands out a tensor
+        if self._inside:
+            return self.compute(name, function, *args, **named)
         self.number += 1
-        return self.call(Call(self.number, name, function, args, named))
+        return self.call(Call(self.number, name, function, args, named, self.compute))
+
+    def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
+        """Calls one that computes nothing."""
+        return function(*args, **named)
+
+    def compute(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
+        """Calls one of torch's functions, those inside `norms` too."""
+        return function(*args, **named)
 
     def enter(self) -> None:
         """A module begins whose calls do not count."""
@@ -113,12 +170,27 @@ class CallWatch(TorchFunctionMode):
         self._inside -= 1
         if not self._inside:
             self.number += 1
-            self.call(Call(self.number, "", lambda: result, (), {}))
+            with torch._C.DisableTorchFunction():  # as within any other call
+                self.call(Call(self.number, "", None, (), {}, lambda *_: result))
 
-    def layer_weight(self, call: Call) -> str | None:
-        """Name of the weight if the call is a linear layer with a parameter of the model."""
-        known = call.name == "linear" or call.name in CONVOLUTIONS
-        return self.names.get(id(call.args[1])) if known and len(call.args) > 1 else None
+    def operands(self, call: Call) -> Operands | None:
+        """What a linear layer is called with; None if it is none, or one whose weight or bias is no parameter."""
+        place = _PLACES.get(call.name)
+        if place is None or len(call.args) <= place[1]:
+            return None
+        inputs, matrix = call.args[place[0]], call.args[place[1]]
+        weight = self.names.get(id(matrix))
+        bias = None if place[2] is None else (*call.args, None, None)[place[2]]
+        bias = call.named.get("bias") if bias is None else bias
+        name = None if bias is None else self.names.get(id(bias))
+        usual = not place[3] or (not call.named and matrix.dim() == 2 and inputs.dim() >= 2)
+        if weight is None or (bias is not None and name is None) or not usual:
+            return None
+        return Operands(inputs, matrix, weight, name, place[3])
+
+
+def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:
+    return result
 
 
 class _Insides(HookOwner):

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.consumers import consumers_of
+from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import FloatArray, StatsKey
-from prunekit.calibration.passes import PassHooks
+from prunekit.calibration.read_hooks import ReadHooks
 from prunekit.channels import channel_axis
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks import never_called
@@ -51,7 +51,7 @@ class MapRanks:
         return MapRanks(self.count + other.count, self.total + other.total)
 
 
-class RankCollector(PassHooks):
+class RankCollector(ReadHooks):
     """Measures the ranks of feature maps while a model runs, as a context manager of hooks.
 
     Of the inputs of layers that read channels through a weight, and of the outputs of all other modules without
@@ -69,7 +69,6 @@ class RankCollector(PassHooks):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._consumers = consumers_of(dict(model.named_modules()))
         self._sums: dict[StatsKey, MapRanks] = {}
         self._running: dict[StatsKey, MapRanks] = {}
         self._calls: Counter[str] = Counter()
@@ -84,7 +83,8 @@ class RankCollector(PassHooks):
         return dict(self._sums)
 
     def watch(self) -> None:
-        """Hooks inputs and outputs."""
+        """Hooks the outputs of modules."""
+        super().watch()
         for path, module in self._model.named_modules():
             if not any(module.children()) and not never_called(module):
                 self._watch(path, module)
@@ -100,25 +100,22 @@ class RankCollector(PassHooks):
             known = self._sums.get(key)
             self._sums[key] = ranks if known is None else known.merge(ranks)
 
+    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Measures what a layer with a weight reads."""
+        self._note(consumer.path, "input", values, axis)
+
     def _watch(self, path: str, module: nn.Module) -> None:
-        def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._see(path, "input", module, (arguments, named))
-
         def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            self._see(path, "output", module, result)
+            tensor = next(tensors_in(result), None)
+            if self.inside and tensor is not None and path not in self.consumers:
+                self._note(path, "output", tensor, channel_axis(module, tensor.ndim))
 
-        if path in self._consumers:
-            self.own_forward_pre(module, before, again=True)
-        else:
-            self.own_forward(module, after, again=True)
+        self.own_forward(module, after, again=True)
 
-    def _see(self, path: str, side: Literal["input", "output"], module: nn.Module, value: Any) -> None:
-        if not self.inside:
-            return
+    def _note(self, path: str, side: Literal["input", "output"], values: Tensor, axis: int) -> None:
         key = StatsKey(path, side, self._calls[path])
         self._calls[path] += 1
-        tensor = next(tensors_in(value), None)
-        maps = None if tensor is None else _maps(tensor, channel_axis(module, tensor.ndim))
+        maps = _maps(values, axis)
         if maps is None:
             return
         if not maps.isfinite().all():

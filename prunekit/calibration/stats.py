@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from prunekit.calibration import store
+from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
 from prunekit.calibration.moments import InputMoments
 from prunekit.calibration.ranks import MapRanks
@@ -45,9 +46,11 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Where the statistics came from (model, data, settings); saved and loaded with them."""
     moments: Mapping[str, InputMoments] = field(default_factory=dict)
-    """Second moments of the inputs of layers, by module path; empty where they were not asked for."""
+    """Second moments of the inputs of layers, by the path in `reads`; empty where they were not asked for."""
     ranks: Mapping[StatsKey, MapRanks] = field(default_factory=dict)
     """Ranks of feature maps; empty where they were not asked for."""
+    reads: Mapping[str, Consumer] = field(default_factory=dict)
+    """The layers that read channels through a weight, by the path that their statistics have."""
 
     def __getitem__(self, key: tuple[str, str, int]) -> LayerStats:
         return self.layers[key]  # type: ignore[index]  # a plain tuple equals the named one
@@ -117,7 +120,8 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
             moments[path] = moments[path].merge(second) if path in moments else second
         for key, rank in other.ranks.items():
             ranks[key] = ranks[key].merge(rank) if key in ranks else rank
-        return ChannelStats(merged, dict(self.provenance.items() & other.provenance.items()), moments, ranks)
+        agreed = dict(self.provenance.items() & other.provenance.items())
+        return ChannelStats(merged, agreed, moments, ranks, {**self.reads, **other.reads})
 
     def to_frame(self) -> pd.DataFrame:
         """One row per channel: module, side, call, channel, count, mean, variance, mean_abs, rms, min, max,
@@ -136,7 +140,7 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
             The safetensors file; the CSV has the same name with `.csv`.
         """
         file = store.locate(path)
-        store.write(file, store.Contents(self.layers, self.provenance, self.moments, self.ranks))
+        store.write(file, store.Contents(self.layers, self.provenance, self.moments, self.ranks, self.reads))
         store.write_csv(file.with_suffix(".csv"), self.to_frame())
         return file
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from prunekit.artifacts import atomic_file
+from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import ARRAYS, LayerStats, StatsKey
 from prunekit.calibration.moments import InputMoments
 from prunekit.calibration.ranks import MapRanks
@@ -21,7 +23,7 @@ from prunekit.errors import ArtifactError
 
 FILE_NAME = "channel_stats.safetensors"
 FORMAT = "prunekit.channel_stats"
-VERSION = 2
+VERSION = 3
 MOMENTS = ("total", "blocks")
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -34,6 +36,7 @@ class Contents(NamedTuple):
     provenance: Mapping[str, str]
     moments: Mapping[str, InputMoments]
     ranks: Mapping[StatsKey, MapRanks]
+    reads: Mapping[str, Consumer]
 
 
 def locate(path: Path) -> Path:
@@ -45,7 +48,7 @@ def locate(path: Path) -> Path:
 def write(path: Path, contents: Contents) -> None:
     """Writes every array as `module/side/call/array`, and those of a layer's input as `moments/module/array`, and
     `ranks/module/side/call/total`; the metadata holds the keys' order, counts and a checksum."""
-    layers, provenance, moments, ranks = contents
+    layers, provenance, moments, ranks, reads = contents
     arrays = {f"{_name(key)}/{name}": getattr(layer, name) for key, layer in layers.items() for name in ARRAYS}
     arrays |= {f"moments/{module}/{name}": getattr(m, name) for module, m in moments.items() for name in MOMENTS}
     arrays |= {f"ranks/{_name(key)}/total": rank.total for key, rank in ranks.items()}
@@ -55,6 +58,7 @@ def write(path: Path, contents: Contents) -> None:
             "provenance": dict(provenance),
             "moments": {module: m.count for module, m in moments.items()},
             "ranks": [[*key, rank.count] for key, rank in ranks.items()],
+            "reads": [asdict(consumer) for consumer in reads.values()],
         }
     )
     header = {"version": VERSION, "sha256": _checksum(content, arrays), "content": content}
@@ -102,7 +106,8 @@ def _parse(path: Path, text: str, arrays: Arrays) -> Contents:
         }
         counts = {StatsKey(*key): count for *key, count in content.get("ranks", [])}
         ranks = {key: MapRanks(count, arrays[f"ranks/{_name(key)}/total"]) for key, count in counts.items()}
-        return Contents(layers, dict(content["provenance"]), moments, ranks)
+        reads = {consumer.path: consumer for consumer in (Consumer(**each) for each in content["reads"])}
+        return Contents(layers, dict(content["provenance"]), moments, ranks, reads)
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         raise ArtifactError(f"{path}: not usable as channel statistics ({error}); calibrate again") from error
 

@@ -43,6 +43,11 @@ class ChannelGroup:
     labels: Labels
     slots: tuple[Slot, ...]
 
+    @property
+    def module(self) -> str:
+        """The module path in its name."""
+        return _group_name(self.slots)
+
 
 @dataclass(frozen=True, eq=False)
 class SizeAttribute:

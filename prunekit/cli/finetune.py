@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,24 +19,28 @@ if TYPE_CHECKING:
 SIZES = ("in", "out", "macs", "params")
 
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def job_options(function: Command) -> Command:
+    """Arguments and options of a command that runs a recipe's whole job."""
+    for option in (
+        common_options,
+        output_option("runs.  [default: runs]"),
+        seed_option,
+        device_option,
+        own_options,
+        click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
+        click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+        click.argument("recipe", metavar="RECIPE.yaml"),
+    ):
+        function = option(function)
+    return function
+
+
 @click.command("finetune", short_help="Prune, fine-tune, compact, verify and measure, from a recipe.")
-@click.argument("recipe", metavar="RECIPE.yaml")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing.")
-@own_options
-@device_option
-@seed_option
-@output_option("runs.  [default: runs]")
-@common_options
-def finetune_command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    dry_run: bool,
-    factory: str | None,
-    data: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+@job_options
+def finetune_command(**arguments: Any) -> None:
     """Run the whole job of a recipe: train or load the dense model, calibrate, prune, fine-tune, compact, verify,
     measure, and write a report.
 
@@ -44,13 +49,28 @@ def finetune_command(
 
     Exits with 1 when the run fell short of what the recipe asks.
     """
+    run_recipe(training=True, **arguments)
+
+
+def run_recipe(
+    *,
+    training: bool,
+    recipe: str,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    factory: str | None,
+    data: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Runs a recipe, with fine-tuning or without, or only shows its plan."""
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, **options)
     from prunekit.workflow import Own
 
     if dry_run:
         _dry_run(job, Own(factory, data), console)
-    elif _run(job, Own(factory, data), console):
+    elif _run(job, Own(factory, data), console, training=training):
         click.get_current_context().exit(1)
 
 
@@ -85,15 +105,15 @@ def _plan(plan: dict[str, Any]) -> str:
     )
 
 
-def _run(job: JobSettings, own: Own, console: Console) -> list[str]:
+def _run(job: JobSettings, own: Own, console: Console, *, training: bool) -> list[str]:
     """Runs the job and returns its shortfalls, which are in its log as well."""
     check_folder(job.output)
     from prunekit import report
     from prunekit.recipe import dump
-    from prunekit.workflow import finetune as run
+    from prunekit.workflow import finetune, prune_job
 
     with console.running():
-        result = run(
+        result = (finetune if training else prune_job)(
             job,
             log=console.log,
             progress=console.progress,
@@ -106,7 +126,7 @@ def _run(job: JobSettings, own: Own, console: Console) -> list[str]:
 
 
 def _headline(metrics: dict[str, Any], folder: Path) -> str:
-    from prunekit.report.headline import MODELS, clamped, compared, masked, reference
+    from prunekit.report.headline import clamped, compared, masked, models, reference, repaired
     from prunekit.report.numbers import factor, interval
 
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
@@ -115,13 +135,15 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         for row in metrics["speedup"]
     ]
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
+    repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(
         [
-            table(("", *MODELS, f"pruned against {reference(metrics)}"), rows),
+            table(("", *models(metrics), f"pruned against {reference(metrics)}"), rows),
             *speedups,
+            *repairs,
             *masks,
             *clamps,
             *shortfalls,

@@ -1,7 +1,16 @@
 """Criteria: how important a channel is."""
 
 from prunekit.catalogue import CRITERIA, CriterionFacts, Need
-from prunekit.criteria import activation, chance, consumed, distance, magnitude, norms, taylor  # registers the criteria
+from prunekit.criteria import (  # registers the criteria
+    activation,
+    chance,
+    consumed,
+    distance,
+    elimination,
+    magnitude,
+    norms,
+    taylor,
+)
 from prunekit.criteria.registry import Criterion, Evidence, criterion, criterion_names, get_criterion
 from prunekit.criteria.scoring import normalise, score
 
@@ -17,6 +26,7 @@ __all__ = [
     "criterion",
     "criterion_names",
     "distance",
+    "elimination",
     "get_criterion",
     "magnitude",
     "normalise",

@@ -11,10 +11,9 @@ from torch import nn
 
 from prunekit.calibration import ChannelStats, LayerStats, MapRanks, StatsKey
 from prunekit.catalogue import CRITERIA
-from prunekit.criteria.consumed import rms_of_reads
 from prunekit.criteria.norms import NORMS
 from prunekit.criteria.registry import Evidence, Scores, criterion
-from prunekit.criteria.slices import FloatArray, LabelMean
+from prunekit.criteria.slices import FloatArray, IntArray, LabelMean
 from prunekit.errors import UsageError
 
 Measured = TypeVar("Measured", LayerStats, MapRanks)
@@ -54,7 +53,7 @@ def activation(evidence: Evidence) -> Scores:
     """Mean |activation| of a label's channels, mean over the outputs of norms and activation functions that carry it.
 
     (Molchanov et al. 2017, "Pruning CNNs for resource efficient inference", use it as a baseline.) Labels that no such
-    output carries are judged by any other output, then by any input.
+    output carries are judged by any other output, then by any input: attention's heads where they are projected.
 
     Raises:
         UsageError: the statistics cover none of the activations of some label.
@@ -68,13 +67,12 @@ def activation_rms(evidence: Evidence) -> Scores:
     """Root mean square of a label's channels, over the same outputs as `activation`.
 
     (Molchanov et al. 2017, "Pruning CNNs for resource efficient inference", have mean and deviation of activations as
-    baselines; this holds both.) Labels that no measured activation carries, such as attention's heads, are judged by
-    the Gram matrices of the layers that read them, where those were collected.
+    baselines; this holds both.)
 
     Raises:
         UsageError, NonFiniteError: as for `activation`.
     """
-    return _of_outputs(evidence, "activation_rms", lambda layer: layer.rms, otherwise=rms_of_reads(evidence))
+    return _of_outputs(evidence, "activation_rms", lambda layer: layer.rms)
 
 
 @criterion(CRITERIA["apoz"])
@@ -124,10 +122,11 @@ def hrank(evidence: Evidence) -> Scores:
     return scores
 
 
-def _of_outputs(
-    evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray], *, otherwise: Scores | float = np.nan
-) -> Scores:
-    """A value of each label from norms and activation functions, else any output, else any input."""
+def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], FloatArray]) -> Scores:
+    """A value of each label from norms and activation functions, else the output of any module, else any input.
+
+    Last come outputs of layers whose modules are not called, such as attention's queries and keys.
+    """
     norms = {path for path, module in evidence.modules.items() if isinstance(module, NORMS)}
     preferred = norms | _activation_functions(evidence)
     scores = _first_found(
@@ -135,11 +134,11 @@ def _of_outputs(
         _finite(evidence),
         value,
         lambda key, layer: key.side == "output" and key.module in preferred,
-        lambda key, layer: key.side == "output",
+        lambda key, layer: key.side == "output" and key in evidence.channel_map.activations,
+        lambda key, layer: key.side == "input",
         lambda key, layer: True,
     )
-    scores = np.where(np.isnan(scores), otherwise, scores)
-    advice = "collect them over every module, or score by 'activation_rms' with moments='full' or by 'l2'"
+    advice = "collect them over every module, or score by 'l2', which needs none"
     _require_all(scores, evidence, f"criterion {name!r}: no statistics", advice)
     return scores
 
@@ -176,10 +175,9 @@ def _mean(
     accepts: Accepts[Measured],
 ) -> LabelMean:
     found = LabelMean(evidence.channel_map)
-    for place, labels in evidence.channel_map.activations.items():
-        key = StatsKey(*place)  # type: ignore[arg-type]  # sides are text in a map
-        layer = measured.get(key)
-        if layer is None:
+    for key, layer in measured.items():
+        labels = _labels(evidence, key)
+        if labels is None:
             continue
         if layer.channels != len(labels):
             raise UsageError(
@@ -189,6 +187,16 @@ def _mean(
         chosen = np.broadcast_to(accepts(key, layer), labels.shape)
         found.add(labels[chosen], value(layer)[chosen])
     return found
+
+
+def _labels(evidence: Evidence, key: StatsKey) -> IntArray | None:
+    """Labels of an activation's channels; where the layer's module is not called, as in attention, its weight's."""
+    labels = evidence.channel_map.activations.get(key)
+    consumer = evidence.stats.reads.get(key.module) if evidence.stats is not None else None
+    if labels is not None or consumer is None or consumer.groups > 1:
+        return labels
+    axis = consumer.input_axis if key.side == "input" else 1 - consumer.input_axis
+    return evidence.channel_map.labels.get(consumer.weight, (None, None))[axis]
 
 
 def _require_all(scores: Scores, evidence: Evidence, problem: str, advice: str) -> None:

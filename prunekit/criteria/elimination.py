@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.gains import RIDGE, relative_scale
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
+from prunekit.catalogue import CRITERIA
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.labels import Labels
+from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray
 
-RIDGE = 1e-3
-"""Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
+TRUST = 0.5
+"""Exponent of layers' gains: what they are of the repaired network lies between them and no difference at all, as
+repair corrects later what went wrong early."""
 
 AT_ONCE = 64
 """One of so many labels that are left goes at a time; of wide groups several, as one by one takes too long."""
@@ -28,7 +32,8 @@ class Consumer:
 
     Attributes:
         gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        weight: (o, d) in units of the end of its chain, each output over its standard deviation there.
+        weight: (o, d) in units of the end of its chain, each output over its standard deviation there; weighted by what
+            the model's output makes of an error of this layer, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
     """
 
@@ -43,12 +48,14 @@ class Elimination:
 
     Attributes:
         labels: (n,), the first goes first.
-        errors: (n,) summed over all consumers' outputs, each over its variance: after removing as many, with all that
-            is left fitted anew.
+        errors: (n,) summed over all consumers' outputs, each over its variance and weighted as in `Consumer`: after
+        removing as many, with all that is left fitted anew.
+    outputs: over how many outputs they are summed, each counted as its layer's gain counts.
     """
 
     labels: Labels
     errors: FloatArray
+    outputs: float = 1.0
 
 
 def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
@@ -134,27 +141,28 @@ def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap,
         stats: of that model.
     """
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
-    found: list[Consumer] = []
+    read = _layers_reading(group, channel_map, stats)
+    return [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
+
+
+def _layers_reading(
+    group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats
+) -> Iterator[tuple[LayerMoments, Labels]]:
+    """Layers that read channels of a group, with the labels of the groups on their input channels."""
     for moments in stats.layers:
-        labels = channel_map.labels.get(moments.layer.weight, (None, None))[1]
+        labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
         for deciding in [] if labels is None else channel_map.deciding(labels):
             if np.isin(deciding, group.labels).any():
-                found += _by_group(moments, tensors, modules, deciding)
-    return found
+                yield moments, deciding
 
 
 def _by_group(
     moments: LayerMoments, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module], labels: Labels
 ) -> Iterable[Consumer]:
     layer = moments.layer
-    weight = tensors[layer.weight].detach().double().flatten(2) if layer.reading.kernel else None
-    if weight is None:
-        weight = tensors[layer.weight].detach().double()[:, :, None]
-    scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
-    if layer.norm is not None:
-        norm = modules[layer.norm]
-        factor = (norm.running_var.double() + norm.eps).rsqrt()  # type: ignore[operator]
-        scale = scale * (factor if norm.weight is None else factor * norm.weight.detach().double())  # type: ignore[operator]
+    weight = layer.matrix(tensors[layer.weight].detach()).double()
+    weight = weight.flatten(2) if layer.reading.kernel else weight[:, :, None]
+    scale = relative_scale(moments, modules) * moments.gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
@@ -162,17 +170,55 @@ def _by_group(
         yield Consumer(matrix, rows.flatten(1), labels)
 
 
-def eliminations(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, Elimination]:
+def eliminations(
+    model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Iterable[ChannelGroup] | None = None
+) -> dict[str, Elimination]:
     """The order of removal and its errors for every channel group that some layer reads, by the group's name.
 
     Args:
         model: the dense model; only read.
         channel_map: of that model.
         stats: of that model, from `calibration.collect_patches`.
+        groups: those of the map that are wanted; None: all.
     """
     found = {}
-    for group in channel_map.groups:
+    for group in channel_map.groups if groups is None else groups:
         consumers = consumers_of(group, model, channel_map, stats)
         if consumers:
-            found[group.name] = eliminate(group.labels, consumers)
+            outputs = outputs_reading(group, channel_map, stats)
+            found[group.name] = replace(eliminate(group.labels, consumers), outputs=outputs)
     return found
+
+
+def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
+    """Over how many outputs the errors of a group are summed: those of all layers that read it, times their gains."""
+    reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
+    return float(sum(len(moments.variance) * moments.gain**TRUST for moments in reading))
+
+
+@criterion(CRITERIA["elimination"])
+def elimination(evidence: Evidence) -> Scores:
+    """What each label adds to its group's error as it goes: the slope of the lower convex hull of the group's curve.
+
+    So scores never fall along the order of removal, and ranking all of them removes along the curves of all groups at
+    once, at equal slopes. Labels of groups that no layer reads score +inf.
+    """
+    assert evidence.patches is not None
+    scores = np.full(evidence.channel_map.n_labels, np.inf)
+    for order in eliminations(evidence.modules[""], evidence.channel_map, evidence.patches).values():
+        slopes = hull_slopes(order.errors)
+        rank = 1 + 1e-9 * np.arange(slopes.size)  # within a slope the order of the curve holds
+        scores[order.labels] = (slopes + np.finfo(float).tiny) * rank
+    return scores
+
+
+def hull_slopes(errors: FloatArray) -> FloatArray:
+    """(n,) slopes of the lower convex hull of the curve through (0, 0), (1, errors[0]), ...: never falling."""
+    heights = np.concatenate([[0.0], errors])
+    slopes, start = np.zeros(errors.size), 0
+    while start < errors.size:
+        reached = (heights[start + 1 :] - heights[start]) / np.arange(1, heights.size - start)
+        step = int(np.flatnonzero(reached == reached.min())[-1]) + 1
+        slopes[start : start + step] = reached.min()
+        start += step
+    return slopes

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.calibration.patch_stats import PatchStats
 from prunekit.catalogue import CriterionFacts, Need
 from prunekit.errors import UsageError, nearest
 
@@ -30,6 +31,7 @@ class Evidence:
     stats: ChannelStats | None
     gradients: TaylorTerms | None
     seed: int
+    patches: PatchStats | None = None
 
 
 @dataclass(frozen=True)

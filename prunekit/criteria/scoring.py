@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.calibration.patch_stats import PatchStats
 from prunekit.catalogue import Need
 from prunekit.channels import ChannelMap
 from prunekit.criteria.registry import Criterion, Evidence, Scores, get_criterion
@@ -20,6 +21,7 @@ def score(
     *,
     stats: ChannelStats | None = None,
     gradients: TaylorTerms | None = None,
+    patches: PatchStats | None = None,
     seed: int = 0,
 ) -> Scores:
     """Importance of every label: the lowest go first.
@@ -32,6 +34,7 @@ def score(
             for "ranks" with `ranks=True`.
         gradients: of a loss on labelled images, from `calibration.collect_gradients`; for "curvature" with its
             `second_order=True`.
+        patches: of that model, from `calibration.collect_patches`.
         seed: for "random".
 
     Returns:
@@ -42,11 +45,12 @@ def score(
         NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
     """
     chosen = get_criterion(criterion)
-    _require_evidence(chosen, stats, gradients)
+    _require_evidence(chosen, stats, gradients, patches)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _check_fit(channel_map, parameters)
     with torch.no_grad():
-        scores = chosen.function(Evidence(channel_map, dict(model.named_modules()), parameters, stats, gradients, seed))
+        modules = dict(model.named_modules())
+        scores = chosen.function(Evidence(channel_map, modules, parameters, stats, gradients, seed, patches))
     scores = scores.astype(np.float64)
     scores[0] = np.inf
     _require_numbers(scores, channel_map, criterion)
@@ -74,7 +78,9 @@ def normalise(scores: Scores, channel_map: ChannelMap) -> Scores:
     return result
 
 
-def _require_evidence(criterion: Criterion, stats: ChannelStats | None, gradients: TaylorTerms | None) -> None:
+def _require_evidence(
+    criterion: Criterion, stats: ChannelStats | None, gradients: TaylorTerms | None, patches: PatchStats | None
+) -> None:
     """Checks that there is what a criterion needs; the message says how to get it."""
     gradient = "gradients of the loss on labelled calibration images"
     missing: dict[Need, tuple[bool, str, str]] = {
@@ -83,6 +89,11 @@ def _require_evidence(criterion: Criterion, stats: ChannelStats | None, gradient
             stats is None or not stats.moments,
             "Gram matrices of layers' inputs",
             "stats=collect(model, batches, device, moments='full')",
+        ),
+        "patches": (
+            patches is None,
+            "Gram matrices of the patches that layers read",
+            "patches=collect_patches(model, batches)",
         ),
         "ranks": (
             stats is None or not stats.ranks,

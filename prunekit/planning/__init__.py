@@ -1,6 +1,6 @@
 """Plans: which channels stay, and how a budget decides it."""
 
-from prunekit.planning.curves import SensitivityCurve, hull_slopes, marginal_scores
+from prunekit.planning.curves import MeasuredPoint, SensitivityCurve, cumulated, per_mac
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.select import free_parts, labels_matching
 from prunekit.planning.settings import BudgetSettings, Criterion, PruneSettings
@@ -9,13 +9,14 @@ from prunekit.planning.solve import make_plan
 __all__ = [
     "BudgetSettings",
     "Criterion",
+    "MeasuredPoint",
     "Plan",
     "PruneSettings",
     "SensitivityCurve",
+    "cumulated",
     "free_parts",
-    "hull_slopes",
     "labels_matching",
     "load_plan",
     "make_plan",
-    "marginal_scores",
+    "per_mac",
 ]

@@ -1,8 +1,8 @@
-"""Sensitivity curves as plain data, and how a budget is spent by them."""
+"""Sensitivity curves as plain data, what they say, and importance for each multiply-accumulate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,51 +21,127 @@ class SensitivityCurve:
     Attributes:
         labels: (n,) in the order in which they go.
         errors: (n,) after as many; comparable between groups.
+        outputs: over how many outputs of the layers that read the group the errors are summed, each counted as much as
+            the errors are.
     """
 
     labels: Labels
     errors: NDArray[np.float64]
+    outputs: float = 1.0
+
+    def error_at(self, kept: int) -> float:
+        """The error with so many labels kept."""
+        gone = self.labels.size - kept
+        return float(self.errors[gone - 1]) if gone else 0.0
+
+    def share_at(self, kept: int) -> float:
+        """The same per output: the share of the variance of what reads the group, on average over its outputs."""
+        return self.error_at(kept) / self.outputs
 
 
-def marginal_scores(channel_map: ChannelMap, curves: Iterable[SensitivityCurve], keep: Keep | None = None) -> Scores:
-    """Scores that make ranking all labels together spend a MAC budget where it costs least: error per MAC saved.
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """What a model computes with all but some labels of one group masked.
 
-    Each label scores the slope of the lower convex hull of its group's curve over the MACs that one label of the
-    group costs. Removing the lowest first is then the greedy, and by convexity the Lagrangian, solution (Everett 1963;
-    as in optimal bit allocation, Shoham & Gersho 1988). MACs are linear around `keep`: neighbours' widths multiply.
+    Attributes:
+        kept: how many labels of the group are left.
+        error: mean squared difference of the output from the dense one's, as a share of that one's variance.
+        kl: Kullback-Leibler divergence of the class probabilities from the dense ones, in nats, mean over images; None
+            where the model gives no class scores.
+        loss: mean over images; None without labels.
+        top1: in percent; None without labels or class scores.
+    """
+
+    kept: int
+    error: float
+    kl: float | None = None
+    loss: float | None = None
+    top1: float | None = None
+
+
+POINTS = 8
+"""Numbers of kept labels that are measured of each group, at most."""
+
+
+def kept_counts(size: int) -> tuple[int, ...]:
+    """At most `POINTS` numbers of kept labels, from all of them to one; half of them, rounded down, is among them."""
+    steps = [size * step // POINTS for step in range(POINTS, 1, -1)]
+    return tuple(dict.fromkeys([*(kept for kept in steps if kept > 0), 1]))
+
+
+def keeping(channel_map: ChannelMap, order: Labels, kept: int) -> Keep:
+    """The dense model but for one group, of which only the last `kept` labels in the order of removal are left."""
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    keep[order[: order.size - kept]] = False
+    return channel_map.completed(keep)
+
+
+def fewest_within(curve: Sequence[tuple[int, float]], limit: float) -> int:
+    """The fewest kept labels whose error is within a limit, and so are those of all larger numbers.
+
+    Args:
+        curve: (kept, error) from all to few; the first, of all, counts as within.
+    """
+    last = curve[0][0]
+    for kept, error in curve[1:]:
+        if error > limit:
+            break
+        last = kept
+    return last
+
+
+def rank_correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float | None:
+    """Spearman's rank correlation (1904), (n,) each, ties with their mean rank; None where one side has no order."""
+    first, second = _mean_ranks(one), _mean_ranks(other)
+    if one.size < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return ranks
+
+
+def cumulated(channel_map: ChannelMap, scores: Scores) -> dict[str, SensitivityCurve]:
+    """What scores say that each group's channels cost together, lowest first, by the group's name.
 
     Args:
         channel_map: of the model.
-        curves: of groups; a label on no curve scores +inf.
-        keep: the plan around which MACs are counted; None: the dense model.
-
-    Returns:
-        (n_labels,) scores for scope `global`, comparable as they are.
+        scores: (n_labels,) comparable between groups; a group with labels that score +inf has no curve.
     """
-    scores = np.full(channel_map.n_labels, np.inf)
-    around = np.ones(channel_map.n_labels, dtype=bool) if keep is None else keep.copy()
-    for curve in curves:
-        slopes = hull_slopes(curve.errors)
-        rank = 1 + 1e-9 * np.arange(slopes.size)  # within a slope the order of the curve holds
-        scores[curve.labels] = (slopes + np.finfo(float).tiny) * rank / max(1.0, _macs_each(channel_map, curve, around))
-    return scores
+    found = {}
+    for group in channel_map.groups:
+        order = group.labels[np.argsort(scores[group.labels], kind="stable")]
+        if np.isfinite(scores[order]).all():
+            found[group.name] = SensitivityCurve(order, np.cumsum(scores[order]))
+    return found
 
 
-def _macs_each(channel_map: ChannelMap, curve: SensitivityCurve, around: Keep) -> float:
+def per_mac(channel_map: ChannelMap, scores: Scores, keep: Keep | None = None) -> Scores:
+    """Scores over the MACs that one label of the group costs, so that ranking all of them saves MACs at least loss.
+
+    Where the scores are what a group's error rises by, and never fall along the order in which its labels go, removing
+    the lowest first is the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham &
+    Gersho 1988). MACs are linear around `keep`: neighbours' widths multiply.
+
+    Args:
+        channel_map: of the model.
+        scores: (n_labels,) comparable between groups.
+        keep: the plan around which MACs are counted; None: the dense model.
+    """
+    result = np.array(scores, dtype=np.float64)
+    around = np.ones(channel_map.n_labels, dtype=bool) if keep is None else keep
+    for group in channel_map.groups:
+        if np.isfinite(result[group.labels]).any():
+            result[group.labels] /= max(1.0, _macs_each(channel_map, group.labels, around))
+    return result
+
+
+def _macs_each(channel_map: ChannelMap, labels: Labels, around: Keep) -> float:
     """MACs that a label of a group costs, on average over those that are there."""
     with_all, with_none = around.copy(), around.copy()
-    with_all[curve.labels], with_none[curve.labels] = True, False
+    with_all[labels], with_none[labels] = True, False
     all_left, none_left = (channel_map.macs(channel_map.completed(keep)) for keep in (with_all, with_none))
-    return (all_left - none_left) / curve.labels.size
-
-
-def hull_slopes(errors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(n,) slopes of the lower convex hull of the curve through (0, 0), (1, errors[0]), ...: never falling."""
-    heights = np.concatenate([[0.0], errors])
-    slopes, start = np.zeros(errors.size), 0
-    while start < errors.size:
-        reached = (heights[start + 1 :] - heights[start]) / np.arange(1, heights.size - start)
-        step = int(np.flatnonzero(reached == reached.min())[-1]) + 1
-        slopes[start : start + step] = reached.min()
-        start += step
-    return slopes
+    return (all_left - none_left) / labels.size

@@ -20,6 +20,7 @@ Criterion = Literal[
     "apoz",
     "wanda",
     "obs",
+    "elimination",
     "chip",
     "hrank",
     "taylor",
@@ -27,7 +28,8 @@ Criterion = Literal[
     "obd",
     "random",
 ]
-Scope = Literal["uniform", "global"]
+Scope = Literal["uniform", "global", "per_mac"]
+"""Of each group the same share; the lowest scores of all groups; or the lowest for each MAC that they cost."""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,16 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError, UsageError
+from prunekit.planning.curves import per_mac
 from prunekit.planning.plan import Plan
 from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.settings import PruneSettings, Scope
 
 GRID = 4096
 """Steps of the uniform share that the search may choose from."""
+
+ROUNDS = 3
+"""How often a budget is spent per MAC: what a channel costs depends on its neighbours' widths in the plan before."""
 
 Ladder = Callable[[int], Labels]
 """Step -> number of labels kept of each part; never fewer at a higher step."""
@@ -30,7 +34,7 @@ def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, 
 
     Args:
         channel_map: of the model.
-        scores: one importance for each label, float (n_labels,); for scope `global` comparable between groups.
+        scores: one importance for each label, float (n_labels,); comparable between groups but for scope `uniform`.
         settings: budget, scope, rounding, exclusions and ratios.
         seed: noted in the plan; the solver itself draws nothing.
 
@@ -42,6 +46,16 @@ def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, 
     """
     _check(settings)
     _check_scores(channel_map, scores)
+    keep: Keep | None = None
+    for _ in range(ROUNDS if settings.scope == "per_mac" else 1):
+        ranked = per_mac(channel_map, scores, keep) if settings.scope == "per_mac" else scores
+        keep = _chosen(channel_map, ranked, settings)
+    assert keep is not None
+    origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
+    return Plan(channel_map, keep, _plain(origin))
+
+
+def _chosen(channel_map: ChannelMap, scores: Scores, settings: PruneSettings) -> Keep:
     parts = free_parts(channel_map, scores, settings)
     if not parts:
         raise PlanError("no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons")
@@ -64,8 +78,7 @@ def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, 
             f"the plan removes nothing: budget {name} {target:.4g} leaves the whole model, or "
             f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"
         )
-    origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
-    return Plan(channel_map, keep, _plain(origin))
+    return keep
 
 
 def _check(settings: PruneSettings) -> None:
@@ -86,7 +99,7 @@ def _check(settings: PruneSettings) -> None:
         if not isinstance(value, int) or value < 1
     ]
     if settings.scope not in get_args(Scope):
-        problems.append(f"scope: expected {' or '.join(get_args(Scope))}, got {settings.scope!r}")
+        problems.append(f"scope: expected one of {', '.join(get_args(Scope))}, got {settings.scope!r}")
     if problems:
         raise UsageError("; ".join(problems))
 
@@ -147,7 +160,7 @@ def _cost(
     sizes = np.array([part.labels.size for part in parts])
     weight = np.array([part.channels for part in parts])
     assert budget.channels is not None
-    if settings.scope == "global":
+    if settings.scope != "uniform":
         return lambda counts: float((weight * counts).sum() / (weight * sizes).sum()), budget.channels, "channels"
     free = np.array([len(part.counts) > 1 for part in parts])
     floor = np.array([part.at_most(0) for part in parts]) / sizes

@@ -10,6 +10,7 @@ from typing import Any
 from prunekit.data.settings import DataSettings
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
+from prunekit.repair.settings import FEWEST_IMAGES
 
 Finding = tuple[KeyPath, str]
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -25,7 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Every key path whose value does not fit the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
-    for check in (_names, _budget, _activations, _baseline, _data):
+    for check in (_names, _budget, _activations, _baseline, _data, _images):
         yield from check(values)
 
 
@@ -79,6 +80,20 @@ def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:
     activations = values.get("activations")
     if isinstance(activations, Mapping):
         yield from _exactly_one(activations, ("activations",), ("threshold", "target"))
+
+
+def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Statistics of patches, and repair, need some images to fit on and others to judge by."""
+    calibration, prune = _section(values, "calibration") or {}, _section(values, "prune") or {}
+    images = calibration.get("images", FEWEST_IMAGES)
+    reasons = {
+        "repair is given": isinstance(values.get("repair"), Mapping),
+        "prune.criterion is 'elimination'": prune.get("criterion") == "elimination",
+    }
+    because = " and ".join(reason for reason, holds in reasons.items() if holds)
+    if because and isinstance(images, int) and 0 < images < FEWEST_IMAGES:
+        text = f"expected at least {FEWEST_IMAGES}, because {because}, got {images}"
+        yield ("calibration", "images"), f"{text}; a thousand is a good number"
 
 
 def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prunekit.calibration.patches import gram, with_constant
+from prunekit.calibration.patches import applied, gram, products, with_constant
 
 RIDGES = (1, 10, 100)
 """Multiples of the ridge that are tried: the error on held-out rows chooses."""
 EXACT_RANK = 2048
 """Columns up to which a Gram matrix's rank is taken from its eigenvalues: beyond, they take longer than the fit."""
+
+NEGLIGIBLE = 1e-10
+"""Error, as a share of the variance, below which a layer computes what the dense one does."""
+FLAT = 1e-6
+"""Outputs whose factor in the norm is below this share of the largest one's say nothing about their weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +27,10 @@ class Problem:
     The chain is `scale * output + whatever follows`: a BatchNorm in eval mode, and a sum with a shortcut.
 
     Attributes:
-        inputs: (N, d) kept columns of what the layer reads, float64.
-        now: (N, o) the end of the chain with the weights as they are.
-        wanted: (N, o) what the dense network has there.
-        scale: (o,) derivative of the chain.
+        inputs: (N, d) kept columns of what the layer reads.
+        now: (N, o) the end of the chain with the weights as they are, float64.
+        wanted: (N, o) what the dense network has there, float64.
+        scale: (o,) derivative of the chain, float64.
         fitted: number of rows to fit on; the rest judge.
         rectified: whether only the positive part of it is used.
         biased: whether there is a bias to write to, its own or the norm's.
@@ -63,7 +68,7 @@ class Change:
     def error(self, problem: Problem) -> float:
         """Error after the change, see `Problem.error`."""
         judging = slice(problem.fitted, None)
-        end = problem.now[judging] + problem.scale * (problem.inputs[judging] @ self.weight.T + self.bias)
+        end = problem.now[judging] + problem.scale * (applied(problem.inputs[judging], self.weight.T) + self.bias)
         return _error(end, problem.wanted[judging], rectified=problem.rectified)
 
 
@@ -74,9 +79,7 @@ def bias_compensation(problem: Problem) -> Change:
     means from data.
     """
     missing = (problem.wanted - problem.now)[: problem.fitted].mean(0) / problem.scale
-    return Change(
-        torch.zeros(len(missing), problem.inputs.shape[1], dtype=missing.dtype, device=missing.device), missing
-    )
+    return Change(missing.new_zeros(len(missing), problem.inputs.shape[1]), missing)
 
 
 def moment_matching(problem: Problem, weight: Tensor) -> Change:
@@ -90,7 +93,7 @@ def moment_matching(problem: Problem, weight: Tensor) -> Change:
         weight: (o, d) the kept weights.
     """
     now, wanted = problem.now[: problem.fitted], problem.wanted[: problem.fitted]
-    outputs = problem.inputs[: problem.fitted] @ weight.T * problem.scale
+    outputs = applied(problem.inputs[: problem.fitted], weight.T) * problem.scale
     around = wanted - (now - outputs)  # what the layer itself should give, with whatever is added to it taken off
     factor = (around.std(0) / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
     change = (factor - 1)[:, None] * weight
@@ -111,25 +114,31 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
     """
     inputs = with_constant(problem.inputs) if problem.biased else problem.inputs
     fitted, judging = slice(problem.fitted), slice(problem.fitted, None)
-    moments = inputs[fitted].T @ inputs[fitted] / problem.fitted
+    moments = products(inputs[fitted], inputs[fitted])
 
-    def solve(wanted: Tensor, solver: _Solver) -> Tensor:
-        missing = (wanted - problem.now)[fitted] / problem.scale
-        return torch.cholesky_solve(inputs[fitted].T @ missing / problem.fitted, solver.factor)
+    def correlations(wanted: Tensor) -> Tensor:
+        return products(inputs[fitted], ((wanted - problem.now[fitted]) / problem.scale).to(inputs.dtype))
+
+    def end(found: Tensor, rows: slice) -> Tensor:
+        return problem.now[rows] + problem.scale * applied(inputs[rows], found)
 
     def error(found: Tensor) -> float:
-        end = problem.now[judging] + problem.scale * (inputs[judging] @ found)
-        return _error(end, problem.wanted[judging], rectified=problem.rectified)
+        return _error(end(found, judging), problem.wanted[judging], rectified=problem.rectified)
 
-    solvers = [_factored(moments, ridge * factor, problem.fitted, problem.biased) for factor in RIDGES]
-    trials = [(solve(problem.wanted, solver), solver) for solver in solvers]
+    right, rank = correlations(problem.wanted[fitted]), min(problem.fitted, _rank(moments))
+    solvers = [_factored(moments, ridge * factor, problem.fitted, rank, problem.biased) for factor in RIDGES]
+    trials = [(torch.cholesky_solve(right, solver.factor), solver) for solver in solvers]
     found, solver = min(trials, key=lambda trial: error(trial[0]))
+    momentum, ahead = 1.0, found
     for _ in range(rectified_steps if problem.rectified else 0):
-        end = problem.now + problem.scale * (inputs @ found)
-        again = solve(torch.where(problem.wanted < 0, end.clamp(max=0), problem.wanted), solver)
+        reached = end(ahead, slice(problem.fitted)).clamp(max=0)
+        target = torch.where(problem.wanted[fitted] < 0, reached, problem.wanted[fitted])
+        again = torch.cholesky_solve(correlations(target), solver.factor)
         if error(again) >= error(found):
             break
-        found = again
+        following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
+        ahead = again + (momentum - 1) / following * (again - found)
+        found, momentum = again, following
     return _change(found, problem, solver)
 
 
@@ -146,11 +155,10 @@ class _Solver:
     ridge: float
 
 
-def _factored(moments: Tensor, ridge: float, rows: int, biased: bool) -> _Solver:
+def _factored(moments: Tensor, ridge: float, rows: int, rank: int, biased: bool) -> _Solver:
     """Cholesky factor of the Gram matrix with its ridge, which is not on the constant column."""
     diagonal = moments.diagonal()
     mean = float(diagonal[: len(diagonal) - biased].mean()) or 1.0  # all inputs dead: anything does
-    rank = min(rows, _rank(moments))
     if rows < len(moments):
         ridge *= 10
     while True:
@@ -190,9 +198,10 @@ def substitution(kept: Tensor, dense: Tensor, weight: Tensor, index: Tensor, rid
     target = dense.double()
     identity = torch.zeros(kept.shape[1], target.shape[1], dtype=torch.float64, device=kept.device)
     identity[torch.arange(len(index)), index] = 1
-    solver = _factored(gram(kept), ridge, len(kept), biased=True)
+    moments = gram(kept)
+    solver = _factored(moments, ridge, len(kept), min(len(kept), _rank(moments)), biased=True)
     missing = target - kept.double() @ identity
-    found = torch.cholesky_solve(with_constant(kept).T @ missing / len(kept), solver.factor)
+    found = torch.cholesky_solve(with_constant(kept.double()).T @ missing / len(kept), solver.factor)
     mixing = found[:-1] + identity  # (k, C)
     return torch.einsum("kc,oct->okt", mixing, weight), torch.einsum("c,oct->o", found[-1], weight)
 

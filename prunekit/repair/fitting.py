@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.layers import Layer
+from prunekit.calibration.patches import applied
 from prunekit.channels.copying import named_tensors
 from prunekit.planning import Plan
 from prunekit.repair.fits import (
+    FLAT,
+    NEGLIGIBLE,
     Change,
     Problem,
     best_of,
@@ -20,15 +23,12 @@ from prunekit.repair.fits import (
     moment_matching,
     substitution,
 )
+from prunekit.repair.grouped import MOST_GROUPS, GroupedProblem, chunks, grouped_least_squares, grouped_report
+from prunekit.repair.memory import kept_groups
 from prunekit.repair.record import Sample
-from prunekit.repair.report import LayerRepair
+from prunekit.repair.report import LayerRepair, joined
 from prunekit.repair.sequential import add_bias, norm_affine
 from prunekit.repair.settings import RepairSettings
-
-NEGLIGIBLE = 1e-10
-"""Error, as a share of the variance, below which a layer computes what the dense one does."""
-FLAT = 1e-6
-"""Outputs whose factor in the norm is below this share of the largest one's say nothing about their weights."""
 
 
 class LayerFitter:
@@ -38,7 +38,6 @@ class LayerFitter:
         original: the dense model.
         masked: the model whose weights are written.
         plan: which rows and columns are kept.
-        samples: what the dense layers gave, by the number of their call.
         settings: what is fitted.
     """
 
@@ -47,44 +46,80 @@ class LayerFitter:
         original: nn.Module,
         masked: nn.Module,
         plan: Plan,
-        samples: Mapping[int, Sample],
         settings: RepairSettings,
     ) -> None:
         self.done: list[LayerRepair] = []
         self._dense = dict(named_tensors(original))
         self._tensors = dict(named_tensors(masked))
         self._modules, self._dense_modules = dict(masked.named_modules()), dict(original.named_modules())
-        self._plan, self._samples, self._settings = plan, samples, settings
+        self._plan, self._settings = plan, settings
 
-    def refit(self, layer: Layer, inputs: Tensor, other: Tensor | None, spatial: tuple[int, ...]) -> bool:
+    def refit(self, layer: Layer, dense: Sample | None, running: Sample | None) -> None:
         """Fits a layer, group by group where it is a grouped convolution, and writes what is better.
 
         Args:
-            inputs: of the running model.
-            other: what will be added to its output.
-            spatial: sizes of its output.
+            dense: what the dense layer gives.
+            running: what the layer reads now, and what will be added to its output.
         """
-        sample = self._samples.get(layer.call)
-        if sample is None:
+        if dense is None or running is None:
             self.done.append(LayerRepair(layer.weight, note="the model takes another path under masks"))
-            return False
-        groups = range(layer.reading.groups)
-        found = [self._part(layer, sample, group, inputs, other, spatial) for group in groups]
-        parts = [part for part in found if part is not None]
-        self.done.append(_joined(layer.weight, parts))
-        return any(part.applied for part in parts)
+            return
+        groups = kept_groups(layer, self._plan)
+        if len(groups) > MOST_GROUPS and self._settings.fit == "patch":
+            self.done.append(self._many_groups(layer, dense, running, len(groups)))
+            return
+        found = [self._part(layer, dense, running, group, place) for place, group in enumerate(groups)]
+        self.done.append(joined(layer.weight, [part for part in found if part is not None]))
 
-    def _part(
-        self, layer: Layer, sample: Sample, group: int, inputs: Tensor, other: Tensor | None, spatial: tuple[int, ...]
-    ) -> LayerRepair | None:
-        weight = self._tensors[layer.weight]
+    def _many_groups(self, layer: Layer, sample: Sample, running: Sample, groups: int) -> LayerRepair:
+        """Fits many small groups at once."""
+        assert sample.outputs is not None
+        rows, columns = self._index(layer, 0), self._index(layer, 1)
+        found = []
+        for part in chunks(groups, len(sample.outputs), len(columns) * layer.reading.taps):
+            some = rows.reshape(groups, -1)[part]
+            problem = self._grouped_problem(layer, sample, running, some, columns, part)
+            change = grouped_least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
+            weight, bias = change.weight.flatten(0, 1), change.bias.flatten()
+            self._write(layer, some.flatten(), columns, Change(weight, bias))
+            found.append(change)
+        return grouped_report(layer.weight, found)
+
+    def _grouped_problem(
+        self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, part: slice
+    ) -> GroupedProblem:
+        """The fit of some groups; `rows` are their outputs, (g, o)."""
+        assert running.inputs is not None
+        assert sample.outputs is not None
+
+        def by_group(values: Tensor) -> Tensor:  # (N, channels) -> (g, N, o)
+            return values[:, rows].double().transpose(0, 1)
+
+        width = len(columns) * layer.reading.taps
+        inputs = running.inputs.view(len(running.inputs), -1, width)[:, part].double().transpose(0, 1)  # (g, N, d)
+        weight = self._weight(layer, rows.flatten(), columns)
+        outputs = inputs @ weight.view(*rows.shape, width).transpose(1, 2)
+        if layer.bias is not None:
+            outputs = outputs + self._tensors[layer.bias].detach()[rows].double()[:, None]
+        scale, offset = (value.reshape(rows.shape) for value in self._affine(self._modules, layer, rows.flatten()))
+        dense = (value.reshape(rows.shape) for value in self._affine(self._dense_modules, layer, rows.flatten()))
+        dense_scale, dense_offset = dense
+        now = scale[:, None] * outputs + offset[:, None]
+        wanted = dense_scale[:, None] * by_group(sample.outputs) + dense_offset[:, None]
+        if running.others is not None and sample.others is not None:
+            now, wanted = now + by_group(running.others), wanted + by_group(sample.others)
+        scale = torch.where(scale.abs() > FLAT * scale.abs().max(), scale, 0.0)
+        biased = layer.bias is not None or layer.norm is not None
+        return GroupedProblem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased)
+
+    def _part(self, layer: Layer, sample: Sample, running: Sample, group: int, place: int) -> LayerRepair | None:
         rows, columns = self._kept(layer, group)
-        if not len(rows) or not len(columns):
+        if not len(columns):
             return None
-        first = group * weight.shape[1]
-        kept = layer.reading.channels(inputs, columns + first)
-        problem, usable = self._problem(layer, sample, rows, columns, kept, other, spatial)
+        problem, usable = self._problem(layer, sample, running, rows, columns, place)
         rows = rows[usable]
+        if not len(rows):
+            return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
         spread = float(problem.wanted.var(0).mean())
         before = problem.error()
         if before <= NEGLIGIBLE * max(spread, torch.finfo(torch.float64).tiny):
@@ -113,49 +148,50 @@ class LayerFitter:
 
     def _kept(self, layer: Layer, group: int) -> tuple[Tensor, Tensor]:
         """Kept rows of a group, counted over all groups, and kept columns of the weight."""
-        rows, columns = (self._plan.kept(layer.weight, axis) for axis in (0, 1))
-        size = self._plan.channel_map.shapes[layer.weight][0] // layer.reading.groups
-        rows = rows[rows // size == group]
-        device = self._tensors[layer.weight].device
-        return torch.from_numpy(np.asarray(rows)).to(device), torch.from_numpy(np.asarray(columns)).to(device)
+        rows, columns = self._index(layer, 0), self._index(layer, 1)
+        size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
+        return rows[rows // size == group], columns
+
+    def _index(self, layer: Layer, axis: int) -> Tensor:
+        """What is kept of the weight: 0, of its outputs; 1, of its inputs."""
+        kept = self._plan.kept(layer.weight, layer.axes[axis])
+        return torch.from_numpy(np.asarray(kept)).to(self._tensors[layer.weight].device)
 
     def _problem(
-        self,
-        layer: Layer,
-        sample: Sample,
-        rows: Tensor,
-        columns: Tensor,
-        kept: Tensor,
-        other: Tensor | None,
-        spatial: tuple[int, ...],
+        self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, place: int
     ) -> tuple[Problem, Tensor]:
         """The layer's fit, and which of its rows have a factor in the norm to speak of."""
+        assert running.inputs is not None
+        assert sample.outputs is not None
         scale, offset = self._affine(self._modules, layer, rows)
         usable = scale.abs() > FLAT * scale.abs().max()
         rows, scale, offset = rows[usable], scale[usable], offset[usable]
-        inputs = layer.reading.patches(kept, sample.rows, spatial).double()
+        width = len(columns) * layer.reading.taps
+        inputs = running.inputs[:, place * width : (place + 1) * width]
         now = scale * self._outputs(layer, inputs, rows, columns) + offset
         dense_scale, dense_offset = self._affine(self._dense_modules, layer, rows)
         wanted = dense_scale * sample.outputs[:, rows].double() + dense_offset
-        if other is not None and sample.others is not None:
-            now = now + layer.reading.outputs(other, sample.rows)[:, rows].double()
+        if running.others is not None and sample.others is not None:
+            now = now + running.others[:, rows].double()
             wanted = wanted + sample.others[:, rows].double()
         biased = layer.bias is not None or layer.norm is not None
         return Problem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
 
     def _affine(self, modules: Mapping[str, nn.Module], layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        gain = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
+        if layer.gain is not None:
+            gain = layer.gain[rows]
         if layer.norm is None:
-            ones = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
-            return ones, torch.zeros_like(ones)
+            return gain, torch.zeros_like(gain)
         factor, offset = norm_affine(modules[layer.norm])
-        return factor[rows], offset[rows]
+        return gain * factor[rows], gain * offset[rows]
 
     def _weight(self, layer: Layer, rows: Tensor, columns: Tensor) -> Tensor:
         """(o, d) kept weights."""
-        return self._tensors[layer.weight].detach()[rows][:, columns].flatten(1).double()
+        return layer.matrix(self._tensors[layer.weight].detach())[rows][:, columns].flatten(1).double()
 
     def _outputs(self, layer: Layer, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        outputs = inputs @ self._weight(layer, rows, columns).T
+        outputs = applied(inputs, self._weight(layer, rows, columns).T)
         return outputs if layer.bias is None else outputs + self._tensors[layer.bias].detach()[rows].double()
 
     def _change(
@@ -167,46 +203,26 @@ class LayerFitter:
             return bias_compensation(problem), fit
         if fit == "moments":
             return moment_matching(problem, self._weight(layer, rows, columns)), fit
-        if sample.inputs is not None:
+        if sample.centres is not None:
             return self._by_channels(layer, problem, sample, rows, columns), "channel"
         return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
 
     def _by_channels(self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
-        assert sample.inputs is not None
-        shape = self._plan.channel_map.shapes[layer.weight]
+        assert sample.centres is not None
+        shape = layer.matrix(self._dense[layer.weight]).shape
         group = int(rows[0]) // (shape[0] // layer.reading.groups) if len(rows) else 0
-        dense = sample.inputs[: sample.fitted, group * shape[1] : (group + 1) * shape[1]]
+        dense = sample.centres[: sample.fitted, group * shape[1] : (group + 1) * shape[1]]
         taps = layer.reading.taps
         kept = problem.inputs[: sample.fitted, layer.reading.middle :: taps]
-        whole = self._dense[layer.weight].detach()[rows].double().reshape(len(rows), shape[1], taps)
+        whole = layer.matrix(self._dense[layer.weight].detach())[rows].double().reshape(len(rows), shape[1], taps)
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)
         return Change(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
 
     def _write(self, layer: Layer, rows: Tensor, columns: Tensor, change: Change) -> None:
-        weight = self._tensors[layer.weight]
+        weight = layer.matrix(self._tensors[layer.weight])
         addition = change.weight.reshape(len(rows), len(columns), *weight.shape[2:]).to(weight.dtype)
         with torch.no_grad():
             weight[rows[:, None], columns[None]] += addition
         norm = self._modules[layer.norm] if layer.norm is not None else None
         add_bias(layer, self._tensors, norm, rows, change.bias)
-
-
-def _joined(name: str, parts: list[LayerRepair]) -> LayerRepair:
-    """One line for all groups of a convolution."""
-    if not parts:
-        return LayerRepair(name, note="nothing of it is left")
-    if len(parts) == 1:
-        return parts[0]
-    applied = next((part.applied for part in parts if part.applied), "")
-    count = sum(bool(part.applied) for part in parts)
-    return LayerRepair(
-        name,
-        applied,
-        float(np.mean([part.before for part in parts])),
-        float(np.mean([part.after for part in parts])),
-        max(part.columns for part in parts),
-        min(part.rank for part in parts),
-        max(part.ridge for part in parts),
-        f"{count} of {len(parts)} groups" if applied else parts[0].note,
-    )

@@ -1,100 +1,216 @@
-"""What the dense model computes: outputs of its layers at sampled positions."""
+"""What a layer reads and gives at sampled positions, gathered over batches in passes that stop there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.layers import Call, CallWatch, Layer
+from prunekit.calibration.layers import Call, Layer
 from prunekit.calibration.patches import sampled_rows
-from prunekit.channels import ChannelMap
-from prunekit.repair.held import HeldSummands
-from prunekit.repair.settings import RepairSettings
+from prunekit.repair.kept import Kept
+from prunekit.repair.resuming import DivergedError, ResumableRun
+
+Inputs = tuple[Tensor, ...]
+"""Positional inputs of a model, samples first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some of the calibration images.
+
+    Attributes:
+        number: of the batch.
+        inputs: of the model.
+        share: of the rows that are sampled.
+    """
+
+    number: int
+    inputs: Inputs
+    share: float
+
+
+def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch], int]:
+    """Batches to fit on, then those of the held-out images; and how many are to fit on.
+
+    Args:
+        held_out: share of the images, the last ones, that only judge.
+        size: images in a batch, at most.
+    """
+    total = len(inputs[0])
+    split = total - max(1, round(total * held_out))
+    parts = [(0, split, 1.0), (split, total, held_out)]
+    bounds = [
+        (start, min(start + size, last), share / (last - first))
+        for first, last, share in parts
+        for start in range(first, last, size)
+    ]
+    found = [Batch(i, tuple(x[a:b] for x in inputs), each * (b - a)) for i, (a, b, each) in enumerate(bounds)]
+    return found, sum(a < split for a, _, _ in bounds)
+
+
+@dataclass(frozen=True, eq=False)
+class Aim:
+    """What a pass takes of a layer.
+
+    Attributes:
+        layer: which.
+        rows: how many positions of its output to fit on.
+        channels: of its input whose patches are taken; None: no patches.
+        centres: whether the whole input is taken at the centres of the patches.
+        outputs: whether what the layer gives is taken.
+    """
+
+    layer: Layer
+    rows: int
+    channels: Tensor | None = None
+    centres: bool = False
+    outputs: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A layer of the dense model at sampled rows: those to fit on first, then those of held-out images.
+    """A layer at N sampled rows: those to fit on first, then those of held-out images.
 
     Attributes:
-        rows: (N,) positions, see `Reading`.
         fitted: how many of them are for fitting.
-        outputs: (N, channels) of the layer itself.
-        others: (N, channels) of the other summand, where the layer's output is added to something.
-        inputs: (N, input channels) where the layer is to be fitted by channels.
+        inputs: (N, channels * taps) patches that the layer reads.
+        outputs: (N, output channels) of the layer itself.
+        others: (N, output channels) of the other summand, where the layer's output is added to something.
+        centres: (N, input channels) at the middle of each patch.
     """
 
-    rows: Tensor
     fitted: int
-    outputs: Tensor
-    others: Tensor | None = None
     inputs: Tensor | None = None
+    outputs: Tensor | None = None
+    others: Tensor | None = None
+    centres: Tensor | None = None
 
 
-class LayerRecorder(CallWatch):
-    """Samples what a model's layers compute while it runs once over all images.
+class LayerPass(ResumableRun):
+    """Takes what a layer reads and gives in one pass after another.
+
+    Attributes:
+        taken: in the last pass, by the names of a `Sample`'s tensors; empty where the layer was not called.
+    """
+
+    def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
+        super().__init__(model, norms)
+        self.taken: dict[str, Tensor] = {}
+        self._aim: Aim | None = None
+        self._batch: Batch | None = None
+        self._other: Tensor | None = None
+        self._rows: Tensor | None = None
+        self._places: Tensor | None = None
+        self._shape = torch.Size()
+
+    def take(self, aim: Aim, batch: Batch, kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
+        """One pass over a batch, see `ResumableRun.run`."""
+        self._aim, self._batch, self.taken = aim, batch, {}
+        try:
+            return self.run(batch.inputs, kept, keep_at, stop_at)
+        finally:
+            self._aim = self._other = self._rows = self._places = None
+
+    def before(self, call: Call) -> None:
+        """Takes what the layer reads, and the other summand before it may be written to."""
+        aim = self._aim
+        if aim is None:
+            return
+        layer = aim.layer
+        if call.number == layer.call:
+            operands = self.operands(call)
+            if operands is not None and operands.weight == layer.weight:
+                self._read(aim, self.real(operands.inputs))
+        if call.number == layer.ready and self._other is not None and self._rows is not None:
+            other = self.real(self._other)
+            if self._places is None:
+                self.taken["others"] = layer.reading.outputs(other, self._rows).clone()
+            else:
+                self.taken["others"] = layer.reading.outputs(self._landed(other), self._rows)
+
+    def _read(self, aim: Aim, inputs: Tensor) -> None:
+        reading, batch = aim.layer.reading, self._batch
+        assert batch is not None
+        spatial = reading.spatial(inputs)
+        seed = aim.layer.call + 100_003 * batch.number
+        count = max(1, round(aim.rows * batch.share))
+        self._rows = rows = sampled_rows(reading.rows_of(inputs), count, seed).to(inputs.device)
+        if aim.channels is not None:
+            self.taken["inputs"] = reading.patches(reading.channels(inputs, aim.channels), rows, spatial)
+        if aim.centres:
+            self.taken["centres"] = reading.centres(inputs, rows, spatial)
+
+    def _landed(self, other: Tensor) -> Tensor:
+        """The other summand as the layer's output lies; 0 where of that nothing is left."""
+        assert self._places is not None
+        landed = other.new_zeros(self._shape.numel())
+        landed[self._places.flatten()] = other.flatten()
+        return landed.view(self._shape)
+
+    def after(self, call: Call, result: Any) -> None:
+        """Takes what the layer gives, and holds the other summand."""
+        aim = self._aim
+        if aim is None or not isinstance(result, Tensor):
+            return
+        layer = aim.layer
+        if call.number == layer.other:
+            self._other = result
+        if call.number == layer.call and self._rows is not None:
+            if aim.outputs:
+                self.taken["outputs"] = layer.reading.outputs(result, self._rows).clone()
+            if layer.moves:
+                self._shape = result.shape
+                self._places = torch.arange(result.numel(), device=result.device).view(result.shape)
+        if call.number in layer.moves and self._places is not None:
+            self._places = call.function(self._places, *call.args[1:], **call.named)
+
+
+class Gathering:
+    """One model over all batches, as far as it has run.
 
     Args:
-        model: the dense one.
-        layers: as `find_layers` gave them.
-        settings: with the number of rows that fit into memory.
-        by_channels: weights of layers whose inputs are sampled too.
-        norms: as for `CallWatch`.
+        run: of the model.
+        batches: those to fit on first.
+        fitted: how many these are.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: tuple[Layer, ...],
-        settings: RepairSettings,
-        by_channels: Iterable[str] = (),
-        norms: Iterable[str] = (),
-    ) -> None:
-        super().__init__(model, norms)
-        self.samples: dict[int, Sample] = {}
-        self._settings, self._by_channels = settings, frozenset(by_channels)
-        self._layers = {layer.call: layer for layer in layers}
-        self._totals = {layer.total: layer for layer in layers if layer.total is not None}
-        self._held = HeldSummands(layers)
+    def __init__(self, run: LayerPass, batches: Sequence[Batch], fitted: int) -> None:
+        self._run, self._batches, self._fitted = run, batches, fitted
+        self._kept: list[Kept | None] = [None] * len(batches)
+        self._at = 0
 
-    def call(self, call: Call) -> Any:
-        """Samples the other summand before it may be written to, and every layer's output as it comes."""
-        total = self._totals.get(call.number)
-        if total is not None:
-            self._add_other(total)
-        result = call.run()
-        self._held.note(call.number, result)
-        layer = self._layers.get(call.number)
-        if layer is not None and self.layer_weight(call) == layer.weight:
-            self._add(layer, call.args[0], result)
-        return result
+    def take(self, aim: Aim, keep_at: int, stop_at: int) -> Sample | None:
+        """What the layer reads and gives; None where it is not called in each pass.
 
-    def _add(self, layer: Layer, inputs: Tensor, output: Tensor) -> None:
-        total, reading = layer.reading.rows(output), layer.reading
-        split = total - max(1, round(total * self._settings.held_out))
-        fit = sampled_rows(split, self._settings.rows, layer.call)
-        judge = sampled_rows(total - split, max(1, round(self._settings.rows * self._settings.held_out)), layer.call)
-        rows = torch.cat([fit, judge + split]).to(output.device)
-        read = reading.centres(inputs, rows, tuple(output.shape[2:])) if layer.weight in self._by_channels else None
-        self.samples[layer.call] = Sample(rows, len(fit), reading.outputs(output, rows).clone(), inputs=read)
-
-    def _add_other(self, layer: Layer) -> None:
-        other, sample = self._held.take(layer), self.samples.get(layer.call)
-        if other is not None and sample is not None:
-            self.samples[layer.call] = replace(sample, others=layer.reading.outputs(other, sample.rows).clone())
+        Args:
+            keep_at: number of the call from which later passes go on.
+            stop_at: of the call up to which this one goes.
+        """
+        parts: list[dict[str, Tensor]] = []
+        keep_at, self._at = (0 if keep_at == self._at else keep_at), keep_at
+        for i, batch in enumerate(self._batches):
+            kept, self._kept[i] = self._kept[i], None
+            try:
+                self._kept[i] = self._run.take(aim, batch, kept, keep_at, stop_at)
+            except DivergedError:
+                self._run.take(aim, batch, None, 0, stop_at)
+            parts.append(self._run.taken)
+        if not all(part.keys() == parts[0].keys() and part for part in parts):
+            return None
+        count = sum(len(next(iter(part.values()))) for part in parts[: self._fitted])
+        return Sample(count, **{name: _joined([part.pop(name) for part in parts]) for name in list(parts[0])})
 
 
-def affordable_rows(layers: tuple[Layer, ...], channel_map: ChannelMap, settings: RepairSettings) -> int:
-    """How many rows of each layer can be recorded within the limit on memory; never fewer than 64."""
-    each = sum(4 * channel_map.shapes[layer.weight][0] * (2 if layer.other else 1) for layer in layers)
-    return max(64, min(settings.rows, int(settings.memory_bytes / max(1, each) / (1 + settings.held_out))))
-
-
-def recorded_bytes(samples: Iterable[Sample]) -> int:
-    """Memory that samples take."""
-    tensors = [tensor for sample in samples for tensor in (sample.rows, sample.outputs, sample.others, sample.inputs)]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenates tensors, each freed as soon as it is copied."""
+    whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
+    start = 0
+    for i, part in enumerate(parts):
+        whole[start : start + len(part)] = part
+        start += len(part)
+        parts[i] = whole[:0]
+    return whole

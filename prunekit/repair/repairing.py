@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.collector import first_tensor
-from prunekit.calibration.finding import find_layers
+from prunekit.calibration.finding import survey
 from prunekit.calibration.layers import Layer
-from prunekit.calibration.patches import gram_bytes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.slicing import blank
@@ -20,31 +17,37 @@ from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError, UsageError
 from prunekit.planning import Plan
+from prunekit.repair.difference import difference
 from prunekit.repair.fitting import LayerFitter
-from prunekit.repair.record import LayerRecorder, affordable_rows, recorded_bytes
-from prunekit.repair.report import LayerRepair, RepairReport
-from prunekit.repair.sequential import LayerWalk
-from prunekit.repair.settings import RepairSettings
-
-FEWEST_IMAGES = 8
-MOST_GROUPS = 32
-"""Convolutions of more groups, depthwise ones above all, are left to the layers behind them."""
+from prunekit.repair.memory import HELD, ROOM, SAMPLES, batch_size, cuts, fit_size, held, kept_channels, too_wide
+from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, batches_of
+from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport
+from prunekit.repair.sequential import Step, Walk
+from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
 
 
 def repair(
-    dense: nn.Module, plan: Plan, images: Tensor, settings: RepairSettings | None = None
+    dense: nn.Module,
+    plan: Plan,
+    images: Tensor | Inputs,
+    settings: RepairSettings | None = None,
+    *,
+    log: Callable[[str], None] | None = None,
 ) -> tuple[nn.Module, RepairReport]:
     """A masked copy of a model whose kept weights are fitted to the dense outputs, layer by layer, without training.
 
     Every convolution and linear layer whose weight is a parameter is refitted, in the order in which they run: kept
-    rows and kept columns change, removed entries are exactly zero. All images run at once: memory is what the model's
-    largest activations take for all of them, and what `settings.memory_bytes` allows beside that.
+    rows and kept columns change, removed entries are exactly zero. Images run in batches, and both models stop at each
+    layer until all batches are there: what is live at that place is kept, as far as `settings.memory_bytes` allow;
+    beyond, it is computed again.
 
     Args:
         dense: the dense model; only read.
         plan: what is kept of it.
-        images: (B, ...) inputs without labels, on the model's device; the last `settings.held_out` of them only judge.
+        images: (B, ...) inputs without labels, on the model's device, or a tuple of all its positional inputs; the last
+            `settings.held_out` of them only judge.
         settings: what is fitted, and how.
+        log: gets a line on the memory that it will take before it starts.
 
     Returns:
         The masked model, dense in size, and what was done. Where the repaired model's output on held-out images is
@@ -56,44 +59,96 @@ def repair(
         UsageError: the plan does not belong to the model.
     """
     settings = settings or RepairSettings()
-    require_images(images)
-    norms = list(plan.channel_map.norms)
+    inputs = require_images(images)
     original, masked = _copy(dense), _copy(dense)
     _mask(masked, plan)
-    held = images[len(images) - max(1, round(len(images) * settings.held_out)) :]
-    with training_mode(original, False), training_mode(masked, False):
-        layers, skipped = _fitted_layers(find_layers(original, images[:2], norms), plan)
-        settings = replace(settings, rows=affordable_rows(layers, plan.channel_map, settings))
-        recorder = LayerRecorder(original, layers, settings, _too_wide(layers, plan, settings), norms)
-        with recorder.watching():
-            original(images)
-        _require_finite(recorder, layers)
-        fitter = LayerFitter(original, masked, plan, recorder.samples, settings)
-        before = _difference(original, masked, plan, held)
-        saved = {name: tensor.clone() for name, tensor in named_tensors(masked)}
-        _walk(original, masked, plan, layers, fitter, images, settings)
-        _mask(masked, plan)
-        after = _difference(original, masked, plan, held)
+    with training_mode(original, False), training_mode(masked, False), torch.no_grad():
+        layers, skipped = _fitted_layers(original, inputs, plan)
+        with NarrowNorms(masked, plan.channel_map, plan.keep):
+            walk = _Prepared(original, masked, plan, layers, inputs, settings)
+            if log is not None:
+                log(f"repair: {walk.memory}")
+            before = difference(original, masked, walk.judging)
+            saved = {name: tensor.clone() for name, tensor in named_tensors(masked)}
+            fitter = walk.run()
+            _mask(masked, plan)
+            after = difference(original, masked, walk.judging)
     if not after < before:
         _restore(masked, saved)
     done = _in_model_order(fitter.done, skipped, original)
-    report = RepairReport(done, before, after, after < before, recorded_bytes(recorder.samples.values()), settings.rows)
-    return _as_given(dense, masked), report
+    return _as_given(dense, masked), RepairReport(done, before, after, after < before, walk.memory)
 
 
-def require_images(images: Tensor) -> None:
-    """Checks calibration images before anything is computed on them.
+def require_images(images: Tensor | Inputs) -> Inputs:
+    """Checks calibration images before anything is computed on them; returns all positional inputs.
 
     Raises:
-        DataError: no tensor, or fewer than 8 images.
+        DataError: no tensors, fewer than 8 images, or not as many of each input.
     """
-    if not isinstance(images, Tensor):
-        raise DataError(f"calibration: expected images as one tensor (B, ...), got {type(images).__name__}")
-    if images.dim() < 2 or len(images) < FEWEST_IMAGES:
+    inputs = images if isinstance(images, tuple) else (images,)
+    for tensor in inputs:
+        if not isinstance(tensor, Tensor):
+            raise DataError(
+                f"calibration: expected images as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
+            )
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
+    if not inputs or any(tensor.dim() < 2 or len(tensor) < FEWEST_IMAGES for tensor in inputs):
         raise DataError(
             f"calibration: expected at least {FEWEST_IMAGES} images (B, ...), some of which only judge; "
-            f"got a tensor of shape {tuple(images.shape)}"
+            f"got a tensor of shape {shapes}"
         )
+    if len({len(tensor) for tensor in inputs}) > 1:
+        raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
+    return inputs
+
+
+class _Prepared:
+    """A walk that knows what memory it will take."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        masked: nn.Module,
+        plan: Plan,
+        layers: Sequence[Layer],
+        inputs: Inputs,
+        settings: RepairSettings,
+    ) -> None:
+        self._layers, self._settings = sorted(layers, key=lambda layer: layer.ready), settings
+        self._fitter = LayerFitter(original, masked, plan, settings)
+        models = [original, masked] if settings.sequential else [original]
+        runs = [LayerPass(model, plan.channel_map.norms) for model in models]
+        for run in runs:
+            run.learn(tuple(tensor[:SAMPLES] for tensor in inputs))
+        count, limit = len(inputs[0]), settings.memory_bytes * HELD / len(runs)
+        places = [cuts(self._layers, run.lifetimes, count, limit) for run in runs]
+        sizes = [fit_size(layer, plan, count, too_wide(layer, plan, settings)) for layer in self._layers]
+        rows = [size.rows(settings) for size in sizes]
+        size = batch_size([run.lifetimes for run in runs], count, settings)
+        self.memory = RepairMemory(
+            size,
+            int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
+            sum(held(place, run.lifetimes, count) for place, run in zip(places, runs, strict=True)),
+            max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
+            (min(rows, default=0), max(rows, default=0)),
+        )
+        batches, fitted = batches_of(inputs, settings.held_out, size)
+        self.judging = batches[fitted:]
+        self._gatherings = [Gathering(run, batches, fitted) for run in runs]
+        device = inputs[0].device
+        self._steps = [
+            Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), dense, running)
+            for layer, number, dense, running in zip(self._layers, rows, places[0], places[-1], strict=True)
+        ]
+
+    def run(self) -> LayerFitter:
+        """Refits all layers."""
+        dense, running = self._gatherings[0], self._gatherings[1] if self._settings.sequential else None
+        for layer, wanted, found in Walk(dense, running, self._steps).samples():
+            if wanted is not None:
+                _require_finite(layer, wanted)
+            self._fitter.refit(layer, wanted, found)
+        return self._fitter
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -116,85 +171,40 @@ def _mask(model: nn.Module, plan: Plan) -> None:
                 tensor.masked_fill_(~plan.element_masks[name].to(tensor.device), 0)
 
 
-def _fitted_layers(layers: tuple[Layer, ...], plan: Plan) -> tuple[tuple[Layer, ...], list[LayerRepair]]:
-    shapes = plan.channel_map.shapes
-    reasons = {
-        layer.weight: reason
-        for layer in layers
-        for reason in [_reason(layer, plan)]
-        if reason and layer.weight in shapes
-    }
-    skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items()]
-    unknown = [layer.weight for layer in layers if layer.weight not in shapes]
+def _fitted_layers(model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[tuple[Layer, ...], list[LayerRepair]]:
+    found = survey(model, tuple(tensor[:SAMPLES] for tensor in inputs), plan.channel_map.norms)
+    unknown = [layer.weight for layer in found.layers if layer.weight not in plan.channel_map.shapes]
     if unknown:
         raise UsageError(f"repair: the plan knows no parameter {unknown[0]!r}; it belongs to another model")
-    return tuple(layer for layer in layers if layer.weight not in reasons), skipped
+    reasons = {layer.weight: _reason(layer, plan) for layer in found.layers}
+    for name, parameter in model.named_parameters():
+        if name not in reasons and name in plan.kept_indices and parameter.dim() > 1:
+            by = " and ".join(sorted(set(found.readers.get(name, ()))))
+            reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
+    skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]
+    return tuple(layer for layer in found.layers if not reasons[layer.weight]), skipped
 
 
 def _reason(layer: Layer, plan: Plan) -> str:
     if layer.calls > 1:
         return f"its weight is used {layer.calls} times in a forward pass"
-    if layer.reading.groups > MOST_GROUPS:
-        return f"a convolution of {layer.reading.groups} groups, each too small to correct much: what follows it does"
     if layer.weight in plan.element_masks:
         return "single weights of it are pruned"
     return ""
 
 
-def _too_wide(layers: Iterable[Layer], plan: Plan, settings: RepairSettings) -> list[str]:
-    """Weights of layers that are fitted by channels: asked for, or because of the memory that patches would take."""
-    found = []
-    for layer in layers:
-        columns = plan.channel_map.shapes[layer.weight][1] * layer.reading.taps
-        if settings.fit == "channel" or (settings.fit == "patch" and gram_bytes(columns) > settings.memory_bytes):
-            found.append(layer.weight)
-    return found
-
-
-def _require_finite(recorder: LayerRecorder, layers: Iterable[Layer]) -> None:
-    for layer in layers:
-        sample = recorder.samples.get(layer.call)
-        if sample is not None and not bool(sample.outputs.isfinite().all()):
-            raise NonFiniteError(
-                f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "
-                "are they, and the weights, finite?"
-            )
-
-
-def _walk(
-    original: nn.Module,
-    masked: nn.Module,
-    plan: Plan,
-    layers: tuple[Layer, ...],
-    fitter: LayerFitter,
-    images: Tensor,
-    settings: RepairSettings,
-) -> None:
-    runs = masked if settings.sequential else original
-    walk = LayerWalk(runs, layers, fitter.refit, plan.channel_map.norms)
-    if settings.sequential:
-        with NarrowNorms(masked, plan.channel_map, plan.keep), walk.watching():
-            masked(images)
-    else:
-        with walk.watching():
-            original(images)
+def _require_finite(layer: Layer, sample: Sample) -> None:
+    if sample.outputs is not None and not bool(sample.outputs.isfinite().all()):
+        raise NonFiniteError(
+            f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "
+            "are they, and the weights, finite?"
+        )
 
 
 def _restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in named_tensors(model):
             tensor.copy_(saved[name])
-
-
-def _difference(original: nn.Module, masked: nn.Module, plan: Plan, images: Tensor) -> float:
-    """Mean squared difference of the first output tensor, over its variance among samples."""
-    with torch.no_grad(), NarrowNorms(masked, plan.channel_map, plan.keep):
-        want, got = first_tensor(original(images)), first_tensor(masked(images))
-    if want is None or got is None:
-        raise UsageError("repair: the model's output holds no tensor of floating-point numbers to compare")
-    want, got = want.double(), got.double()
-    spread = (want - want.mean(0)).square().mean() if len(want) > 1 else want.square().mean()
-    return float((got - want).square().mean() / spread.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def _in_model_order(done: list[LayerRepair], skipped: list[LayerRepair], model: nn.Module) -> tuple[LayerRepair, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import mean
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,41 @@ class LayerRepair:
 
 
 @dataclass(frozen=True)
+class RepairMemory:
+    """What a repair holds beside the model, two copies of it, and the images: at most, in bytes.
+
+    Attributes:
+        batch: images that run at a time.
+        running_bytes: what these take, operators' buffers included.
+        held_bytes: what is kept of all images where passes stop, in the dense and in the masked model.
+        fit_bytes: one layer's sampled rows, its Gram matrix, and what the fit makes of them.
+        rows: fewest and most positions of a layer that are sampled.
+    """
+
+    batch: int
+    running_bytes: int
+    held_bytes: int
+    fit_bytes: int
+    rows: tuple[int, int]
+
+    @property
+    def bytes(self) -> int:
+        """All together."""
+        return self.running_bytes + self.held_bytes + self.fit_bytes
+
+    def __str__(self) -> str:
+        parts = (
+            f"{part / 2**20:,.0f} MiB {what}"
+            for part, what in (
+                (self.running_bytes, f"for {self.batch} images at a time"),
+                (self.held_bytes, "kept of all images"),
+                (self.fit_bytes, f"for a layer's fit to {self.rows[0]:,} to {self.rows[1]:,} positions"),
+            )
+        )
+        return f"takes up to {self.bytes / 2**20:,.0f} MiB beside the model and two copies of it: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
 class RepairReport:
     """A repair.
 
@@ -37,13 +73,31 @@ class RepairReport:
         before, after: mean squared difference of the model's output from the dense model's on held-out images, as a
             share of that one's variance.
         kept: whether the repaired weights were kept; they are not where they are no better.
-        record_bytes: memory that the recorded outputs of the dense model took.
-        rows: positions sampled of each layer, at most.
+        memory: what it took, as planned before it started.
     """
 
     layers: tuple[LayerRepair, ...]
     before: float
     after: float
     kept: bool
-    record_bytes: int
-    rows: int
+    memory: RepairMemory
+
+
+def joined(name: str, parts: list[LayerRepair]) -> LayerRepair:
+    """One line for all groups of a convolution."""
+    if not parts:
+        return LayerRepair(name, note="nothing of it is left")
+    if len(parts) == 1:
+        return parts[0]
+    applied = next((part.applied for part in parts if part.applied), "")
+    count = sum(bool(part.applied) for part in parts)
+    return LayerRepair(
+        name,
+        applied,
+        float(mean([part.before for part in parts])),
+        float(mean([part.after for part in parts])),
+        max(part.columns for part in parts),
+        min(part.rank for part in parts),
+        max(part.ridge for part in parts),
+        f"{count} of {len(parts)} groups" if applied else parts[0].note,
+    )

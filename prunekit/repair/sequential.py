@@ -1,95 +1,69 @@
-"""Walks through a masked model once and refits each layer as it comes, so that later layers correct earlier errors."""
+"""Walks through dense and masked model together, layer by layer, so that later layers correct earlier errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.calibration.layers import Call, CallWatch, Layer
-from prunekit.repair.held import HeldSummands
-
-Refit = Callable[[Layer, Tensor, Tensor | None, tuple[int, ...]], bool]
-"""Gets a layer, its input, the other summand, and the spatial sizes of its output; says whether it wrote weights."""
+from prunekit.calibration.layers import Layer
+from prunekit.repair.record import Aim, Gathering, Sample
 
 
-class _Waiting(NamedTuple):
-    """A layer whose shortcut is made only after it ran."""
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One layer of a walk.
+
+    Attributes:
+        layer: which.
+        rows: positions to fit on.
+        channels: kept channels of its input, over all groups.
+        centres: whether it is to be fitted by channels.
+        dense_cut, cut: number of the call from which passes of the dense and of the running model go on.
+    """
 
     layer: Layer
-    call: Call
-    version: int
-    output: Tensor | None
+    rows: int
+    channels: Tensor
+    centres: bool
+    dense_cut: int
+    cut: int
 
 
-class LayerWalk(CallWatch):
-    """Runs a model over all images at a time and calls `refit` before each layer runs.
+class Walk:
+    """Goes from layer to layer in the order in which all is there that they are fitted to.
 
     A layer that is added to a shortcut is refitted to *dense branch + dense shortcut - this model's shortcut*. Where
     that is made later than the branch, the layer is refitted when both are there, and the branch is run again.
 
     Args:
-        model: changed in place by `refit`.
-        layers: as `find_layers` gave them.
-        norms: as for `CallWatch`.
+        dense: the dense model, over all batches.
+        running: the masked model; None: layers read what the dense model gives.
+        steps: in order.
     """
 
-    def __init__(self, model: nn.Module, layers: Iterable[Layer], refit: Refit, norms: Iterable[str] = ()) -> None:
-        super().__init__(model, norms)
-        layers = tuple(layers)
-        self._modules = dict(model.named_modules())
-        self._refit = refit
-        self._layers = {layer.call: layer for layer in layers}
-        self._totals = {layer.total: layer for layer in layers if layer.total is not None}
-        self._held = HeldSummands(layers)
-        self._waiting: dict[int, _Waiting] = {}
+    def __init__(self, dense: Gathering, running: Gathering | None, steps: Sequence[Step]) -> None:
+        self._dense, self._running, self._steps = dense, running, steps
 
-    def call(self, call: Call) -> Any:
-        """Refits the layer that is called, or the one that waited for this sum."""
-        waiting = self._waiting.pop(call.number, None)
-        if waiting is not None:
-            call = self._late(call, waiting)
-        layer = self._layers.get(call.number)
-        if layer is not None and self.layer_weight(call) == layer.weight:
-            self._early(layer, call)
-        result = call.run()
-        self._held.note(call.number, result)
-        return result
+    def samples(self) -> Iterator[tuple[Layer, Sample | None, Sample | None]]:
+        """Each layer, what the dense model has there, and the running one; refit it before asking for the next."""
+        for step, following in zip(self._steps, [*self._steps[1:], None], strict=True):
+            layer, aim = step.layer, Aim(step.layer, step.rows)
+            if self._running is None:
+                dense = running = self._dense_sample(step, following, step.channels)
+            else:
+                dense = self._dense_sample(step, following, None)
+                running = self._running.take(replace(aim, channels=step.channels), step.cut, layer.ready)
+            yield layer, dense, running
 
-    def _early(self, layer: Layer, call: Call) -> None:
-        if layer.deferred:
-            assert layer.total is not None
-            self._waiting[layer.total] = _Waiting(layer, call, call.args[0]._version, None)
-        else:
-            self._refit(layer, call.args[0], self._held.take(layer), _spatial(call))
-
-    def _late(self, call: Call, waiting: _Waiting) -> Call:
-        layer, other, inputs = waiting.layer, self._held.take(waiting.layer), waiting.call.args[0]
-        if other is None or inputs._version != waiting.version:
-            return call
-        if not self._refit(layer, inputs, other, _spatial(waiting.call)):
-            return call
-        branch = waiting.call.run()
-        if layer.norm is not None:
-            branch = normalised(self._modules[layer.norm], branch)
-        args = tuple(a if a is other or not isinstance(a, Tensor) else a.copy_(branch) for a in call.args)
-        return call._replace(args=args)
-
-
-def _spatial(call: Call) -> tuple[int, ...]:
-    """Spatial sizes of a layer's output, from running it on one sample."""
-    one = call._replace(args=(call.args[0][:1], *call.args[1:]))
-    return tuple(one.run().shape[2:]) if call.name != "linear" else ()
-
-
-def normalised(norm: nn.Module, values: Tensor) -> Tensor:
-    """A BatchNorm in eval mode, by its tensors alone: its hooks do not run."""
-    assert isinstance(norm, _BatchNorm)
-    return F.batch_norm(values, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+    def _dense_sample(self, step: Step, following: Step | None, channels: Tensor | None) -> Sample | None:
+        """The dense model goes on to where the next layer's pass will begin."""
+        aim = Aim(step.layer, step.rows, channels, step.centres, outputs=True)
+        cut = step.dense_cut if following is None else following.dense_cut
+        return self._dense.take(aim, cut, max(step.layer.ready + 1, cut))
 
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:

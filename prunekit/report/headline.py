@@ -9,6 +9,7 @@ from typing import Any
 from prunekit.report import numbers
 
 MODELS = ("dense", "control", "pruned")
+"""The models of a run, as far as it has them: without fine-tuning there is no control."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +68,43 @@ def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
         yield Tile("Speedup", numbers.factor(row["median"]), where)
 
 
+def models(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """The columns of the table of models."""
+    return tuple(name for name in MODELS if name != "control" or "control" in metrics)
+
+
 def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of the dense / control / pruned table."""
-    models = [_model(metrics, name) for name in MODELS]
-    if not any(models):
+    found = [_model(metrics, name) for name in models(metrics)]
+    if not any(found):
         return
-    before, pruned = _model(metrics, reference(metrics)), models[-1]
-    yield Row("Top-1 on the test images", tuple(_accuracy(model) for model in models), _points(before, pruned))
+    before, pruned = _model(metrics, reference(metrics)), found[-1]
+    nothing = (("", ""),) * (len(found) - 1)
+    yield Row("Top-1 on the test images", tuple(_accuracy(model) for model in found), _points(before, pruned))
     if masks := metrics.get("activations"):
-        yield Row("Top-1 under the activation masks", (("", ""), ("", ""), _accuracy(masks)), _points(before, masks))
-    yield Row("Test images", tuple((_whole(model.get("n_test")), "") for model in models), "")
+        yield Row("Top-1 under the activation masks", (*nothing, _accuracy(masks)), _points(before, masks))
+    yield Row("Test images", tuple((_whole(model.get("n_test")), "") for model in found), "")
     for label, key, form in (
         ("MACs, one sample", "macs", numbers.count),
         ("Parameters", "params", numbers.count),
         ("Size of the weights file", "size_bytes", numbers.size),
     ):
-        cells = tuple((form(model.get(key)), "") for model in models)
+        cells = tuple((form(model.get(key)), "") for model in found)
         yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
     sparsity = metrics.get("sparsity", {})
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
-            yield Row(label, (("", ""), ("", ""), (numbers.share(sparsity[key]), "")), "")
+            yield Row(label, (*nothing, (numbers.share(sparsity[key]), "")), "")
+
+
+def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What repair did, in a line, where the run had any."""
+    found = metrics.get("repair")
+    if found:
+        errors = " → ".join(numbers.share(found.get(when), 2) for when in ("before", "after"))
+        end = "" if found.get("kept") else ": no better, so nothing was changed"
+        layers = f"{found.get('refitted')} of {found.get('layers')} layers refitted"
+        yield f"output error on held-out images {errors} of its variance{end}; {layers}"
 
 
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:

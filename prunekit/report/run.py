@@ -17,8 +17,10 @@ COLUMNS = {
     "history": ("run", "epoch", "train_loss", "validation_loss", "validation_top1"),
     "scores": ("group", "score", "kept"),
     "coupling": ("group", "channels", "kept", "module", "axis", "position"),
+    "sensitivity": ("group", "kept", "channels", "error_fast", "error_total", "error_measured"),
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
+    "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
 TEXT_COLUMNS = (
@@ -34,6 +36,9 @@ TEXT_COLUMNS = (
     "dtype",
     "clamp",
     "by",
+    "weight",
+    "applied",
+    "note",
 )
 
 
@@ -53,6 +58,9 @@ class Run:
     locks: pd.DataFrame | None
     latency_samples: pd.DataFrame | None
     clamps: pd.DataFrame | None
+    repair: pd.DataFrame | None
+    sensitivity: pd.DataFrame | None
+    analysis: dict[str, Any]
 
 
 def read_run(folder: Path) -> Run:
@@ -78,6 +86,9 @@ def read_run(folder: Path) -> Run:
         locks=tables["locks"],
         latency_samples=tables["latency_samples"],
         clamps=tables["clamps"],
+        repair=tables["repair"],
+        sensitivity=tables["sensitivity"],
+        analysis=_object(folder / "sensitivity.json"),
     )
 
 

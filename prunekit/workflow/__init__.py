@@ -2,24 +2,29 @@
 
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
-from prunekit.workflow.finetune import RunResult, finetune
-from prunekit.workflow.oneshot import OneShot, prune_oneshot
+from prunekit.workflow.finetune import RunResult, finetune, prune_job
+from prunekit.workflow.oneshot import Pruned, prune
 from prunekit.workflow.own import Own
-from prunekit.workflow.pruning import Planned, Pruned, plan_model, prune
+from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.sensitivity import Sensitivity, sensitivity
+from prunekit.workflow.sensitivity_run import SensitivityRun, analyse
 from prunekit.workflow.settings import JobSettings
 
 __all__ = [
     "CalibrationResult",
     "JobSettings",
-    "OneShot",
     "Own",
     "Planned",
     "Pruned",
     "RunResult",
+    "Sensitivity",
+    "SensitivityRun",
+    "analyse",
     "calibrate",
     "dry_run",
     "finetune",
     "plan_model",
     "prune",
-    "prune_oneshot",
+    "prune_job",
+    "sensitivity",
 ]

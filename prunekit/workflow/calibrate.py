@@ -18,14 +18,18 @@ from prunekit.calibration import (
     StatsCollector,
     TaylorTerms,
     collect_gradients,
+    few_images,
 )
 from prunekit.calibration import collect as collect
+from prunekit.calibration.patch_stats import PatchStats
+from prunekit.channels import ChannelMap
 from prunekit.context import threads
 from prunekit.criteria import get_criterion
 from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.errors import ArtifactError
 from prunekit.models import logits
 from prunekit.workflow.dense import Prepared, digest, prepare, train_baseline, weights_digest
+from prunekit.workflow.evidence import gathered, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
@@ -69,16 +73,7 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
         "model": digest(prepared.structure),
         "weights": weights_digest(model),
         "data": prepared.splits.fingerprint,
-        "calibration": digest(
-            [
-                asdict(job.calibration),
-                job.data.batch,
-                job.seed,
-                prepared.device.type,
-                _wants_moments(job),
-                _wants_ranks(job),
-            ]
-        ),
+        "calibration": digest(_settings(job, prepared.device)),
     }
     path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
     if path.is_file():
@@ -92,7 +87,7 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
             log(f"calibration: {error}; collecting again")
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training images")
-    collectors = _collectors(job, model.to(prepared.device))
+    collectors = _collectors(job, model.to(prepared.device), images, prepared.device)
     if collectors.moments is not None:
         log(f"calibration: {collectors.moments.memory}")
     with threads(job.threads):
@@ -123,12 +118,18 @@ def _wants_ranks(job: JobSettings) -> bool:
     return "ranks" in get_criterion(job.prune.criterion).needs
 
 
-def _collectors(job: JobSettings, model: nn.Module) -> Collectors:
+def _collectors(job: JobSettings, model: nn.Module, images: Batches, device: torch.device) -> Collectors:
     settings = job.calibration
     moments = None
     if _wants_moments(job):
-        exclude, limit_mib = settings.moments_exclude, settings.moments_limit_mib
-        moments = MomentsCollector(model, exclude=exclude, limit_mib=limit_mib)
+        few, _ = few_images(images)
+        moments = MomentsCollector(
+            model,
+            few.to(device),
+            exclude=settings.moments_exclude,
+            limit_mib=settings.moments_limit_mib,
+            positions=settings.moments_positions,
+        )
     ranks = RankCollector(model) if _wants_ranks(job) else None
     return Collectors(StatsCollector(model, fused=settings.fused), moments, ranks)
 
@@ -157,6 +158,36 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
 
 def _cross_entropy(output: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits(output), labels)
+
+
+def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
+    """Patch statistics on the job's calibration images; None where its criterion needs none.
+
+    Raises:
+        DataError: fewer than 8 calibration images.
+        NonFiniteError: a layer reads NaN or Inf; names the layer.
+    """
+    job = prepared.job
+    if "patches" not in get_criterion(job.prune.criterion).needs:
+        return None
+    images = calibration_images(prepared)
+    with threads(job.threads):
+        found = patch_statistics(model.to(prepared.device), images, chart, job.repair, job.prune.exclude)
+    model.cpu()
+    log(
+        f"calibration: Gram matrices of the patches of {len(found.layers)} layers on {len(images)} training images, "
+        f"{found.nbytes / 2**20:.0f} MiB"
+    )
+    return found
+
+
+def calibration_images(prepared: Prepared) -> Tensor:
+    """(N, ...) the images of `calibration_batches`, on the job's device.
+
+    Raises:
+        DataError: fewer than 8.
+    """
+    return gathered(calibration_batches(prepared), prepared.job.calibration.images).to(prepared.device)
 
 
 def calibration_batches(prepared: Prepared) -> Batches:

@@ -6,7 +6,7 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
-from prunekit.workflow.calibrate import calibrate_model, loss_gradients, needs_activations
+from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients, needs_activations
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.pruning import feasible, plan_model
@@ -39,6 +39,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
         job.prune,
         stats=stats,
         gradients=loss_gradients(prepared, prepared.model, log=log),
+        patches=job_patches(prepared, prepared.model, chart, log=log),
         seed=job.seed,
         channel_map=chart,
     )

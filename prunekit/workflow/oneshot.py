@@ -1,129 +1,183 @@
-"""Pruning without training: order and allocation by what each layer reads, then repair, from unlabelled images."""
+"""Pruning in one call, and repair from unlabelled images: no labels, no gradients, no training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
+from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.calibration.patch_stats import PatchStats
+from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.channels import ChannelMap, trace
-from prunekit.channels.map import Keep
-from prunekit.channels.trial import settle
 from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
-from prunekit.criteria.elimination import eliminations
-from prunekit.measure.verify import Verification, verify
-from prunekit.planning import Plan, PruneSettings, SensitivityCurve, make_plan, marginal_scores
-from prunekit.repair import RepairReport, RepairSettings, repair, require_images
+from prunekit.criteria import get_criterion
+from prunekit.errors import DataError
+from prunekit.measure.verify import verify
+from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.planning.select import Scores
+from prunekit.planning.settings import Criterion, Scope
+from prunekit.repair import RepairReport, RepairSettings
+from prunekit.repair import repair as repair_masked
+from prunekit.workflow.evidence import gathered, patch_statistics, statistics
+from prunekit.workflow.pruning import Planned, plan_model
 
-BATCH = 128
-ROUNDS = 3
-"""How often the budget is spent: MACs of a channel depend on its neighbours' widths, which the plan before says."""
+IMAGES = 1024
+Data = tuple[Any, ...] | Tensor | Iterable[Any]
 
 
 @dataclass(frozen=True, eq=False)
-class OneShot:
-    """A model pruned and repaired without training.
+class Pruned:
+    """What `prune` returns.
 
     Attributes:
-        model: the compact model.
-        masked: the same, dense in size.
-        plan: what was kept.
-        curves: what each group's channels cost, by the group's name.
-        report: of the repair.
-        verification: masked == compact.
+        model: the compact model, a new one of the same class.
+        masked: the same in the dense model's size, what goes exactly 0 and the rest repaired; None without repair.
+        plan: what was kept, and why.
+        scores: (n_labels,) importance of every label.
+        max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
+            and of the outputs where it was repaired.
+        repair: what the repair did; None without.
     """
 
     model: nn.Module
-    masked: nn.Module
     plan: Plan
-    curves: dict[str, SensitivityCurve]
-    report: RepairReport
-    verification: Verification
+    scores: Scores
+    max_relative_difference: float
+    masked: nn.Module | None = None
+    repair: RepairReport | None = None
 
 
-def prune_oneshot(
+def prune(
     model: nn.Module,
-    images: Tensor,
-    settings: PruneSettings,
-    repairing: RepairSettings | None = None,
+    data: Data,
     *,
+    macs: float | None = None,
+    channels: float | None = None,
+    criterion: Criterion | None = None,
+    scope: Scope | None = None,
+    round_to: int = 1,
+    min_channels: int = 1,
+    exclude: Sequence[str] = (),
+    ratios: Mapping[str, float] | None = None,
+    repair: RepairSettings | Literal[False] | None = None,
+    images: int = IMAGES,
+    stats: ChannelStats | None = None,
+    gradients: TaylorTerms | None = None,
+    seed: int = 0,
     more_examples: Sequence[tuple[Any, ...]] = (),
-) -> OneShot:
-    """Prunes a trained model to a budget and repairs it from unlabelled images: no labels, no gradients, no training.
+) -> Pruned:
+    """Prunes a model in one call: trace, score, plan, trial, compact; with images also repair.
 
-    Within a group, channels go in the order of an optimal brain surgeon on the patches that their consumers read
-    (Hassibi & Stork 1993, by groups of weights); the budget is spent where the error, each output over its variance, is
-    least for each multiply-accumulate saved. What stays is refitted, layer by layer, to what the dense model computes;
-    a fit that is no better on those of the images that are held out is left out, and the report says so.
+    Given images, none of which needs a label, channels go in the order of an optimal brain surgeon on the patches that
+    their consumers read, the budget is spent where the error is least for each multiply-accumulate saved
+    (`criterion="elimination"`, `scope="per_mac"`), and what stays is refitted to what the dense model computes.
+    Given an example alone, the filters of least norm go (`criterion="l2"`; `scope="uniform"` for all but elimination),
+    and nothing is refitted.
 
     Args:
-        model: the dense model; not changed.
-        images: (B, ...) calibration images, preprocessed as the model wants them, on its device; 8 or more.
-        settings: budget, rounding, exclusions and ratios; its criterion and scope are not used.
-        repairing: what is fitted and how; by default every kept weight, `RepairSettings()`.
-        more_examples: further inputs for the trace, for branches of the model that the images do not take.
-
-    Returns:
-        The compact model with what was kept, what it cost, and what the repair did: `report.before` and `report.after`
-        are errors of the model's output on held-out images, as shares of the dense output's variance.
+        model: any module that runs on `data`; not changed.
+        data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or images to
+            calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
+            tensors or (images, ...) each, such as a DataLoader.
+        macs: share of the multiply-accumulates that may be left, above 0 and below 1.
+        channels: share of the channels that may be left; exactly one of `macs` and `channels` is given.
+        criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
+            collected from them; gradients need labels, and are given.
+        scope: `uniform`, the same share of every group; `global`, ranked over all of them; or `per_mac`, ranked by
+            score for each multiply-accumulate.
+        round_to: channel counts become multiples of this where they can.
+        min_channels: the fewest channels that any group keeps.
+        exclude: globs over module paths whose output channels stay.
+        ratios: glob over module paths -> share of their output channels to keep.
+        repair: what is refitted and how, `RepairSettings()` where images are given; False: nothing.
+        images: how many are taken from a loader; at least 8.
+        stats: from `prunekit.calibrate`.
+        gradients: from `prunekit.collect_gradients`.
+        seed: of the random criterion.
+        more_examples: further inputs, for branches of the model that the first does not take.
 
     Raises:
-        DataError: `images` is no tensor, or fewer than 8 images; a `UsageError`.
-        PlanError: the budget cannot be met, removes nothing, or a glob matches no module; a `UsageError`.
+        PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
+        UsageError: an argument is out of range, or `repair` is asked for without images.
+        DataError: fewer than 8 images, or no tensors; a `UsageError`.
         NonFiniteError: a layer reads or computes NaN or Inf on the images; names the layer.
         VerificationError: masked and compact model differ.
     """
-    require_images(images)
-    repairing = repairing or RepairSettings()
-    examples = [(images[:2],), *more_examples]
-    with paused_garbage_collection():
-        chart = trace(model, *examples)
-    stats = patch_statistics(model, images, chart, min(ROWS, repairing.rows), repairing.memory_bytes)
-    made: list[tuple[Plan, dict[str, SensitivityCurve]]] = []
-
-    def choose(candidate: ChannelMap) -> Keep:
-        curves = sensitivity_curves(model, candidate, stats)
-        made.append((spend(candidate, curves, settings), curves))
-        return made[-1][0].keep
-
-    settled = settle(model, chart, choose, examples)
-    plan, curves = made[-1]
-    plan = replace(plan, channel_map=settled.channel_map)
-    masked, report = repair(model, plan, images, repairing)
-    small = compact(masked, plan)
-    return OneShot(small, masked, plan, curves, report, verify(masked, small, plan, [(images[:8],)]))
-
-
-def patch_statistics(
-    model: nn.Module, images: Tensor, channel_map: ChannelMap, rows: int, memory_bytes: int
-) -> PatchStats:
-    """Patch statistics of the layers that read channels which may go."""
-    batches, norms = [images[i : i + BATCH] for i in range(0, len(images), BATCH)], channel_map.norms
-    free = [
-        name for name, axes in channel_map.labels.items() if len(axes) > 1 and axes[1] is not None and axes[1].any()
-    ]
-    return collect_patches(
-        model, batches, norms=norms, weights=free, rows=rows, images=len(images), memory_bytes=memory_bytes
+    criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
+    settings = PruneSettings(
+        budget=BudgetSettings(channels=channels, macs=macs),
+        criterion=criterion,
+        scope=scope or ("per_mac" if criterion == "elimination" else "uniform"),
+        round_to=round_to,
+        min_channels=min_channels,
+        exclude=tuple(exclude),
+        ratios=dict(ratios or {}),
     )
+    given = _Given(stats, gradients, seed, tuple(more_examples))
+    if isinstance(data, tuple):
+        if repair:
+            raise DataError("repair: expected images to repair from, a tensor or a loader; got a tuple of inputs")
+        planned = _planned(model, data, settings, given)
+        return Pruned(planned.compact, planned.plan, planned.scores, planned.max_relative_difference)
+    seen = gathered(data, images)
+    seen = seen.to(next((parameter.device for parameter in model.parameters()), seen.device))
+    return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
 
 
-def sensitivity_curves(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, SensitivityCurve]:
-    """What each group's channels cost, from the statistics alone."""
-    found = eliminations(model, channel_map, stats)
-    return {name: SensitivityCurve(order.labels, order.errors) for name, order in found.items()}
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What of a plan's evidence the caller has."""
+
+    stats: ChannelStats | None
+    gradients: TaylorTerms | None
+    seed: int
+    more_examples: tuple[tuple[Any, ...], ...]
 
 
-def spend(channel_map: ChannelMap, curves: dict[str, SensitivityCurve], settings: PruneSettings) -> Plan:
-    """The plan that meets a budget at the least total error of the curves."""
-    keep: Keep | None = None
-    for _ in range(ROUNDS):
-        plan = make_plan(
-            channel_map, marginal_scores(channel_map, curves.values(), keep), replace(settings, scope="global")
-        )
-        keep = plan.keep
-    prune = {**plan.provenance["prune"], "criterion": "elimination", "scope": "error per MAC"}
-    return replace(plan, provenance={**plan.provenance, "prune": prune})
+def _prune_on(
+    model: nn.Module, images: Tensor, settings: PruneSettings, given: _Given, repairing: RepairSettings | None
+) -> Pruned:
+    images = pixel_by_pixel(images)
+    chart = _traced(model, (images[:2],), given)
+    patches = None
+    if "patches" in get_criterion(settings.criterion).needs:
+        patches = patch_statistics(model, images, chart, repairing, settings.exclude)
+    given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
+    planned = _planned(model, (images[:2],), settings, given, chart, patches)
+    plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
+    if repairing is None:
+        return Pruned(planned.compact, plan, scores, difference)
+    masked, report = repair_masked(model, plan, images, repairing)
+    small = compact(masked, plan)
+    proof = verify(masked, small, plan, [(images[:8],)])
+    return Pruned(small, plan, scores, max(difference, proof.max_relative_difference), masked, report)
+
+
+def _traced(model: nn.Module, example: tuple[Any, ...], given: _Given) -> ChannelMap:
+    with paused_garbage_collection():
+        return trace(model, example, *given.more_examples)
+
+
+def _planned(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    settings: PruneSettings,
+    given: _Given,
+    chart: ChannelMap | None = None,
+    patches: PatchStats | None = None,
+) -> Planned:
+    return plan_model(
+        model,
+        example,
+        settings,
+        stats=given.stats,
+        gradients=given.gradients,
+        patches=patches,
+        seed=given.seed,
+        channel_map=chart,
+        more_examples=given.more_examples,
+    )

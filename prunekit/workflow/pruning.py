@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,15 +10,16 @@ import numpy as np
 from torch import nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.calibration.patch_stats import PatchStats
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion, normalise, score
+from prunekit.criteria.elimination import outputs_reading
 from prunekit.errors import UsageError
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
+from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, make_plan
 from prunekit.planning.select import Scores
-from prunekit.planning.settings import Criterion, Scope
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +48,10 @@ def importance(
     stats: ChannelStats | None,
     gradients: TaylorTerms | None,
     seed: int,
+    patches: PatchStats | None = None,
 ) -> Scores:
-    """Scores of a criterion; for scope `global` normalised within each group, unless comparable as they are."""
-    scores = score(settings.criterion, model, channel_map, stats=stats, gradients=gradients, seed=seed)
+    """Scores of a criterion; but for scope `uniform` normalised within each group, unless comparable as they are."""
+    scores = score(settings.criterion, model, channel_map, stats=stats, gradients=gradients, patches=patches, seed=seed)
     as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
     return scores if as_it_is else normalise(scores, channel_map)
 
@@ -61,6 +63,7 @@ def plan_model(
     *,
     stats: ChannelStats | None = None,
     gradients: TaylorTerms | None = None,
+    patches: PatchStats | None = None,
     seed: int = 0,
     channel_map: ChannelMap | None = None,
     more_examples: Sequence[tuple[Any, ...]] = (),
@@ -73,6 +76,7 @@ def plan_model(
         settings: criterion, scope, budget and limits.
         stats: channel statistics, for criteria that need them.
         gradients: Taylor terms, for criteria that need them.
+        patches: Gram matrices of patches, for criteria that need them.
         seed: for the random criterion.
         channel_map: of this model, when it has been traced already, on the same examples in the same order.
         more_examples: further inputs, for branches that the first does not take: what only those use is known to
@@ -91,7 +95,7 @@ def plan_model(
     made: list[tuple[Plan, Scores]] = []
 
     def choose(candidate: ChannelMap) -> Keep:
-        scores = importance(model, candidate, settings, stats, gradients, seed)
+        scores = importance(model, candidate, settings, stats, gradients, seed, patches)
         made.append((make_plan(candidate, scores, settings, seed=seed), scores))
         return made[-1][0].keep
 
@@ -106,6 +110,20 @@ def plan_model(
     return Planned(plan, scores, settled.compact, settled.difference, added)
 
 
+def plan_curves(planned: Planned, patches: PatchStats) -> dict[str, SensitivityCurve]:
+    """The curves that a plan by elimination was made from, by a group's name: the lower convex hulls of the errors.
+
+    Args:
+        patches: that it was made with.
+    """
+    chart = planned.plan.channel_map
+    groups = {group.name: group for group in chart.groups}
+    return {
+        name: replace(curve, outputs=outputs_reading(groups[name], chart, patches))
+        for name, curve in cumulated(chart, planned.scores).items()
+    }
+
+
 def feasible(channel_map: ChannelMap, settings: PruneSettings) -> Plan:
     """A plan from equal scores: shows, before anything is trained, whether the budget can be met.
 
@@ -113,72 +131,3 @@ def feasible(channel_map: ChannelMap, settings: PruneSettings) -> Plan:
         PlanError: it cannot.
     """
     return make_plan(channel_map, np.ones(channel_map.n_labels), settings)
-
-
-@dataclass(frozen=True, eq=False)
-class Pruned:
-    """What `prune` returns.
-
-    Attributes:
-        model: the compact model, a new one of the same class.
-        plan: what was kept, and why.
-        max_relative_difference: between the masked and the compact model, over all operators, in float64.
-    """
-
-    model: nn.Module
-    plan: Plan
-    max_relative_difference: float
-
-
-def prune(
-    model: nn.Module,
-    example_inputs: tuple[Any, ...],
-    *,
-    macs: float | None = None,
-    channels: float | None = None,
-    criterion: Criterion = "l2",
-    scope: Scope = "uniform",
-    round_to: int = 1,
-    min_channels: int = 1,
-    exclude: Sequence[str] = (),
-    ratios: Mapping[str, float] | None = None,
-    stats: ChannelStats | None = None,
-    gradients: TaylorTerms | None = None,
-    seed: int = 0,
-    more_examples: Sequence[tuple[Any, ...]] = (),
-) -> Pruned:
-    """Prunes a model in one call: trace, score, plan, trial, compact.
-
-    Args:
-        model: any module that runs on `example_inputs`; not changed.
-        example_inputs: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`.
-        macs: share of the multiply-accumulates that may be left, above 0 and below 1.
-        channels: share of the channels that may be left; exactly one of `macs` and `channels` is given.
-        criterion: as `prunekit list criteria` shows them, each with what it needs.
-        scope: `uniform`, the same share of every group; or `global`, ranked over all of them.
-        round_to: channel counts become multiples of this where they can.
-        min_channels: the fewest channels that any group keeps.
-        exclude: globs over module paths whose output channels stay.
-        ratios: glob over module paths -> share of their output channels to keep.
-        stats: from `prunekit.calibrate`.
-        gradients: from `prunekit.collect_gradients`.
-        seed: of the random criterion.
-        more_examples: further inputs, for branches of the model that the first does not take.
-
-    Raises:
-        PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
-        UsageError: an argument is out of range.
-    """
-    settings = PruneSettings(
-        budget=BudgetSettings(channels=channels, macs=macs),
-        criterion=criterion,
-        scope=scope,
-        round_to=round_to,
-        min_channels=min_channels,
-        exclude=tuple(exclude),
-        ratios=dict(ratios or {}),
-    )
-    planned = plan_model(
-        model, example_inputs, settings, stats=stats, gradients=gradients, seed=seed, more_examples=more_examples
-    )
-    return Pruned(planned.compact, planned.plan, planned.max_relative_difference)

@@ -49,11 +49,15 @@ class Measured:
     activations: dict[str, Any] | None = None
 
 
-def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Module, *, log: Log) -> Measured:
-    """Measures on the test images, which nothing has seen before, and times dense against compact."""
+def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Module | None, *, log: Log) -> Measured:
+    """Measures on the test images, which nothing has seen before, and times dense against compact.
+
+    Args:
+        control: the dense model after as much training as the pruned one had; None where that had none.
+    """
     pruned = load(run.path / "model", None if prepared.build else dense)
     example = (torch.zeros(1, *prepared.splits.sample_shape),)
-    models = {"dense": dense, "control": control, "pruned": pruned}
+    models = {"dense": dense} | ({} if control is None else {"control": control}) | {"pruned": pruned}
     files = {
         "dense": run.path / "checkpoints" / "dense.safetensors",
         "control": run.path / "checkpoints" / "control.safetensors",

@@ -17,6 +17,7 @@ from prunekit.masking.settings import ActivationSettings
 from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import PruneSettings
+from prunekit.repair.settings import RepairSettings
 from prunekit.training.settings import TrainSettings
 
 
@@ -31,6 +32,8 @@ class JobSettings:
     """How to train the dense model first, when `model.weights` is not given."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     prune: PruneSettings = field(default_factory=PruneSettings)
+    repair: RepairSettings | None = None
+    """How what is left is fitted to the dense model, from calibration images without labels; null: not at all."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""

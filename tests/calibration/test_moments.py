@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torchvision import models
 
 import prunekit.models  # noqa: F401  # registers torchvision's window attention
-from prunekit.calibration import ChannelStats, InputMoments, MomentsCollector, collect, consumers_of
+from prunekit.calibration import ChannelStats, InputMoments, MomentsCollector, collect, find_consumers
 from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.hooks import count_hooks
 
 CPU = torch.device("cpu")
-TOKENS = ("shared", "attention")
+TOKENS = ("shared", "attention", "attention.in_proj_weight", "attention.out_proj")
 """Modules of `Mixed` that see tokens."""
 
 
@@ -55,13 +55,14 @@ def inputs_of(model: nn.Module, images: list[Tensor]) -> dict[str, np.ndarray]:
     """(channels, positions) of every consumer that is called, as plain hooks saw it."""
     seen: dict[str, list[Tensor]] = {}
     handles = []
-    for path, consumer in consumers_of(dict(model.named_modules())).items():
+    for path, module in model.named_modules():
 
         def keep(module: nn.Module, arguments: tuple[Tensor, ...], path: str = path) -> None:
-            axis = arguments[0].ndim - 3 if hasattr(module, "kernel_size") else -1
+            axis = arguments[0].ndim - 3 if hasattr(module, "groups") else -1
             seen.setdefault(path, []).append(arguments[0].double().movedim(axis, 0).flatten(1))
 
-        handles.append(consumer.module.register_forward_pre_hook(keep))
+        if hasattr(module, "groups") or isinstance(module, (nn.Linear, nn.MultiheadAttention)):
+            handles.append(module.register_forward_pre_hook(keep))
     with torch.no_grad():
         for batch in images:
             model(batch)
@@ -84,13 +85,14 @@ def assert_are(moments: InputMoments, values: np.ndarray, *, rtol: float = 1e-11
 
 def test_every_kind_of_consumer() -> None:
     model, images = mixed(), batches(3, 2)
-    moments = collect(model, images, CPU, moments="full").moments
+    moments = collect(model, images, CPU, moments="full", moments_positions=None).moments
     expected = inputs_of(model, images)
+    expected["attention.in_proj_weight"] = expected.pop("attention")
     assert set(expected) == {*moments} - {"attention.out_proj"}
     for path, values in expected.items():
         assert_are(moments[path], values)
     assert [moments[path].groups for path in ("stem", "grouped", "depthwise", "back")] == [1, 4, 12, 2]
-    assert moments["shared"].count == 2 * moments["attention"].count
+    assert moments["shared"].count == 2 * moments["attention.in_proj_weight"].count
 
 
 def test_the_output_projection_of_attention_is_seen_though_it_is_never_called() -> None:
@@ -113,9 +115,11 @@ def test_float32_models(name: str) -> None:
     torch.manual_seed(0)
     model = getattr(models, name)(weights=None).eval()
     images = [torch.randn(2, 3, 32, 32) for _ in range(2)]
-    moments = collect(model, images, CPU, moments="full").moments
-    assert set(moments) == set(consumers_of(dict(model.named_modules())))
-    for path, values in inputs_of(model, images).items():
+    moments = collect(model, images, CPU, moments="full", moments_positions=None).moments
+    assert set(moments) == set(find_consumers(model, images[0]))
+    seen = {path: values for path, values in inputs_of(model, images).items() if path in moments}
+    assert len(seen) > 20
+    for path, values in seen.items():
         scale = np.sqrt((values**2).mean(1)) + 1e-30
         wanted = values.reshape(moments[path].groups, -1, values.shape[1])
         wanted = wanted @ wanted.transpose(0, 2, 1) / values.shape[1]
@@ -163,20 +167,59 @@ def test_merged_and_reloaded_equal_one_pass(tmp_path: Path) -> None:
 
 
 def test_memory_is_stated_before_anything_runs_and_kept_to() -> None:
-    collector = MomentsCollector(mixed())
+    collector = MomentsCollector(mixed(), batches(1)[0])
     assert sum(collector.bytes.values()) == 16 * (3**2 + 3**2 + 4 * 2**2 + 12 + 2 * 6**2 + 6**2 * 4)
-    assert "Gram matrices of 9 layers' inputs take 0.0 MiB, the largest 0.0 MiB (back, 12 channels)" in collector.memory
+    assert collector.memory == (
+        "Gram matrices of 9 layers' inputs, over at most 32 positions of each image, take 0.0 MiB, the largest 0.0 MiB "
+        "(back, 12 channels)"
+    )
     large = nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 2))
     message = r"192 MiB, more than the limit of 100 MiB; .* '2': 4,096 channels, 192 MiB\. .* moments_exclude \(\[2\]\)"
     with pytest.raises(UsageError, match=message):
-        MomentsCollector(large, limit_mib=100)
-    assert list(MomentsCollector(large, limit_mib=100, exclude=["2"]).consumers) == ["0"]
+        MomentsCollector(large, torch.randn(2, 8), limit_mib=100)
     images = [torch.randn(3, 8)]
     assert list(collect(large, images, CPU, moments="full", moments_exclude=["2"], moments_limit_mib=1).moments) == [
         "0"
     ]
     with pytest.raises(UsageError, match="moments_exclude: 'fc' matches no module path"):
-        MomentsCollector(large, exclude=["fc"])
+        MomentsCollector(large, images[0], exclude=["fc"])
+
+
+@pytest.mark.parametrize("channels", [4, 200])
+@pytest.mark.parametrize("layout", ["maps", "tokens"])
+def test_positions_of_large_maps_are_sampled(layout: str, channels: int) -> None:
+    draw = torch.Generator().manual_seed(1)
+    images = [torch.randn(6, channels, 20, 20, dtype=torch.float64, generator=draw) for _ in range(4)]
+    model: nn.Module = nn.Conv2d(channels, 2, 1)
+    if layout == "tokens":
+        model, images = nn.Linear(channels, 2), [batch.flatten(2).mT.contiguous() for batch in images]
+    model.double()
+    sampled, again = (collect(model, images, CPU, moments="full", moments_positions=50).moments[""] for _ in range(2))
+    assert sampled.count == 4 * 6 * 50
+    np.testing.assert_array_equal(sampled.blocks, again.blocks)
+    some = collect(model, images[:1], CPU, moments="full", moments_positions=50).moments[""]
+    more = collect(model, [images[0], images[0]], CPU, moments="full", moments_positions=50).moments[""]
+    assert not np.allclose(more.gram, 2 * some.gram)  # other positions in each batch
+    covariance = sampled.covariance - np.eye(channels)
+    assert np.abs(covariance).max() < 6 / sampled.count**0.5
+    whole = collect(model, images, CPU, moments="full", moments_positions=400).moments[""]
+    channels_first = [
+        batch.transpose(0, 1).flatten(1) if layout == "maps" else batch.flatten(0, 1).T for batch in images
+    ]
+    assert_are(whole, torch.cat(channels_first, 1).numpy())
+
+
+def test_windows_and_regions_share_what_an_image_may_have() -> None:
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.view(-1, 5, 3))  # type: ignore[no-any-return]
+
+    moments = collect(Windows(), [torch.randn(4, 100, 3)], CPU, moments="full", moments_positions=7).moments["layer"]
+    assert moments.count == 4 * 7
 
 
 def test_too_few_samples_say_their_rank() -> None:
@@ -205,7 +248,7 @@ def test_what_is_not_finite_is_named() -> None:
 
 def test_a_pass_that_raises_counts_for_nothing_and_hooks_go() -> None:
     model = mixed()
-    collector = MomentsCollector(model)
+    collector = MomentsCollector(model, batches(1)[0])
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with torch.no_grad(), collector:
         with pytest.raises(RuntimeError):
@@ -218,19 +261,19 @@ def test_a_pass_that_raises_counts_for_nothing_and_hooks_go() -> None:
     for path, moments in collector.moments().items():
         np.testing.assert_array_equal(moments.blocks, expected[path].blocks)
     with pytest.raises(UsageError, match="no forward pass was seen"):
-        MomentsCollector(model).moments()
+        MomentsCollector(model, batches(1)[0]).moments()
 
 
 def test_a_compiled_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.compile(backend="eager")
-    with pytest.raises(ModelError, match="compiled"), MomentsCollector(model):
-        pass
+    with pytest.raises(ModelError, match="compiled"):
+        MomentsCollector(model, torch.randn(2, 2))
 
 
 def test_autocast_does_not_touch_the_products() -> None:
     model, images = nn.Linear(8, 4), torch.randn(64, 8)
-    collector = MomentsCollector(model)
+    collector = MomentsCollector(model, images[:2])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), collector:
         model(images)
     expected = (images.T.double() @ images.double()).numpy()
@@ -268,7 +311,7 @@ def test_ranks_of_feature_maps() -> None:
     ],
 )
 def test_columns_are_what_a_layer_makes_of_one_channel(module: nn.Conv2d) -> None:
-    consumer = consumers_of({"": module})[""]
+    consumer = find_consumers(module, torch.zeros(1, 4, 3, 3))[""]
     columns = consumer.columns(module.weight.detach())
     for channel in range(4):
         impulse = torch.zeros(1, 4, 1, 1)

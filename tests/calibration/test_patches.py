@@ -37,11 +37,21 @@ def test_linear_rows_are_tokens() -> None:
     assert torch.equal(how.patches(x, torch.tensor([0, 7]), ()), torch.stack([x[0, 0], x[1, 2]]))
 
 
-def test_the_gram_matrix_is_summed_block_by_block() -> None:
-    inputs = torch.randn(BLOCK // 64 + 100, 64)
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_the_gram_matrix_is_summed_block_by_block(kind: torch.dtype, tolerance: float) -> None:
+    inputs = torch.randn(2 * BLOCK + 100, 64, dtype=kind)
     wide = torch.cat([inputs.double(), torch.ones(len(inputs), 1, dtype=torch.float64)], 1)
-    torch.testing.assert_close(gram(inputs), wide.T @ wide / len(wide), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gram(inputs), wide.T @ wide / len(wide), rtol=0, atol=tolerance)
     assert gram(inputs).nbytes == gram_bytes(64)
+
+
+def test_coarse_products_of_float32_are_not_used() -> None:
+    values = torch.randn(BLOCK, 4)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(gram(values), gram(values.double()))
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_sampled_rows_are_distinct_and_repeatable() -> None:

@@ -133,7 +133,7 @@ def test_activation_is_the_mean_magnitude_behind_norms_and_activations() -> None
 
 def test_activation_falls_back_to_other_outputs_and_inputs() -> None:
     model, x = net().eval(), torch.randn(5, 3, 2, 2)
-    stats, chart = collect(model, [x], CPU), handmade_map()
+    stats, chart = dataclasses.replace(collect(model, [x], CPU), reads={}), handmade_map()
     free = np.arange(1, 5)
     for path, side in (("conv", "output"), ("norm", "input")):
         only = dataclasses.replace(chart, activations={(path, side, 0): free})
@@ -143,7 +143,7 @@ def test_activation_falls_back_to_other_outputs_and_inputs() -> None:
 
 def test_activation_without_the_statistics_it_needs() -> None:
     model = net().eval()
-    partial = collect(model, [torch.randn(2, 3, 2, 2)], CPU, modules=["fc"])
+    partial = dataclasses.replace(collect(model, [torch.randn(2, 3, 2, 2)], CPU, modules=["fc"]), reads={})
     with pytest.raises(UsageError, match="'activation' needs channel statistics: pass stats="):
         score("activation", model, handmade_map())
     with pytest.raises(UsageError, match=r"no statistics for 4 of 4 channels of group 'conv'; collect them over every"):

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from prunekit.channels import ChannelMap, trace
-from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, hull_slopes, make_plan, marginal_scores
+from prunekit.criteria.elimination import hull_slopes
+from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, cumulated, make_plan, per_mac
+from prunekit.planning.curves import fewest_within, kept_counts, rank_correlation
+from prunekit.planning.select import Scores
 
 
 def chart() -> ChannelMap:
@@ -38,12 +41,19 @@ def curves(channel_map: ChannelMap, seed: int) -> list[SensitivityCurve]:
     ]
 
 
+def scores_of(channel_map: ChannelMap, found: list[SensitivityCurve]) -> Scores:
+    scores = np.full(channel_map.n_labels, np.inf)
+    for curve in found:
+        scores[curve.labels] = np.diff(curve.errors, prepend=0)
+    return scores
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_other_allocation_saves_as_much_at_less_error(seed: int) -> None:
     channel_map = chart()
     found = curves(channel_map, seed)
-    settings = PruneSettings(BudgetSettings(macs=0.6), scope="global")
-    plan = make_plan(channel_map, marginal_scores(channel_map, found), settings)
+    settings = PruneSettings(BudgetSettings(macs=0.6), scope="per_mac")
+    plan = make_plan(channel_map, scores_of(channel_map, found), settings)
     ours = [int((~plan.keep[curve.labels]).sum()) for curve in found]
     for curve, count in zip(found, ours, strict=True):
         assert not plan.keep[curve.labels[:count]].any()
@@ -63,9 +73,69 @@ def test_slopes_are_those_of_the_lower_hull() -> None:
     assert hull_slopes(np.array([0.0, 0.0, 3.0, 4.0, 9.0])).tolist() == [0.0, 0.0, 2.0, 2.0, 5.0]
 
 
-def test_a_label_on_no_curve_stays() -> None:
+def test_a_group_without_a_curve_stays_whole() -> None:
     channel_map = chart()
     found = curves(channel_map, 0)[:1]
-    scores = marginal_scores(channel_map, found)
-    assert np.isinf(np.delete(scores, found[0].labels)).all()
-    assert np.isfinite(scores[found[0].labels]).all()
+    scores = scores_of(channel_map, found)
+    ranked = per_mac(channel_map, scores)
+    assert np.isinf(np.delete(ranked, found[0].labels)).all()
+    assert np.isfinite(ranked[found[0].labels]).all()
+    plan = make_plan(channel_map, scores, PruneSettings(BudgetSettings(macs=0.8), scope="per_mac"))
+    assert [name for name, (kept, dense) in plan.widths().items() if kept < dense] == list(
+        cumulated(channel_map, scores)
+    )
+
+
+def test_curves_come_back_from_scores() -> None:
+    channel_map = chart()
+    found = curves(channel_map, 1)
+    again = cumulated(channel_map, scores_of(channel_map, found))
+    for one, other in zip(found, again.values(), strict=True):
+        assert one.labels.tolist() == other.labels.tolist()
+        np.testing.assert_allclose(one.errors, other.errors)
+
+
+def test_macs_of_a_label_are_those_it_costs_around_a_plan() -> None:
+    """conv3x3 from 3 channels to 4 and 1x1 back, on 4x4 pixels: (27 + 3) * 16 MACs a channel."""
+    channel_map = chart()
+    group = next(group for group in channel_map.groups if group.labels.size == 4)
+    scores = np.ones(channel_map.n_labels)
+    np.testing.assert_allclose(per_mac(channel_map, scores)[group.labels], 1 / (30 * 16))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_hull_never_falls_nor_lies_above_its_curve(seed: int) -> None:
+    errors = np.cumsum(np.random.default_rng(seed).random(40) ** 4)
+    slopes = hull_slopes(errors)
+    assert (np.diff(slopes) >= 0).all()
+    assert (np.cumsum(slopes) <= errors + 1e-12).all()
+    assert np.cumsum(slopes)[-1] == pytest.approx(errors[-1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 63, 512])
+def test_counts_to_measure_go_from_all_to_one_over_half(size: int) -> None:
+    counts = kept_counts(size)
+    assert (counts[0], counts[-1]) == (size, 1)
+    assert max(1, size // 2) in counts
+    assert list(counts) == sorted(set(counts), reverse=True)
+    assert len(counts) == min(size, 8)
+
+
+def test_the_fewest_within_a_limit_has_nothing_worse_above_it() -> None:
+    curve = [(8, 0.0), (6, 0.005), (4, 0.02), (2, 0.008), (1, 0.3)]
+    assert [fewest_within(curve, limit) for limit in (0.001, 0.01, 0.1, 1)] == [8, 6, 2, 1]
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    one, other = np.array([1.0, 2, 3, 4, 5]), np.array([2.0, 1, 4, 3, 50])
+    assert rank_correlation(one, other) == pytest.approx(1 - 6 * 4 / (5 * 24))  # without ties: by the differences
+    tied = np.array([1.0, 1, 2, 3])  # ranks 1.5, 1.5, 3, 4
+    assert rank_correlation(tied, np.arange(4.0)) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert rank_correlation(np.ones(3), np.arange(3.0)) is None
+    assert rank_correlation(np.array([]), np.array([])) is None
+
+
+def test_a_curve_knows_its_error_by_what_is_kept() -> None:
+    curve = SensitivityCurve(np.arange(3), np.array([1.0, 2, 8]), outputs=4)
+    assert [curve.error_at(kept) for kept in (3, 2, 1, 0)] == [0, 1, 2, 8]
+    assert curve.share_at(1) == 0.5

@@ -63,7 +63,7 @@ class Page(HTMLParser):
         self.section = "" if tag == "section" else self.section
 
     def handle_data(self, data: str) -> None:
-        self.text[self.section] += f"{data} "
+        self.text[self.section] = self.text.get(self.section, "") + f"{data} "
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +218,27 @@ def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:
     assert "No shortfalls" not in page.text["result"]
 
 
+def test_a_run_without_fine_tuning_shows_its_repair(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "short", groups=2)
+    found = {"before": 0.125, "after": 0.0123, "kept": True, "layers": 2, "refitted": 1}
+    measured = {**metrics(), "accuracy": {}, "fine_tuned": False, "repair": found}
+    del measured["control"]
+    (run / "metrics.json").write_text(json.dumps(measured))
+    rows = [
+        {"weight": "conv1.weight", "applied": "patch", "before": 0.2, "after": 0.02, "columns": 27, "rank": 26}
+        | {"ridge": 1e-3, "note": None},
+        dict.fromkeys(("before", "after", "ridge"), 0.0)
+        | {"weight": "<b>.weight", "applied": None, "columns": 0, "rank": 0, "note": "its weight is used 2 times"},
+    ]
+    pd.DataFrame(rows).to_csv(run / "repair.csv", index=False)
+    page = Page(write(run).read_text(encoding="utf-8"))
+    text = {name: " ".join(content.split()) for name, content in page.text.items()}
+    assert text["result"].startswith("Dense and pruned Nothing was fine-tuned after pruning.")
+    assert "held-out images 12.50 % → 1.23 % of its variance; 1 of 2 layers refitted" in text["repair"]
+    assert "conv1.weight patch 20.00 % 2.00 % 26 of 27 1.0e-03" in text["repair"]
+    assert "<b>.weight – – – – – its weight is used 2 times" in text["repair"]
+
+
 def test_without_a_control_the_dense_model_is_the_reference(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "short", groups=2)
     without = {**metrics(), "accuracy": {}}
@@ -226,7 +247,7 @@ def test_without_a_control_the_dense_model_is_the_reference(tmp_path: Path) -> N
     page = Page(write(run).read_text(encoding="utf-8"))
     text = " ".join(page.text["result"].split())
     assert "pruned against dense" in text
-    assert "98.70 % – 98.52 % −0.18 points" in text
+    assert "98.70 % 98.52 % −0.18 points" in text
     assert "points against the dense model" in page.text[""]
 
 

@@ -53,7 +53,10 @@ def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
         found = dry_run(job(tmp_path, criterion), log=log.append)
         assert found["macs_after"] <= 0.5 * found["macs_before"], criterion
         assert any("gradients of the loss on 64" in line for line in log) == (criterion == "taylor")
-        assert any("Gram matrices of 21 layers' inputs take 17" in line for line in log) == (criterion == "obs")
+        assert any(
+            "Gram matrices of 21 layers' inputs, over at most 32 positions of each image, take 17" in line
+            for line in log
+        ) == (criterion == "obs")
         assert any("channels: 64 positions are too few" in line for line in log) == (criterion == "obs")
 
 
@@ -78,7 +81,7 @@ def test_pruning_by_gradients_in_one_call() -> None:
 
 def test_scores_are_normalised_only_where_layers_cannot_be_compared() -> None:
     comparable = {name for name in criterion_names() if get_criterion(name).comparable}
-    assert comparable == {"lamp", "taylor", "taylor2", "obd"}
+    assert comparable == {"lamp", "elimination", "taylor", "taylor2", "obd"}
     model = torchvision.models.resnet18(num_classes=4)
     chart = prunekit.trace(model, (torch.randn(1, 3, 32, 32),))
     for criterion, scope, normalised in (("l2", "global", True), ("l2", "uniform", False), ("lamp", "global", False)):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from equivalence import randomised
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import prunekit
 from prunekit.errors import DataError, PlanError, UsageError
-from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.planning import cumulated
 from prunekit.repair import RepairSettings
-from prunekit.workflow.pruning import prune
 
 
 class Net(nn.Module):
@@ -35,18 +37,19 @@ def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
     model = randomised(Net()).eval()
     images = torch.randn(128, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     others = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    done = prunekit.prune_oneshot(model, images, PruneSettings(BudgetSettings(macs=0.6)), RepairSettings(rows=4096))
-    plain = prune(model, (images[:2],), macs=0.6, criterion="l2", scope="global")
+    done = prunekit.prune(model, images, macs=0.6, repair=RepairSettings(rows=4096))
+    plain = prunekit.prune(model, (images[:2],), macs=0.6, criterion="l2", scope="global")
     chart = done.plan.channel_map
     assert chart.macs(done.plan.keep) <= 0.6 * chart.macs()
-    assert done.report.kept
+    assert done.repair is not None
+    assert done.repair.kept
     assert done.plan.provenance["prune"]["criterion"] == "elimination"
-    assert done.verification.max_relative_difference < 1e-9
+    assert done.max_relative_difference < 1e-9
     with torch.no_grad():
         want = model(others)
         ours, theirs = ((small.eval()(others) - want).square().mean() for small in (done.model, plain.model))
     assert ours < 0.25 * theirs
-    assert set(done.curves) == {group.name for group in chart.groups}
+    assert set(cumulated(chart, done.scores)) == {group.name for group in chart.groups}
 
 
 @pytest.mark.parametrize(
@@ -55,28 +58,65 @@ def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
         (torch.randn(7, 3, 8, 8), r"expected at least 8 images .* got a tensor of shape \(7, 3, 8, 8\)"),
         (torch.zeros(0, 3, 8, 8), r"got a tensor of shape \(0, 3, 8, 8\)"),
         (torch.tensor(1.0), r"got a tensor of shape \(\)"),
-        ([torch.randn(8, 3, 8, 8)], "expected images as one tensor .* got list"),
+        ([torch.randn(4, 3, 8, 8), (torch.randn(3, 3, 8, 8), 1)], r"got a tensor of shape \(7, 3, 8, 8\)"),
+        ([], r"got a tensor of shape \(0, 0\)"),
+        ([{"image": 1}], r"expected batches of images, tensors or \(images, ...\) each, got dict"),
+        ([torch.zeros(8)], r"got a tensor of shape \(8,\)"),
+        ([torch.zeros(4, 3, 8, 8), torch.zeros(4, 3, 9, 8)], r"images of one size, got batches of \(3, 8, 8\) and"),
+        (7, "expected images, a tensor or batches of them, got int"),
     ],
 )
-def test_images_that_are_too_few_or_none(images: Tensor, message: str) -> None:
+def test_images_that_are_too_few_or_none(images: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        prunekit.prune_oneshot(Net().eval(), images, PruneSettings())
+        prunekit.prune(Net().eval(), images, macs=0.5)
     assert isinstance(caught.value, UsageError)
 
 
 def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:
     model, images = randomised(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PlanError):
-        prunekit.prune_oneshot(model, images, PruneSettings(BudgetSettings(macs=1e-6)))
+        prunekit.prune(model, images, macs=1e-6)
     with pytest.raises(PlanError, match="conv9"):
-        prunekit.prune_oneshot(model, images, PruneSettings(exclude=("conv9",)))
+        prunekit.prune(model, images, macs=0.5, exclude=("conv9",))
 
 
 def test_the_model_given_stays_as_it_is() -> None:
     model, images = randomised(Net()).train(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    done = prunekit.prune_oneshot(model, images, PruneSettings(BudgetSettings(macs=0.6), exclude=("stem",)))
+    done = prunekit.prune(model, images, macs=0.6, exclude=["stem"])
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert done.plan.widths()["stem"] == (8, 8)
     assert done.model.conv1.out_channels < 16
+
+
+def test_a_loader_is_the_same_as_its_images() -> None:
+    model, images = randomised(Net()).eval(), torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(images, torch.zeros(48)), batch_size=10)
+    one, other = (prunekit.prune(model, data, macs=0.6, images=40) for data in (images[:40], loader))
+    assert (one.plan.keep == other.plan.keep).all()
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(tensor, other.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("criterion", ["l2", "wanda", "obs", "hrank", "random"])
+def test_images_serve_every_criterion_that_needs_no_labels(criterion: Any) -> None:
+    model, images = randomised(Net()).eval(), torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    plain = prunekit.prune(model, images, macs=0.6, criterion=criterion, repair=False)
+    done = prunekit.prune(model, images, macs=0.6, criterion=criterion)
+    assert plain.repair is None
+    assert plain.masked is None
+    assert done.repair is not None
+    assert done.repair.after < done.repair.before
+    assert (plain.plan.keep == done.plan.keep).all()
+    assert done.max_relative_difference < 1e-9
+
+
+def test_what_only_labels_give_and_repair_without_images_are_refused() -> None:
+    model, images = randomised(Net()).eval(), torch.randn(16, 3, 8, 8)
+    with pytest.raises(UsageError, match="'taylor' needs gradients of the loss on labelled calibration images"):
+        prunekit.prune(model, images, macs=0.6, criterion="taylor")
+    with pytest.raises(UsageError, match="'elimination' needs Gram matrices of the patches"):
+        prunekit.prune(model, (images,), macs=0.6, criterion="elimination")
+    with pytest.raises(DataError, match=r"repair: expected images to repair from, .* got a tuple of inputs"):
+        prunekit.prune(model, (images,), macs=0.6, repair=RepairSettings())

@@ -1,0 +1,117 @@
+"""Hooks that see what the layers of a model read and make in each forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.consumers import Consumer, ReadWatch
+from prunekit.calibration.passes import PassHooks, run_passes
+from prunekit.channels.substitutes import SUBSTITUTES, substitute_all
+from prunekit.hooks import refuse_nested
+
+
+class ReadHooks(PassHooks):
+    """Sees the input of every layer with a weight in each forward pass; subclasses say what becomes of it.
+
+    Inside the `with`, attention modules that hide their projections from torch's functions are their equivalents, and
+    attention's fast path is off.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.consumers: dict[str, Consumer] = {}
+        """Those that were called so far, by their path."""
+        self._reads: ReadWatch | None = None
+
+    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Takes note of an input, which a later layer may overwrite; `axis` holds the channels."""
+
+    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Takes note of an output."""
+
+    def watch(self) -> None:
+        """Prepares the watch over torch's functions, which is on while the model runs."""
+        self.own(_SlowAttention())
+        self.own(_Substituted(self._model))
+        self._reads = ReadWatch(self._model, self._before, self._after)
+
+    def _enter(self, *forward: Any) -> None:
+        super()._enter(*forward)
+        if self._depth == 1 and self._reads is not None:
+            self._reads.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, *forward: Any) -> None:
+        if self._depth == 1 and self._reads is not None:
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._reads.forget()
+        super()._leave(*forward)
+
+    def _before(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        if self.inside and values.is_floating_point():
+            refuse_nested(values, f"input of {consumer.path}")
+            self.consumers.setdefault(consumer.path, consumer)
+            with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+                self.see(consumer, values, axis)
+
+    def _after(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        if self.inside and values.is_floating_point():
+            with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+                self.made(consumer, values, axis)
+
+
+class _Finder(ReadHooks):
+    def begin(self) -> None:
+        """Nothing is kept between passes."""
+
+    def keep(self) -> None:
+        """Nothing is kept between passes."""
+
+
+def find_consumers(model: nn.Module, images: Any) -> dict[str, Consumer]:
+    """The layers that read channels through a weight, by their path, in the order in which they first run.
+
+    Args:
+        model: runs once, in eval mode without gradients; every module is afterwards in the mode it had.
+        images: a few samples, on the model's device.
+    """
+    finder = _Finder(model)
+    run_passes(model, [images], next((t.device for t in model.parameters()), torch.device("cpu")), finder)
+    return finder.consumers
+
+
+class _SlowAttention:
+    """Attention's fast path off, until removed."""
+
+    def __init__(self) -> None:
+        self._before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def remove(self) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+class _Substituted:
+    """Equivalents in place of attention modules that read their weights out of torch's sight, until removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        originals = [module for module in model.modules() if type(module) in SUBSTITUTES]
+        before = [(module, type(module), dict(vars(module))) for module in originals]
+        substitute_all(model)
+        self._changes = [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]
+
+    def remove(self) -> None:
+        while self._changes:
+            module, kind, names, old = self._changes.pop()
+            module.__class__ = kind
+            for name in names:
+                if name in old:
+                    setattr(module, name, old[name])
+                else:
+                    delattr(module, name)
+
+
+def _changed(now: dict[str, Any], old: dict[str, Any]) -> list[str]:
+    return [name for name, value in now.items() if name not in old or old[name] is not value]

@@ -1,0 +1,114 @@
+"""How a repair is fitted into memory: images at a time, where passes go on from, positions of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prunekit.calibration.layers import Layer
+from prunekit.calibration.patches import gram_bytes
+from prunekit.planning import Plan
+from prunekit.repair.grouped import CHUNK, MOST_GROUPS
+from prunekit.repair.lifetimes import Lifetimes
+from prunekit.repair.settings import RepairSettings
+
+FIT, HELD, RUNNING = 1 / 2, 3 / 8, 1 / 8
+"""Shares of the limit: of one layer's fit, of what is kept of all images between passes, and of a batch that runs."""
+SAMPLES = 2
+"""Images that show what a pass takes."""
+MOST_IMAGES = 256
+FEWEST_ROWS = 64
+ROOM = 2
+"""A running batch takes so many times what its tensors do: operators have buffers of their own."""
+GRAMS = 3
+"""Matrices of a Gram matrix's size that a fit holds."""
+CHUNKS = 3
+"""Blocks of rows that a fit of many groups holds."""
+
+
+def kept_groups(layer: Layer, plan: Plan) -> list[int]:
+    """Groups of a convolution of which any output is kept."""
+    size = plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
+    return sorted(set((np.asarray(plan.kept(layer.weight, layer.axes[0])) // size).tolist()))
+
+
+def kept_channels(layer: Layer, plan: Plan) -> torch.Tensor:
+    """Kept channels of a layer's input, group after group."""
+    axis = layer.axes[1]
+    columns, width = np.asarray(plan.kept(layer.weight, axis)), plan.channel_map.shapes[layer.weight][axis]
+    parts = [columns + group * width for group in kept_groups(layer, plan)]
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
+
+
+@dataclass(frozen=True)
+class FitSize:
+    """Memory of a layer's fit: `fixed` bytes and `each` for every row, of which there are `most`."""
+
+    fixed: int
+    each: int
+    most: int
+
+    def rows(self, settings: RepairSettings) -> int:
+        """How many rows to fit on there are, and is memory for."""
+        free = settings.memory_bytes * FIT - self.fixed
+        return int(np.clip(free / self.each / (1 + settings.held_out), FEWEST_ROWS, min(settings.rows, self.most)))
+
+    def bytes(self, rows: int, settings: RepairSettings) -> int:
+        """What that many rows take."""
+        return self.fixed + int(self.each * rows * (1 + settings.held_out))
+
+
+def fit_size(layer: Layer, plan: Plan, images: int, by_channels: bool) -> FitSize:
+    """Rows are held as they are and again as float64 with a constant, of one group; outputs a few times.
+
+    Args:
+        layer: found with `SAMPLES` images.
+        images: how many there are.
+    """
+    outputs, width = (plan.channel_map.shapes[layer.weight][axis] for axis in layer.axes)
+    groups = max(1, len(kept_groups(layer, plan)))
+    columns = len(kept_channels(layer, plan)) * layer.reading.taps
+    sampled, most = 4 * columns + 8 * outputs, max(FEWEST_ROWS, layer.rows * images // SAMPLES)
+    if groups > MOST_GROUPS:
+        return FitSize(CHUNKS * 8 * CHUNK, sampled, most)
+    kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
+    wide = width * layer.reading.groups if by_channels else columns // groups
+    gram = gram_bytes(width if by_channels else columns // groups)
+    return FitSize(GRAMS * gram, sampled + 16 * (wide + 1) + 48 * kept_outputs, most)
+
+
+def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:
+    """Whether a layer is fitted by channels: asked for, or because of the memory that patches would take."""
+    columns = len(np.asarray(plan.kept(layer.weight, layer.axes[1]))) * layer.reading.taps
+    wide = GRAMS * gram_bytes(columns) > settings.memory_bytes * FIT
+    return settings.fit == "channel" or (settings.fit == "patch" and wide)
+
+
+def cuts(layers: Sequence[Layer], lifetimes: Lifetimes, images: int, limit: float) -> list[int]:
+    """For each layer in turn the number of the call from which passes go on to it; 0 is the start.
+
+    Never behind a layer that is still to be fitted, and only where what is live of all images is within the limit: the
+    last such call.
+    """
+    held, found, last = lifetimes.held_bytes(), list[int](), 0
+    affordable = sorted(number for number, size in held.items() if size * images <= limit)
+    for i in range(len(layers)):
+        earliest = min(layer.call for layer in layers[i:])
+        last = max([last, *(number for number in affordable if number <= earliest)])
+        found.append(last)
+    return found
+
+
+def held(cuts_: Iterable[int], lifetimes: Lifetimes, images: int) -> int:
+    """The most that is kept of all images at some cuts."""
+    sizes = lifetimes.held_bytes()
+    return int(max((sizes.get(cut, 0.0) for cut in cuts_), default=0.0) * images)
+
+
+def batch_size(lifetimes: Iterable[Lifetimes], images: int, settings: RepairSettings) -> int:
+    """Images at a time."""
+    each = ROOM * max(one.peak_bytes() for one in lifetimes)
+    return int(np.clip(settings.memory_bytes * RUNNING / max(1.0, each), 1, min(images, MOST_IMAGES)))

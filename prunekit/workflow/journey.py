@@ -1,0 +1,231 @@
+"""The stages of a job, in order: dense model, calibration, plan, repair, fine-tuning, proof, measurement."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from prunekit.artifacts import write_json
+from prunekit.calibration import ChannelStats
+from prunekit.channels import ChannelMap
+from prunekit.compaction import compact, save
+from prunekit.data import batches, describe_corrupt
+from prunekit.masking import masked, sparsity
+from prunekit.measure.verify import Verification, verify
+from prunekit.planning import Plan
+from prunekit.training import ClampRow, EpochRow, History, fit
+from prunekit.workflow import results
+from prunekit.workflow.activations import find_thresholds, masks, measure_masks
+from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients, needs_activations
+from prunekit.workflow.dense import Prepared, save_weights, train_baseline
+from prunekit.workflow.pruning import Planned, plan_curves, plan_model
+from prunekit.workflow.repairing import repair_model, repair_summary
+from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.tables import (
+    CURVE_COLUMNS,
+    clamp_rows,
+    clamp_summary,
+    coupling_rows,
+    curve_rows,
+    history_rows,
+    layer_rows,
+    lock_rows,
+    score_rows,
+    write_csv,
+)
+
+PROOF_IMAGES = 512
+"""Held-out images that masked and compact model are compared on at the end, in float64."""
+
+
+@dataclass
+class _Clock:
+    """Seconds of each stage of a run."""
+
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.stages[name] = time.perf_counter() - start
+
+
+class Journey:
+    """The stages of one run, in order.
+
+    Args:
+        prepared: what it works on.
+        chart: the channel map of its model.
+        run: where it writes.
+        progress: shows bars on stderr.
+        training: whether to fine-tune, the pruned model and a dense one for comparison.
+    """
+
+    def __init__(
+        self, prepared: Prepared, chart: ChannelMap, run: RunFolder, *, progress: bool, training: bool
+    ) -> None:
+        self.prepared, self.chart, self.run, self.progress, self.training = prepared, chart, run, progress, training
+        self.job, self.log = prepared.job, run.log
+        self.clock = _Clock()
+        self.history: list[dict[str, Any]] = []
+        self.clamps: list[dict[str, Any]] = []
+
+    def travel(self) -> dict[str, Any]:
+        """Runs every stage and returns the metrics."""
+        with self.clock.stage("baseline"):
+            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
+        dense = baseline.model
+        self._note("baseline", baseline.rows, baseline.clamps)
+        planned = self._planned(dense)
+        plan = planned.plan
+        with self.clock.stage("repair"):
+            pruned, report = repair_model(self.prepared, dense, plan, self.run, training=self.training)
+        if self.training:
+            with self.clock.stage("fine-tune"):
+                pruned = self._finetune_masked(pruned, plan)
+        small, proof = self._compact(pruned, plan)
+        write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
+        control = None
+        if self.training:
+            with self.clock.stage("control"):
+                control = self._train("control", copy.deepcopy(dense))
+        save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
+        with self.clock.stage("measure"):
+            share = sparsity(pruned, plan)
+            measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
+            measured = replace(measured, activations=self._measure_activations(small))
+        metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
+        metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
+        metrics |= {"fine_tuned": self.training, "repair": repair_summary(report)}
+        write_json(self.run.path / "metrics.json", metrics)
+        if metrics["corrupt_images"]:
+            self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
+        for shortfall in metrics["shortfalls"]:
+            self.log(f"shortfall: {shortfall}")
+        return metrics
+
+    def _planned(self, dense: nn.Module) -> Planned:
+        with self.clock.stage("calibrate"):
+            stats: ChannelStats | None = None
+            if self.training or needs_activations(self.job):
+                stats = calibrate_model(self.prepared, dense, log=self.log).stats
+                stats.save(self.run.path / "statistics")
+            gradients = loss_gradients(self.prepared, dense, log=self.log)
+            patches = job_patches(self.prepared, dense, self.chart, log=self.log)
+        with self.clock.stage("plan"):
+            planned = plan_model(
+                dense,
+                self.prepared.example_inputs,
+                self.job.prune,
+                stats=stats,
+                gradients=gradients,
+                patches=patches,
+                seed=self.job.seed,
+                channel_map=self.chart,
+            )
+            self._keep_plan(planned)
+            if patches is not None:
+                curves = plan_curves(planned, patches)
+                write_csv(
+                    self.run.path / "sensitivity.csv", curve_rows(planned.plan.channel_map, curves), CURVE_COLUMNS
+                )
+        return planned
+
+    def _keep_plan(self, planned: Planned) -> None:
+        planned.plan.save(self.run.path)
+        write_csv(self.run.path / "scores.csv", score_rows(planned.plan, planned.scores), results.SCORE_COLUMNS)
+        write_csv(self.run.path / "locks.csv", lock_rows(planned.plan), results.LOCK_COLUMNS)
+        write_csv(self.run.path / "coupling.csv", coupling_rows(planned.plan), results.COUPLING_COLUMNS)
+        chart = planned.plan.channel_map
+        left = chart.macs(planned.plan.keep) / chart.macs()
+        self.log(
+            f"plan: {left:.1%} of the MACs left, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
+            f"masked == compact in the trial to {planned.max_relative_difference:.1e}"
+        )
+        for text in planned.locked_by_trial:
+            self.log(f"plan: locked after the trial: {text}")
+
+    def _finetune_masked(self, model: nn.Module, plan: Plan) -> nn.Module:
+        model = model.to(self.prepared.device)
+        thresholds = find_thresholds(self.prepared, compact(model, plan), log=self.log)
+        share = sparsity(model, plan)
+        self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
+
+        @contextmanager
+        def wrap(optimizer: Optimizer) -> Iterator[None]:
+            with masked(model, plan, optimizer), masks(model, thresholds):
+                yield
+
+        return self._train("pruned", model, wrap, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
+
+    def _train(
+        self,
+        name: str,
+        model: nn.Module,
+        wrap: Callable[[Optimizer], AbstractContextManager[Any]] | None = None,
+        describe: Callable[[], dict[str, str]] | None = None,
+    ) -> nn.Module:
+        """Fine-tunes a model: the pruned one and its dense control get the same settings, seed and epochs."""
+        history: History = fit(
+            model,
+            self.prepared.splits,
+            self.job.finetune,
+            device=self.prepared.device,
+            seed=self.job.seed,
+            batch=self.job.data.batch,
+            workers=self.job.data.workers,
+            wrap_optimizer=wrap,
+            describe=describe,
+            progress=self.progress,
+            label=name,
+            checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",
+        )
+        self._note(name, history.rows, history.clamps)
+        return model.cpu()
+
+    def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
+        """With thresholds found anew: training has changed what they were found for."""
+        thresholds = find_thresholds(self.prepared, small, log=self.log)
+        if thresholds is None:
+            return None
+        thresholds.save(self.run.path / "activation_thresholds.json")
+        return measure_masks(self.prepared, small, thresholds, log=self.log)
+
+    def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
+        skipped = sum(row.skipped for row in rows)
+        if skipped:
+            self.log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
+        self.clamps += clamp_rows(name, clamps)
+        if self.clamps:
+            write_csv(self.run.path / "clamps.csv", self.clamps)
+        self.history += history_rows(name, rows)
+        write_csv(self.run.path / "history.csv", self.history, ("run", *EpochRow.__dataclass_fields__))
+        results.write_events(self.run.path / "tensorboard" / name, rows)
+
+    def _compact(self, pruned: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
+        small = compact(pruned, plan)
+        validation = self.prepared.splits.validation
+        spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
+        held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
+        proof = verify(pruned, small, plan, ((images,) for images, _ in held_out))
+        self.log(
+            f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} images ({proof.dtype})"
+        )
+        save(
+            self.run.path / "model",
+            small,
+            plan,
+            input_shapes=[[1, *self.prepared.splits.sample_shape]],
+            build=self.prepared.build,
+            extra={"classes": list(self.prepared.splits.classes)},
+        )
+        return small, proof

@@ -1,0 +1,74 @@
+"""A job's masked model before any fine-tuning: repaired as the job says, or with fresh BatchNorm statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+
+from prunekit.masking import masked
+from prunekit.planning import Plan
+from prunekit.repair import LayerRepair, RepairReport, repair
+from prunekit.training import recalibrate_batchnorm
+from prunekit.workflow.calibrate import calibration_batches, calibration_images
+from prunekit.workflow.dense import Prepared
+from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.tables import write_csv
+
+COLUMNS = tuple(LayerRepair.__dataclass_fields__)
+
+
+def repair_model(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
+) -> tuple[nn.Module, RepairReport | None]:
+    """The masked model on the CPU, and what its repair did; None where the job asks for none.
+
+    Without repair BatchNorm statistics are taken anew if training follows, which would take them anew anyway.
+
+    Raises:
+        DataError: fewer than 8 calibration images.
+        NonFiniteError: a layer computes NaN or Inf; names the layer.
+    """
+    settings = prepared.job.repair
+    if settings is None:
+        model = copy.deepcopy(dense).to(prepared.device)
+        with masked(model, plan):
+            if training:
+                recalibrate_batchnorm(model, calibration_batches(prepared), prepared.device)
+        return model.cpu(), None
+    images = calibration_images(prepared)
+    run.log(f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, {len(images)} training images")
+    model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log)
+    dense.cpu()
+    write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)
+    for line in _lines(report):
+        run.log(f"repair: {line}")
+    return model.cpu(), report
+
+
+def _lines(report: RepairReport) -> list[str]:
+    change = f"output error on held-out images {report.before:.4g} -> {report.after:.4g} of its variance"
+    lines = [change if report.kept else f"{change}: no better, so nothing was changed"]
+    applied = Counter(layer.applied for layer in report.layers if layer.applied)
+    left = [layer for layer in report.layers if not layer.applied]
+    done = ", ".join(f"{count} by {how}" for how, count in applied.items()) or "none"
+    lines.append(f"layers refitted: {done}; left as they were: {len(left)}")
+    notes = Counter(layer.note for layer in report.layers if layer.note)
+    return lines + [f"{note} ({count} layer{'s'[: count > 1]})" for note, count in notes.items()]
+
+
+def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:
+    """What `metrics.json` holds of a repair; the layers are in `repair.csv`."""
+    if report is None:
+        return None
+    return {
+        "before": report.before,
+        "after": report.after,
+        "kept": report.kept,
+        "layers": len(report.layers),
+        "refitted": sum(bool(layer.applied) for layer in report.layers),
+        "memory": {**asdict(report.memory), "bytes": report.memory.bytes},
+    }

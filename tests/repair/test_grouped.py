@@ -1,0 +1,54 @@
+"""Many small groups at once find what the fit of one group after another finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from prunekit.repair.fits import Problem, best_of, least_squares
+from prunekit.repair.grouped import GroupedProblem, chunks, grouped_least_squares
+
+
+def problem(*, rectified: bool, biased: bool) -> GroupedProblem:
+    """Six groups of two outputs and five columns; the last reads nothing but zeros, the second has nothing missing."""
+    torch.manual_seed(3)
+    inputs, now = torch.randn(6, 400, 5).double(), torch.randn(6, 400, 2).double()
+    wanted = now + inputs @ torch.randn(6, 5, 2).double() * 0.3 + 0.2 * torch.randn(6, 400, 2).double() + 0.1
+    wanted[1], inputs[5] = now[1], 0
+    scale = torch.rand(6, 2).double() + 0.5
+    return GroupedProblem(inputs, now, wanted, scale, 300, rectified, biased)
+
+
+@pytest.mark.parametrize("rectified", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_each_group_gets_what_it_would_get_alone(rectified: bool, biased: bool) -> None:
+    together = problem(rectified=rectified, biased=biased)
+    change = grouped_least_squares(together, 1e-3, 3)
+    for group in range(6):
+        parts: list[Tensor] = [getattr(together, name)[group] for name in ("inputs", "now", "wanted", "scale")]
+        alone = Problem(*parts, 300, rectified, biased)
+        best, before, after = best_of(alone, least_squares(alone, 1e-3, 3))
+        assert before == pytest.approx(float(change.before[group]))
+        assert after == pytest.approx(float(change.after[group]))
+        if group == 1:
+            assert not change.wins[group]
+            assert not change.weight[group].any()
+        elif best is not None:
+            torch.testing.assert_close(change.weight[group], best.weight)
+            torch.testing.assert_close(change.bias[group], best.bias)
+
+
+def test_outputs_that_the_norm_ignores_stay_as_they_are() -> None:
+    some = problem(rectified=False, biased=True)
+    some.scale[0, 1] = 0
+    change = grouped_least_squares(some, 1e-3)
+    assert not change.weight[0, 1].any()
+    assert change.weight[0, 0].any()
+    assert bool(change.weight.isfinite().all())
+
+
+def test_chunks_cover_all_groups() -> None:
+    parts = list(chunks(10, 2**20, 1))
+    assert [i for part in parts for i in range(10)[part]] == list(range(10))
+    assert len(parts) == 5

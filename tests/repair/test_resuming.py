@@ -1,0 +1,191 @@
+"""A forward pass that stops anywhere and goes on from there computes what one in a single run does, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equivalence import randomised
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prunekit.calibration.finding import find_layers
+from prunekit.calibration.layers import Call
+from prunekit.nested import gather
+from prunekit.repair.record import Aim, Gathering, LayerPass, Sample, batches_of
+from prunekit.repair.resuming import DivergedError, ResumableRun
+
+
+class Stream(nn.Module):
+    """A residual stream with in-place operations, and features collected in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.bns = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+        self.last = nn.Conv2d(16, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for conv, bn in zip(self.convs, self.bns, strict=True):
+            out = bn(conv(x))
+            out += x
+            x = F.relu(out, inplace=True)
+            features.append(x)
+        return self.last(torch.cat(features, 1)).mean((2, 3))  # type: ignore[no-any-return]
+
+
+class Views(nn.Module):
+    """Writes through views, also into its input; properties that are tensors; loops over a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x[..., :3]
+        turned = x.mT
+        half += self.one(x)[..., :3]
+        x[..., 3:] = self.two(x)[..., 3:]
+        parts = [row * 2 for row in turned]
+        return torch.stack(parts) + self.one(x).mT  # type: ignore[no-any-return]
+
+
+class Branches(nn.Module):
+    """Python that looks at values, sizes and layout; several results at once; state in the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(6, 6), nn.Linear(6, 12), nn.LayerNorm(6)
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.norm(self.one(x))
+        if x.sum().item() > 0 or len(x) > 100 or not x.is_contiguous():
+            x = self.one(x)
+        gate, value = self.two(x).chunk(2, -1)
+        self.seen = gate
+        value, _ = self.lstm(value)
+        best = value.max(-1)
+        return {"out": self.norm(value) * self.seen.sigmoid() + best.values[..., None]}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x) + y  # type: ignore[no-any-return]
+
+
+class Noted(ResumableRun):
+    """Copies the results of all calls that are really made."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.results: dict[int, list[Tensor]] = {}
+
+    def after(self, call: Call, result: Any) -> None:
+        tensors = gather(result)
+        if not any(getattr(tensor, "_prunekit_place", (0, 0, None))[2] for tensor in tensors):
+            self.results[call.number] = [tensor.detach().clone() for tensor in tensors]
+
+
+TEXT, IMAGE = torch.randn(3, 6, 6), torch.randn(3, 4, 5, 5)
+CASES: dict[str, tuple[type[nn.Module], tuple[Tensor, ...], tuple[str, ...]]] = {
+    "stream": (Stream, (IMAGE,), ()),
+    "views": (Views, (TEXT,), ()),
+    "branches": (Branches, (TEXT,), ()),
+    "norms": (Branches, (TEXT,), ("norm",)),
+    "attention": (Attention, (TEXT, TEXT), ("layer.norm1", "layer.norm2")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_going_on_from_any_call_gives_the_same(case: str) -> None:
+    build, inputs, norms = CASES[case]
+    torch.manual_seed(0)
+    model, before = build().eval(), [tensor.clone() for tensor in inputs]
+    run = Noted(model, norms)
+    run.learn(inputs)
+    run.results.clear()
+    run.run(inputs, None, 0, 0)
+    plain, run.results = run.results, {}
+    assert len(plain) >= 8
+    for number in plain:
+        kept = run.run(inputs, None, number, number)
+        for _ in range(2):  # what was kept is as it was after the first time
+            run.results.clear()
+            assert run.run(inputs, kept, 0, 0) is kept
+            assert set(range(number, 1 + max(plain))) <= set(run.results)
+            for later in range(number, 1 + max(plain)):
+                for got, want in zip(run.results[later], plain[later], strict=True):
+                    assert torch.equal(got, want), (number, later)
+    assert all(torch.equal(tensor, other) for tensor, other in zip(inputs, before, strict=True))
+
+
+def test_only_what_later_calls_read_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(6, 100), nn.ReLU(), nn.Linear(100, 4)).eval()
+    x = torch.randn(8, 6)
+    run = ResumableRun(model)
+    run.learn((x[:2],))
+    assert run.lifetimes.held_bytes() == {1: 24.0, 2: 400.0, 3: 400.0}
+    assert run.lifetimes.peak_bytes() == 800.0
+    kept = run.run((x,), None, 3, 3)
+    assert kept is not None
+    assert [tensor.shape for tensor in kept.tensors.values()] == [(8, 100)]
+
+
+def test_a_pass_that_takes_another_path_says_so() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.passes = nn.Linear(6, 6), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            x = self.linear(x)
+            return self.linear(x.relu() if self.passes < 3 else x.sigmoid())  # type: ignore[no-any-return]
+
+    model, x = Fickle().eval(), torch.randn(4, 6)
+    run = ResumableRun(model)
+    run.learn((x[:2],))
+    kept = run.run((x,), None, 3, 3)
+    with pytest.raises(DivergedError):
+        run.run((x,), kept, 0, 0)
+
+
+def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[Sample]:
+    """Samples of all layers at all rows, in passes that begin at each layer or always at the start."""
+    layers = sorted(find_layers(model, x[:2]), key=lambda layer: layer.ready)
+    run = LayerPass(model)
+    run.learn((x[:2],))
+    batches, fitted = batches_of((x,), 0.25, size)
+    gathering = Gathering(run, batches, fitted)
+    found = []
+    for i, layer in enumerate(layers):
+        channels = torch.arange(next(m for n, m in model.named_parameters() if n == layer.weight).shape[1])
+        earliest = min(other.call for other in layers[i:])
+        aim = Aim(layer, 10**6, channels, centres=True, outputs=True)
+        sample = gathering.take(aim, earliest if cuts else 0, layer.ready + 1)
+        assert sample is not None
+        found.append(sample)
+    return found
+
+
+def test_samples_are_the_same_however_the_passes_are_cut() -> None:
+    torch.manual_seed(0)
+    model, x = randomised(Stream()).eval(), torch.randn(16, 4, 5, 5)
+    want = gathered(model, x, 16, cuts=False)
+    assert [sample.fitted for sample in want] == [12 * 25] * 4
+    assert [sample.others is not None for sample in want] == [False, True, True, False]  # the input itself is no result
+    for size, cuts in ((16, True), (5, False), (5, True)):
+        for one, other in zip(gathered(model, x, size, cuts), want, strict=True):
+            assert one.fitted == other.fitted
+            for name in ("inputs", "outputs", "others", "centres"):
+                got, expected = getattr(one, name), getattr(other, name)
+                assert (got is None) == (expected is None)
+                if got is not None:
+                    torch.testing.assert_close(got, expected)
