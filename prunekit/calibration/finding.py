@@ -7,13 +7,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.layers import Call, CallWatch, Layer
-from prunekit.calibration.patches import reading
+from prunekit.calibration.layers import Call, CallWatch, Layer, Operands
+from prunekit.calibration.patches import Reading, reading
 from prunekit.nested import gather
 
 _SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+_PRODUCTS = frozenset({"mul", "mul_", "__mul__", "__rmul__", "__imul__"})
+_MOVES = frozenset(
+    {
+        "view", "reshape", "permute", "transpose", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous",
+        "roll", "__getitem__", "movedim", "moveaxis", "swapaxes", "swapdims", "narrow", "clone",
+    }
+)  # fmt: skip
+"""Functions whose results hold values of their first argument, each at most once."""
 
 
 class _Mark(NamedTuple):
@@ -27,38 +36,68 @@ class _Mark(NamedTuple):
 
 @dataclass
 class _Draft:
+    """A layer and the chain behind it, as far as it has been followed.
+
+    Attributes:
+        shape: of its output.
+        stages: of the chain.
+        reads: how often the result of each stage is read.
+        rectified: the stage that a ReLU reads.
+        normed: number of the norm's call.
+        index: where each value of the output lies at the last stage, once it was moved.
+    """
+
     layer: Layer
+    shape: torch.Size
     stages: list[str] = field(default_factory=lambda: ["layer"])
     reads: Counter[str] = field(default_factory=Counter)
     rectified: str = ""
     normed: int = 0
+    index: Tensor | None = None
+
+    def places(self) -> Tensor:
+        """The same, before any move too."""
+        return torch.arange(self.shape.numel()).view(self.shape) if self.index is None else self.index
 
     def finished(self, calls: int) -> Layer:
         """The layer, with as much of the chain behind it as nothing else reads from."""
-        layer = replace(self.layer, calls=calls, rectified=self._alone(self.rectified) and self._ends(self.rectified))
-        if not self._alone("layer"):
-            return replace(layer, end=layer.call, norm=None, total=None, other=None, rectified=False)
-        if "norm" in self.stages and not self._alone("norm"):
-            return replace(layer, end=self.normed, total=None, other=None, rectified=False)
-        return layer
+        alone = next((i for i, stage in enumerate(self.stages) if self.reads[stage] != 1), len(self.stages))
+        stages = self.stages[: alone + 1]
+        summed, scaled = "sum" in stages, any(stage.startswith("gain") for stage in stages)
+        rectified = self.rectified == stages[-1] and self.reads[stages[-1]] == 1 and (summed or not scaled)
+        layer = replace(
+            self.layer, calls=calls, rectified=rectified, norm=self.layer.norm if "norm" in stages else None
+        )
+        if summed:
+            plain = self.normed if layer.norm is not None else layer.call
+            return replace(layer, end=plain if layer.moves else layer.end)
+        end = self.normed if layer.norm is not None else layer.call
+        return replace(layer, end=end, total=None, other=None, moves=(), gain=None)
 
-    def _alone(self, stage: str) -> bool:
-        return self.reads[stage] == 1
-
-    def _ends(self, stage: str) -> bool:
-        return stage == self.stages[-1]
+    def gain(self, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        """(outputs,) what a tensor that broadcasts to the last stage multiplies each output by; None if it varies."""
+        values = torch.full((self.shape.numel(),), torch.nan, dtype=torch.float64)
+        values[self.places().flatten()] = factor.detach().double().cpu().expand(shape).flatten()
+        reading = self.layer.reading
+        by_row = reading.outputs(values.view(self.shape), torch.arange(reading.rows(values.view(self.shape))))
+        least, most = by_row.nan_to_num(torch.inf).amin(0), by_row.nan_to_num(-torch.inf).amax(0)
+        return least.to(factor.device) if torch.equal(least, most) else None
 
 
 class _Finder(CallWatch):
-    """Finds the layers of a forward pass."""
+    """Finds the layers of a forward pass, and who reads each parameter."""
 
     def __init__(self, model: nn.Module, norms: Iterable[str]) -> None:
         super().__init__(model, norms)
         self.drafts: list[_Draft] = []
+        self.readers: dict[str, list[str]] = {}
 
     def call(self, call: Call) -> Any:
         inputs = gather((call.args, dict(call.named)))
         marks = [_mark(tensor) for tensor in inputs]
+        for tensor in inputs:
+            if id(tensor) in self.names:
+                self.readers.setdefault(self.names[id(tensor)], []).append(call.name)
         result = call.run()
         if any(result is tensor and _mark(tensor) is not None for tensor in inputs):
             return result  # dropout in eval mode hands on what it was given
@@ -66,30 +105,38 @@ class _Finder(CallWatch):
             if mark is not None and mark.layer is not None:
                 self.drafts[mark.layer].reads[mark.stage] += 1
         if isinstance(result, Tensor):
-            layer, stage = self._role(call, marks)
+            layer, stage = self._role(call, inputs, marks, result)
             result._prunekit_mark = _Mark(call.number, result._version, layer, stage)  # type: ignore[attr-defined]
         return result
 
-    def _role(self, call: Call, marks: list[_Mark | None]) -> tuple[int | None, str]:
-        weight = self.layer_weight(call)
-        if weight is not None:
-            return self._layer(call, weight)
-        mark = marks[0] if marks else None
-        draft = self.drafts[mark.layer] if mark is not None and mark.layer is not None else None
-        if call.name == "batch_norm" and mark is not None and draft is not None and mark.stage == "layer":
-            return self._norm(call, mark, draft)
+    def _role(
+        self, call: Call, inputs: list[Tensor], marks: list[_Mark | None], result: Tensor
+    ) -> tuple[int | None, str]:
+        operands = self.operands(call)
+        if operands is not None:
+            return self._layer(call, operands, result)
         if call.name in _SUMS:
             return self._sum(call, marks)
-        if call.name in {"relu", "relu_"} and mark is not None and draft is not None:
+        if call.name in _PRODUCTS:
+            return self._gain(call, inputs, marks, result)
+        mark = marks[0] if marks else None
+        draft = self.drafts[mark.layer] if mark is not None and mark.layer is not None else None
+        if mark is None or draft is None:
+            return None, ""
+        if call.name == "batch_norm" and mark.stage == "layer":
+            return self._norm(call, mark, draft)
+        if call.name in _MOVES and len(inputs) == 1 and call.args and call.args[0] is inputs[0]:
+            return self._move(call, mark, draft)
+        if call.name in {"relu", "relu_"}:
             draft.rectified = mark.stage
         return None, ""
 
-    def _layer(self, call: Call, weight: str) -> tuple[int | None, str]:
-        how = reading(call.name, call.args, call.named)
+    def _layer(self, call: Call, operands: Operands, result: Tensor) -> tuple[int | None, str]:
+        how = Reading() if operands.transposed else reading(call.name, call.args, call.named)
         if how is None:
             return None, ""
-        bias = call.args[2] if len(call.args) > 2 else call.named.get("bias")
-        self.drafts.append(_Draft(Layer(weight, self.names.get(id(bias)), call.number, how, call.number)))
+        layer = Layer(operands.weight, operands.bias, call.number, how, call.number, transposed=operands.transposed)
+        self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape))
         return len(self.drafts) - 1, "layer"
 
     def _norm(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:
@@ -102,11 +149,42 @@ class _Finder(CallWatch):
         draft.stages.append("norm")
         return mark.layer, "norm"
 
+    def _move(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:
+        if mark.stage != draft.stages[-1] or mark.stage == "sum":
+            return None, ""
+        draft.index = call.function(draft.places(), *call.args[1:], **call.named)
+        draft.layer = replace(draft.layer, moves=(*draft.layer.moves, call.number))
+        draft.stages.append(f"move {call.number}")
+        return mark.layer, draft.stages[-1]
+
+    def _gain(
+        self, call: Call, inputs: list[Tensor], marks: list[_Mark | None], result: Tensor
+    ) -> tuple[int | None, str]:
+        """A parameter multiplies a layer's outputs, each by one number."""
+        ends = [i for i, mark in enumerate(marks) if mark is not None and mark.layer is not None]
+        if len(inputs) != 2 or len(ends) != 1 or id(inputs[1 - ends[0]]) not in self.names:
+            return None, ""
+        mark = marks[ends[0]]
+        assert mark is not None
+        assert mark.layer is not None
+        draft = self.drafts[mark.layer]
+        gain = draft.gain(inputs[1 - ends[0]], result.shape) if result.shape == draft.places().shape else None
+        if gain is None or mark.stage != draft.stages[-1] or mark.stage == "sum":
+            return None, ""
+        before = draft.layer.gain
+        draft.layer = replace(draft.layer, gain=gain if before is None else before * gain)
+        draft.stages.append(f"gain {call.number}")
+        return mark.layer, draft.stages[-1]
+
     def _sum(self, call: Call, marks: list[_Mark | None]) -> tuple[int | None, str]:
         summands = [argument for argument in call.args if isinstance(argument, Tensor)]
         if len(summands) != 2 or summands[0].shape != summands[1].shape or len(marks) != 2 or call.named:
             return None, ""
-        ends = [(m.layer, i) for i, m in enumerate(marks) if m and m.layer is not None and m.stage in ("layer", "norm")]
+        ends = [
+            (mark.layer, i)
+            for i, mark in enumerate(marks)
+            if mark and mark.layer is not None and mark.stage == self.drafts[mark.layer].stages[-1] != "sum"
+        ]
         if not ends:
             return None, ""
         layer, position = max(ends)
@@ -124,8 +202,20 @@ def _mark(tensor: Tensor) -> _Mark | None:
     return mark if mark is not None and mark.version == tensor._version else None
 
 
-def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
-    """The convolutions and linear layers that a model in eval mode calls, in the order in which it does.
+class Survey(NamedTuple):
+    """What a forward pass of a model reads.
+
+    Attributes:
+        layers: the convolutions and linear layers, in the order in which they are called.
+        readers: for each parameter and buffer the names of the functions that read it.
+    """
+
+    layers: tuple[Layer, ...]
+    readers: dict[str, list[str]]
+
+
+def survey(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> Survey:
+    """Runs a model in eval mode and finds its layers, and who reads its parameters.
 
     Args:
         model: runs on `inputs`.
@@ -135,5 +225,10 @@ def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: It
     finder = _Finder(model, norms)
     with finder.watching():
         model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-    calls = Counter(draft.layer.weight for draft in finder.drafts)
-    return tuple(draft.finished(calls[draft.layer.weight]) for draft in finder.drafts)
+    calls = {name: len(readers) for name, readers in finder.readers.items()}
+    return Survey(tuple(draft.finished(calls[draft.layer.weight]) for draft in finder.drafts), finder.readers)
+
+
+def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
+    """The convolutions and linear layers that a model calls, see `survey`."""
+    return survey(model, inputs, norms).layers

@@ -5,9 +5,9 @@ So a layer is found however its module calls it; nothing is known about classes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +37,11 @@ class Layer:
         other: number of the call that made the other summand.
         rectified: whether a ReLU alone reads the end of that chain.
         calls: how often the weight is used in a forward pass.
+        transposed: whether the weight lies as (inputs, outputs).
+        moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
+            permutations, slices.
+        gain: (outputs,) what a parameter multiplies it by before `total`.
+        rows: of its output, see `Reading`, in the forward pass that found it.
     """
 
     weight: str
@@ -49,11 +54,24 @@ class Layer:
     other: int | None = None
     rectified: bool = False
     calls: int = 1
+    transposed: bool = False
+    moves: tuple[int, ...] = ()
+    gain: Tensor | None = field(default=None, compare=False)
+    rows: int = 0
+
+    @property
+    def axes(self) -> tuple[int, int]:
+        """Axes of the weight that belong to outputs and to inputs."""
+        return (1, 0) if self.transposed else (0, 1)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """A view of the weight, outputs first and inputs second."""
+        return weight.T if self.transposed else weight
 
     @property
     def deferred(self) -> bool:
-        """Whether the other summand is made only after this layer ran."""
-        return self.other is not None and self.other > self.call
+        """Whether the other summand is known only after this layer ran: it is made later, or lies in another order."""
+        return self.other is not None and (self.other > self.call or bool(self.moves))
 
     @property
     def ready(self) -> int:
@@ -62,17 +80,37 @@ class Layer:
 
 
 class Call(NamedTuple):
-    """A call of one of torch's functions."""
+    """A call of one of torch's functions; `compute` makes it."""
 
     number: int
     name: str
     function: Any
     args: tuple[Any, ...]
     named: Mapping[str, Any]
+    compute: Callable[..., Any]
 
     def run(self) -> Any:
         """Calls the function."""
-        return self.function(*self.args, **self.named)
+        return self.compute(self.name, self.function, *self.args, **self.named)
+
+
+class Operands(NamedTuple):
+    """What a linear layer is called with; the names are those of the model's parameters."""
+
+    inputs: Tensor
+    matrix: Tensor
+    weight: str
+    bias: str | None
+    transposed: bool
+
+
+_PLACES = dict.fromkeys(("linear", *CONVOLUTIONS), (0, 1, 2, False)) | {
+    "addmm": (1, 2, 0, True),
+    "matmul": (0, 1, None, True),
+    "__matmul__": (0, 1, None, True),
+    "mm": (0, 1, None, True),
+}
+"""Among a function's arguments: its input, its weight, its bias; and whether the weight lies as (inputs, outputs)."""
 
 
 class CallWatch(TorchFunctionMode):
@@ -110,11 +148,10 @@ class CallWatch(TorchFunctionMode):
             if not isinstance(looked, Tensor):
                 return looked
             function = partial(_given, looked)  # a property such as `mT` hands out a tensor
-        run = partial(self.compute, name, function)
         if self._inside:
-            return run(*args, **named)
+            return self.compute(name, function, *args, **named)
         self.number += 1
-        return self.call(Call(self.number, name, run, args, named))
+        return self.call(Call(self.number, name, function, args, named, self.compute))
 
     def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
         """Calls one that computes nothing."""
@@ -134,12 +171,22 @@ class CallWatch(TorchFunctionMode):
         if not self._inside:
             self.number += 1
             with torch._C.DisableTorchFunction():  # as within any other call
-                self.call(Call(self.number, "", lambda: result, (), {}))
+                self.call(Call(self.number, "", None, (), {}, lambda *_: result))
 
-    def layer_weight(self, call: Call) -> str | None:
-        """Name of the weight if the call is a linear layer with a parameter of the model."""
-        known = call.name == "linear" or call.name in CONVOLUTIONS
-        return self.names.get(id(call.args[1])) if known and len(call.args) > 1 else None
+    def operands(self, call: Call) -> Operands | None:
+        """What a linear layer is called with; None if it is none, or one whose weight or bias is no parameter."""
+        place = _PLACES.get(call.name)
+        if place is None or len(call.args) <= place[1]:
+            return None
+        inputs, matrix = call.args[place[0]], call.args[place[1]]
+        weight = self.names.get(id(matrix))
+        bias = None if place[2] is None else (*call.args, None, None)[place[2]]
+        bias = call.named.get("bias") if bias is None else bias
+        name = None if bias is None else self.names.get(id(bias))
+        usual = not place[3] or (not call.named and matrix.dim() == 2 and inputs.dim() >= 2)
+        if weight is None or (bias is not None and name is None) or not usual:
+            return None
+        return Operands(inputs, matrix, weight, name, place[3])
 
 
 def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -30,7 +30,7 @@ class LayerMoments:
         taps: columns of each channel; 1 where only the centres of patches were taken, because of the memory.
         variance: (channels,) of the end of the chain behind the output, float64.
         rows: how many positions were sampled.
-        gain: what the model's output makes of an error here, where that was measured: see `with_gains`.
+        gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
     """
 
     layer: Layer
@@ -69,10 +69,10 @@ class _Collector(CallWatch):
     def call(self, call: Call) -> Any:
         """Takes a layer's input as it is called, and the end of its chain as that is made."""
         layer = self._layers.get(call.number)
-        inputs = call.args[0] if layer is not None else None
+        operands = self.operands(call) if layer is not None else None
         result = call.run()
-        if layer is not None and isinstance(inputs, Tensor) and self.layer_weight(call) == layer.weight:
-            self._add(layer, inputs, call.args[1], result)
+        if layer is not None and operands is not None and operands.weight == layer.weight:
+            self._add(layer, operands.inputs, layer.matrix(operands.matrix), result)
         final = self._finals.get(call.number)
         if final is not None and isinstance(result, Tensor):
             self._ends.setdefault(final.call, []).append(final.reading.outputs(result, self._rows(final, result)))

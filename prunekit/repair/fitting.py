@@ -118,6 +118,8 @@ class LayerFitter:
             return None
         problem, usable = self._problem(layer, sample, running, rows, columns, place)
         rows = rows[usable]
+        if not len(rows):
+            return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
         spread = float(problem.wanted.var(0).mean())
         before = problem.error()
         if before <= NEGLIGIBLE * max(spread, torch.finfo(torch.float64).tiny):
@@ -147,12 +149,13 @@ class LayerFitter:
     def _kept(self, layer: Layer, group: int) -> tuple[Tensor, Tensor]:
         """Kept rows of a group, counted over all groups, and kept columns of the weight."""
         rows, columns = self._index(layer, 0), self._index(layer, 1)
-        size = self._plan.channel_map.shapes[layer.weight][0] // layer.reading.groups
+        size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
         return rows[rows // size == group], columns
 
     def _index(self, layer: Layer, axis: int) -> Tensor:
-        """What is kept of the weight along an axis."""
-        return torch.from_numpy(np.asarray(self._plan.kept(layer.weight, axis))).to(self._tensors[layer.weight].device)
+        """What is kept of the weight: 0, of its outputs; 1, of its inputs."""
+        kept = self._plan.kept(layer.weight, layer.axes[axis])
+        return torch.from_numpy(np.asarray(kept)).to(self._tensors[layer.weight].device)
 
     def _problem(
         self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, place: int
@@ -175,15 +178,17 @@ class LayerFitter:
         return Problem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
 
     def _affine(self, modules: Mapping[str, nn.Module], layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        gain = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
+        if layer.gain is not None:
+            gain = layer.gain[rows]
         if layer.norm is None:
-            ones = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
-            return ones, torch.zeros_like(ones)
+            return gain, torch.zeros_like(gain)
         factor, offset = norm_affine(modules[layer.norm])
-        return factor[rows], offset[rows]
+        return gain * factor[rows], gain * offset[rows]
 
     def _weight(self, layer: Layer, rows: Tensor, columns: Tensor) -> Tensor:
         """(o, d) kept weights."""
-        return self._tensors[layer.weight].detach()[rows][:, columns].flatten(1).double()
+        return layer.matrix(self._tensors[layer.weight].detach())[rows][:, columns].flatten(1).double()
 
     def _outputs(self, layer: Layer, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         outputs = applied(inputs, self._weight(layer, rows, columns).T)
@@ -204,18 +209,18 @@ class LayerFitter:
 
     def _by_channels(self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
         assert sample.centres is not None
-        shape = self._plan.channel_map.shapes[layer.weight]
+        shape = layer.matrix(self._dense[layer.weight]).shape
         group = int(rows[0]) // (shape[0] // layer.reading.groups) if len(rows) else 0
         dense = sample.centres[: sample.fitted, group * shape[1] : (group + 1) * shape[1]]
         taps = layer.reading.taps
         kept = problem.inputs[: sample.fitted, layer.reading.middle :: taps]
-        whole = self._dense[layer.weight].detach()[rows].double().reshape(len(rows), shape[1], taps)
+        whole = layer.matrix(self._dense[layer.weight].detach())[rows].double().reshape(len(rows), shape[1], taps)
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)
         return Change(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
 
     def _write(self, layer: Layer, rows: Tensor, columns: Tensor, change: Change) -> None:
-        weight = self._tensors[layer.weight]
+        weight = layer.matrix(self._tensors[layer.weight])
         addition = change.weight.reshape(len(rows), len(columns), *weight.shape[2:]).to(weight.dtype)
         with torch.no_grad():
             weight[rows[:, None], columns[None]] += addition

@@ -17,6 +17,8 @@ from prunekit.repair.settings import RepairSettings
 
 FIT, HELD, RUNNING = 1 / 2, 3 / 8, 1 / 8
 """Shares of the limit: of one layer's fit, of what is kept of all images between passes, and of a batch that runs."""
+SAMPLES = 2
+"""Images that show what a pass takes."""
 MOST_IMAGES = 256
 FEWEST_ROWS = 64
 ROOM = 2
@@ -29,51 +31,58 @@ CHUNKS = 3
 
 def kept_groups(layer: Layer, plan: Plan) -> list[int]:
     """Groups of a convolution of which any output is kept."""
-    size = plan.channel_map.shapes[layer.weight][0] // layer.reading.groups
-    return sorted(set((np.asarray(plan.kept(layer.weight, 0)) // size).tolist()))
+    size = plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
+    return sorted(set((np.asarray(plan.kept(layer.weight, layer.axes[0])) // size).tolist()))
 
 
 def kept_channels(layer: Layer, plan: Plan) -> torch.Tensor:
     """Kept channels of a layer's input, group after group."""
-    columns, width = np.asarray(plan.kept(layer.weight, 1)), plan.channel_map.shapes[layer.weight][1]
+    axis = layer.axes[1]
+    columns, width = np.asarray(plan.kept(layer.weight, axis)), plan.channel_map.shapes[layer.weight][axis]
     parts = [columns + group * width for group in kept_groups(layer, plan)]
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
 
 
 @dataclass(frozen=True)
 class FitSize:
-    """Memory of a layer's fit: `fixed` bytes and `each` for every row."""
+    """Memory of a layer's fit: `fixed` bytes and `each` for every row, of which there are `most`."""
 
     fixed: int
     each: int
+    most: int
 
     def rows(self, settings: RepairSettings) -> int:
-        """How many rows to fit on there is memory for."""
+        """How many rows to fit on there are, and is memory for."""
         free = settings.memory_bytes * FIT - self.fixed
-        return int(np.clip(free / self.each / (1 + settings.held_out), FEWEST_ROWS, settings.rows))
+        return int(np.clip(free / self.each / (1 + settings.held_out), FEWEST_ROWS, min(settings.rows, self.most)))
 
     def bytes(self, rows: int, settings: RepairSettings) -> int:
         """What that many rows take."""
         return self.fixed + int(self.each * rows * (1 + settings.held_out))
 
 
-def fit_size(layer: Layer, plan: Plan, by_channels: bool) -> FitSize:
-    """Rows are held as they are and again as float64 with a constant, of one group; outputs a few times."""
-    outputs, width = plan.channel_map.shapes[layer.weight][:2]
+def fit_size(layer: Layer, plan: Plan, images: int, by_channels: bool) -> FitSize:
+    """Rows are held as they are and again as float64 with a constant, of one group; outputs a few times.
+
+    Args:
+        layer: found with `SAMPLES` images.
+        images: how many there are.
+    """
+    outputs, width = (plan.channel_map.shapes[layer.weight][axis] for axis in layer.axes)
     groups = max(1, len(kept_groups(layer, plan)))
     columns = len(kept_channels(layer, plan)) * layer.reading.taps
-    sampled = 4 * columns + 8 * outputs
+    sampled, most = 4 * columns + 8 * outputs, max(FEWEST_ROWS, layer.rows * images // SAMPLES)
     if groups > MOST_GROUPS:
-        return FitSize(CHUNKS * 8 * CHUNK, sampled)
-    kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, 0))) // groups)
+        return FitSize(CHUNKS * 8 * CHUNK, sampled, most)
+    kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.reading.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
-    return FitSize(GRAMS * gram, sampled + 16 * (wide + 1) + 48 * kept_outputs)
+    return FitSize(GRAMS * gram, sampled + 16 * (wide + 1) + 48 * kept_outputs, most)
 
 
 def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:
     """Whether a layer is fitted by channels: asked for, or because of the memory that patches would take."""
-    columns = len(np.asarray(plan.kept(layer.weight, 1))) * layer.reading.taps
+    columns = len(np.asarray(plan.kept(layer.weight, layer.axes[1]))) * layer.reading.taps
     wide = GRAMS * gram_bytes(columns) > settings.memory_bytes * FIT
     return settings.fit == "channel" or (settings.fit == "patch" and wide)
 

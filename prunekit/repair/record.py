@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.layers import Call, Layer
@@ -103,14 +104,16 @@ class LayerPass(ResumableRun):
         self._batch: Batch | None = None
         self._other: Tensor | None = None
         self._rows: Tensor | None = None
+        self._places: Tensor | None = None
+        self._shape = torch.Size()
 
     def take(self, aim: Aim, batch: Batch, kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
         """One pass over a batch, see `ResumableRun.run`."""
-        self._aim, self._batch, self._other, self._rows, self.taken = aim, batch, None, None, {}
+        self._aim, self._batch, self.taken = aim, batch, {}
         try:
             return self.run(batch.inputs, kept, keep_at, stop_at)
         finally:
-            self._aim = self._other = self._rows = None
+            self._aim = self._other = self._rows = self._places = None
 
     def before(self, call: Call) -> None:
         """Takes what the layer reads, and the other summand before it may be written to."""
@@ -118,10 +121,16 @@ class LayerPass(ResumableRun):
         if aim is None:
             return
         layer = aim.layer
-        if call.number == layer.call and self.layer_weight(call) == layer.weight:
-            self._read(aim, self.real(call.args[0]))
+        if call.number == layer.call:
+            operands = self.operands(call)
+            if operands is not None and operands.weight == layer.weight:
+                self._read(aim, self.real(operands.inputs))
         if call.number == layer.ready and self._other is not None and self._rows is not None:
-            self.taken["others"] = layer.reading.outputs(self.real(self._other), self._rows).clone()
+            other = self.real(self._other)
+            if self._places is None:
+                self.taken["others"] = layer.reading.outputs(other, self._rows).clone()
+            else:
+                self.taken["others"] = layer.reading.outputs(self._landed(other), self._rows)
 
     def _read(self, aim: Aim, inputs: Tensor) -> None:
         reading, batch = aim.layer.reading, self._batch
@@ -135,15 +144,29 @@ class LayerPass(ResumableRun):
         if aim.centres:
             self.taken["centres"] = reading.centres(inputs, rows, spatial)
 
+    def _landed(self, other: Tensor) -> Tensor:
+        """The other summand as the layer's output lies; 0 where of that nothing is left."""
+        assert self._places is not None
+        landed = other.new_zeros(self._shape.numel())
+        landed[self._places.flatten()] = other.flatten()
+        return landed.view(self._shape)
+
     def after(self, call: Call, result: Any) -> None:
         """Takes what the layer gives, and holds the other summand."""
         aim = self._aim
         if aim is None or not isinstance(result, Tensor):
             return
-        if call.number == aim.layer.other:
+        layer = aim.layer
+        if call.number == layer.other:
             self._other = result
-        if call.number == aim.layer.call and aim.outputs and self._rows is not None:
-            self.taken["outputs"] = aim.layer.reading.outputs(result, self._rows).clone()
+        if call.number == layer.call and self._rows is not None:
+            if aim.outputs:
+                self.taken["outputs"] = layer.reading.outputs(result, self._rows).clone()
+            if layer.moves:
+                self._shape = result.shape
+                self._places = torch.arange(result.numel(), device=result.device).view(result.shape)
+        if call.number in layer.moves and self._places is not None:
+            self._places = call.function(self._places, *call.args[1:], **call.named)
 
 
 class Gathering:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.finding import find_layers
+from prunekit.calibration.finding import survey
 from prunekit.calibration.layers import Layer
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.narrowed import NarrowNorms
@@ -19,7 +19,7 @@ from prunekit.errors import DataError, NonFiniteError, UsageError
 from prunekit.planning import Plan
 from prunekit.repair.difference import difference
 from prunekit.repair.fitting import LayerFitter
-from prunekit.repair.memory import HELD, ROOM, batch_size, cuts, fit_size, held, kept_channels, too_wide
+from prunekit.repair.memory import HELD, ROOM, SAMPLES, batch_size, cuts, fit_size, held, kept_channels, too_wide
 from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, batches_of
 from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport
 from prunekit.repair.sequential import Step, Walk
@@ -119,10 +119,10 @@ class _Prepared:
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.norms) for model in models]
         for run in runs:
-            run.learn(tuple(tensor[:2] for tensor in inputs))
+            run.learn(tuple(tensor[:SAMPLES] for tensor in inputs))
         count, limit = len(inputs[0]), settings.memory_bytes * HELD / len(runs)
         places = [cuts(self._layers, run.lifetimes, count, limit) for run in runs]
-        sizes = [fit_size(layer, plan, too_wide(layer, plan, settings)) for layer in self._layers]
+        sizes = [fit_size(layer, plan, count, too_wide(layer, plan, settings)) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
         size = batch_size([run.lifetimes for run in runs], count, settings)
         self.memory = RepairMemory(
@@ -172,13 +172,17 @@ def _mask(model: nn.Module, plan: Plan) -> None:
 
 
 def _fitted_layers(model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[tuple[Layer, ...], list[LayerRepair]]:
-    layers = find_layers(model, tuple(tensor[:2] for tensor in inputs), plan.channel_map.norms)
-    unknown = [layer.weight for layer in layers if layer.weight not in plan.channel_map.shapes]
+    found = survey(model, tuple(tensor[:SAMPLES] for tensor in inputs), plan.channel_map.norms)
+    unknown = [layer.weight for layer in found.layers if layer.weight not in plan.channel_map.shapes]
     if unknown:
         raise UsageError(f"repair: the plan knows no parameter {unknown[0]!r}; it belongs to another model")
-    reasons = {layer.weight: _reason(layer, plan) for layer in layers}
+    reasons = {layer.weight: _reason(layer, plan) for layer in found.layers}
+    for name, parameter in model.named_parameters():
+        if name not in reasons and name in plan.kept_indices and parameter.dim() > 1:
+            by = " and ".join(sorted(set(found.readers.get(name, ()))))
+            reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
     skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]
-    return tuple(layer for layer in layers if not reasons[layer.weight]), skipped
+    return tuple(layer for layer in found.layers if not reasons[layer.weight]), skipped
 
 
 def _reason(layer: Layer, plan: Plan) -> str:

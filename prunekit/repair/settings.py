@@ -32,5 +32,6 @@ class RepairSettings:
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.125
     """Share of the images that only judge."""
     memory_bytes: Annotated[int, Ge(2**20)] = 2**31
-    """What the recorded outputs may take together, and what one layer's Gram matrix may; above it fewer rows are
-    recorded, or the layer is fitted by channels."""
+    """What may be held beside the model, two copies of it and the images. Where what is live of all images between two
+    layers takes more than its share, it is computed again; where a layer's sampled positions do, fewer are sampled; and
+    where its Gram matrix does, it is fitted by channels."""

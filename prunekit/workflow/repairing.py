@@ -41,7 +41,7 @@ def repair_model(
         return model.cpu(), None
     images = calibration_images(prepared)
     run.log(f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, {len(images)} training images")
-    model, report = repair(dense.to(prepared.device), plan, images, settings)
+    model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log)
     dense.cpu()
     write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)
     for line in _lines(report):
@@ -70,6 +70,5 @@ def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:
         "kept": report.kept,
         "layers": len(report.layers),
         "refitted": sum(bool(layer.applied) for layer in report.layers),
-        "rows": report.rows,
-        "record_bytes": report.record_bytes,
+        "memory": {**asdict(report.memory), "bytes": report.memory.bytes},
     }

@@ -158,3 +158,15 @@ def test_refused_input() -> None:
         model.conv1.weight[0] = torch.nan
     with pytest.raises(NonFiniteError, match="'conv1'"):
         repair(model, plan, IMAGES)
+
+
+@pytest.mark.parametrize("fit", ["moments", "channel", "patch"])
+def test_a_norm_that_starts_at_zero_leaves_nothing_to_fit(fit: str) -> None:
+    """As the last norm of each block of an untrained residual network."""
+    model = randomised(Residual()).double().eval()
+    nn.init.zeros_(model.bn1.weight)
+    plan = planned(model, "conv1.weight", [0, 1])
+    masked, report = repair(model, plan, IMAGES, RepairSettings(fit=fit, rows=1024))  # type: ignore[arg-type]
+    notes = {layer.weight: layer.note for layer in report.layers}
+    assert notes["conv1.weight"] == "the norm behind it has no factor but 0"
+    assert verify(masked, compact(masked, plan), plan, [(IMAGES[:4],)]).max_relative_difference < 1e-12
