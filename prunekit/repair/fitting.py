@@ -20,6 +20,7 @@ from prunekit.repair.fits import (
     best_of,
     bias_compensation,
     least_squares,
+    matched,
     moment_matching,
     substitution,
 )
@@ -116,6 +117,8 @@ class LayerFitter:
         rows, columns = self._kept(layer, group)
         if not len(columns):
             return None
+        if layer.norm is None and self._settings.fit == "batchnorm":
+            return LayerRepair(layer.weight, note="no BatchNorm alone reads its output")
         problem, usable = self._problem(layer, sample, running, rows, columns, place)
         rows = rows[usable]
         spread = float(problem.wanted.var(0).mean())
@@ -201,9 +204,20 @@ class LayerFitter:
             return bias_compensation(problem), fit
         if fit == "moments":
             return moment_matching(problem, self._weight(layer, rows, columns)), fit
+        if fit == "batchnorm":
+            return matched(problem, self._weight(layer, rows, columns), *self._normal(layer, rows)), fit
         if sample.centres is not None:
             return self._by_channels(layer, problem, sample, rows, columns), "channel"
         return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
+
+    def _normal(self, layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation at the end of the chain, without its constants, of outputs as the norm expects them."""
+        assert layer.norm is not None
+        norm = self._modules[layer.norm]
+        scale, _ = self._affine(self._modules, layer, rows)
+        mean, variance = (getattr(norm, name).double()[rows] for name in ("running_mean", "running_var"))
+        bias = 0.0 if layer.bias is None else self._tensors[layer.bias].detach()[rows].double()
+        return scale * (mean - bias), scale.abs() * variance.sqrt()
 
     def _by_channels(self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
         assert sample.centres is not None
