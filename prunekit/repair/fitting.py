@@ -25,7 +25,7 @@ from prunekit.repair.fits import (
     substitution,
 )
 from prunekit.repair.grouped import MOST_GROUPS, GroupedProblem, chunks, grouped_least_squares, grouped_report
-from prunekit.repair.memory import kept_groups
+from prunekit.repair.memory import chunk_values, kept_groups
 from prunekit.repair.record import Sample
 from prunekit.repair.report import LayerRepair, joined
 from prunekit.repair.sequential import add_bias, norm_affine
@@ -77,7 +77,8 @@ class LayerFitter:
         assert sample.outputs is not None
         rows, columns = self._index(layer, 0), self._index(layer, 1)
         found = []
-        for part in chunks(groups, len(sample.outputs), len(columns) * layer.reading.taps):
+        values = chunk_values(self._settings)
+        for part in chunks(groups, len(sample.outputs), len(columns) * layer.reading.taps, values):
             some = rows.reshape(groups, -1)[part]
             problem = self._grouped_problem(layer, sample, running, some, columns, part)
             change = grouped_least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
