@@ -34,13 +34,15 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def keep(name: str, rows: Sequence[dict[str, Any]], setting: dict[str, Any]) -> Path:
-    """Writes rows with their setting and environment to `benchmarks/results/<name>.json`."""
+def keep(
+    name: str, rows: Sequence[dict[str, Any]], setting: dict[str, Any], where: dict[str, Any] | None = None
+) -> Path:
+    """Writes rows with their setting and environment, this one if not given, to `benchmarks/results/<name>.json`."""
     from prunekit.artifacts import write_json
     from prunekit.workflow.runs import environment
 
     path = RESULTS / f"{name}.json"
-    write_json(path, {"setting": setting, "environment": environment(), "rows": list(rows)})
+    write_json(path, {"setting": setting, "environment": where or environment(), "rows": list(rows)})
     return path
 
 

@@ -13,6 +13,7 @@ equal by chance. One process a model, one thread; inputs have the size the model
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import json
 import math
@@ -28,6 +29,8 @@ import torch
 from common import RESULTS, keep, show
 from coverage_check import check, failed, where_from
 from zoo_cases import Zoo
+
+from prunekit.workflow.runs import environment
 
 FORK = multiprocessing.get_context("fork")
 """A child has all modules already: importing them takes longer than most models do."""
@@ -81,10 +84,9 @@ def in_process(zoo: Zoo, name: str, side: int | None, limit: float) -> dict[str,
     return {"model": name, **row}
 
 
-def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows(zoo: Zoo, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows, each as soon as it is known."""
-    zoo = importlib.import_module(f"zoo_{options.zoo}")
-    for name in options.models.split(",") if options.models else zoo.names():
+    for name in options.models or zoo.names():
         row = in_process(zoo, name, options.size, options.limit)
         if options.json:
             print(json.dumps(row), flush=True)
@@ -115,32 +117,56 @@ def _summary(found: Sequence[dict[str, Any]]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f" of {len(found)}"
 
 
+def _alike(name: str, zoo: Zoo) -> str:
+    close = difflib.get_close_matches(name, zoo.names())
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def _keep(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Writes all rows of a zoo, or those of some models in place of their earlier ones."""
+    name = f"coverage_{options.zoo}"
+    size = options.size or "the model's own"
+    setting: dict[str, Any] = {"zoo": options.zoo, "size": size, "batch": 1, "threads": 1, "share": 0.5}
+    kept = None
+    if options.models:
+        kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        now = environment()
+        other = {key: value for key, value in now.items() if kept["environment"].get(key) != value}
+        new = {row["model"]: {**row, **({"environment": other} if other else {})} for row in found}
+        found = [*(new.pop(row["model"], row) for row in kept["rows"]), *new.values()]
+        setting = kept["setting"]
+    print(keep(name, found, setting, kept and kept["environment"]), file=sys.stderr)
+    (RESULTS / f"{name}.md").write_text(as_markdown(found, options.zoo), encoding="utf-8")
+
+
 def main() -> None:
     """Checks the models and prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--zoo", choices=ZOOS, default="torchvision")
     parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--models", help="comma-separated; all of the zoo when not given")
+    parser.add_argument(
+        "--models", type=lambda given: given.split(","), help="comma-separated; all of the zoo when not given"
+    )
     parser.add_argument(
         "--size", type=int, help="side of the images, for models that take any; their own when not given"
     )
     parser.add_argument("--limit", type=float, default=300, help="seconds for a model")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/coverage_ZOO.json and .md")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="write benchmarks/results/coverage_ZOO.json and .md; with --models only their rows change",
+    )
     options = parser.parse_args()
-    found = list(rows(options))
+    zoo: Any = importlib.import_module(f"zoo_{options.zoo}")
+    for name in options.models or ():
+        if not zoo.knows(name):
+            parser.error(f"--models: {options.zoo} has no model {name!r}{_alike(name, zoo)}")
+    found = list(rows(zoo, options))
     if not options.json:
         show(found, as_json=False)
     print(_summary(found), file=sys.stderr)
     if options.keep:
-        setting = {
-            "zoo": options.zoo,
-            "size": options.size or "the model's own",
-            "batch": 1,
-            "threads": 1,
-            "share": 0.5,
-        }
-        print(keep(f"coverage_{options.zoo}", found, setting), file=sys.stderr)
-        (RESULTS / f"coverage_{options.zoo}.md").write_text(as_markdown(found, options.zoo), encoding="utf-8")
+        _keep(found, options)
 
 
 if __name__ == "__main__":

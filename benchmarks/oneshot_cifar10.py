@@ -20,15 +20,17 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import keep, show
+from common import RESULTS, keep, show
 from oneshot_methods import Case, Method, methods, peer_names
 from torch import Tensor
 
 from prunekit import ModelSettings
+from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.data.arrays import Arrays, read_npz
 from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD
 from prunekit.errors import DataError, PlanError, PrunekitError
@@ -37,6 +39,7 @@ from prunekit.models import build_model
 from prunekit.models.cifar import DEPTHS
 
 CPU = torch.device("cpu")
+KEEP = "write benchmarks/results/oneshot_resnet<depth>.json, where rows of other methods stay"
 BATCH = 500
 ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 
@@ -44,7 +47,7 @@ ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 def normalised(pixels: Tensor) -> Tensor:
     """(N, 3, H, W) uint8 -> float32, as the weights were trained."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
-    return (pixels.float() / 255 - mean) / std
+    return pixel_by_pixel((pixels.float() / 255 - mean) / std)
 
 
 def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -83,6 +86,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             means = {"top1_mean": statistics.fmean(top1), "top1_worst": min(top1), "seconds": statistics.fmean(seconds)}
             found.append({"method": method, "reduction": reduction, **means, "seeds": len(same)})
     return found
+
+
+def kept_before(name: str, methods: Iterable[str]) -> list[dict[str, Any]]:
+    """Rows of other methods in a file of results, without their summary."""
+    path = RESULTS / f"{name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in rows if "seed" in row and row["method"] not in set(methods)]
 
 
 def reductions(text: str) -> list[float]:
@@ -142,7 +152,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=1024, metavar="N", help="to calibrate on")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/oneshot_resnet<depth>.json")
+    parser.add_argument("--keep", action="store_true", help=KEEP)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     try:
@@ -156,7 +166,9 @@ def main() -> None:
         show(summary(rows), as_json=False)
     if options.keep:
         setting = {"images": options.images, "threads": options.threads, "dtype": "float32", "top1": "percent"}
-        print(keep(f"oneshot_resnet{options.depth}", [*rows, *summary(rows)], setting), file=sys.stderr)
+        name = f"oneshot_resnet{options.depth}"
+        rows += kept_before(name, options.method)
+        print(keep(name, [*rows, *summary(rows)], setting), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,10 @@ class Zoo(Protocol):
         """Every model that the matrix has a row for."""
         ...
 
+    def knows(self, name: str) -> bool:
+        """Whether it can build a model of that name, with a row in the matrix or without."""
+        ...
+
     def build(self, name: str, side: int | None) -> Case:
         """A model with random weights; `side` is that of its images, where it allows another than its own."""
         ...

@@ -66,6 +66,11 @@ def names() -> list[str]:
     return list(ENTRIES)
 
 
+def knows(name: str) -> bool:
+    """Whether it has a row in the matrix."""
+    return name in ENTRIES
+
+
 def build(name: str, side: int | None) -> Case:
     """A model with random weights; its images are of 32 pixels, whatever `side` says."""
     entry = ENTRIES[name]

@@ -31,6 +31,11 @@ def names() -> list[str]:
     return list(json.loads(SMALLEST.read_text(encoding="utf-8"))["models"].values())
 
 
+def knows(name: str) -> bool:
+    """Whether timm has it; the matrix has only the smallest of every file."""
+    return bool(timm.is_model(name))
+
+
 def build(name: str, side: int | None) -> Case:
     """A model with random weights; images have the size it was made for up to `LARGEST`, whatever `side` says."""
     settings = timm.get_pretrained_cfg(name)

@@ -35,6 +35,11 @@ def names() -> list[str]:
     return [name for zoo in zoos for name in torchvision.models.list_models(module=zoo)]
 
 
+def knows(name: str) -> bool:
+    """Whether it has a row in the matrix."""
+    return name in names()
+
+
 def build(name: str, side: int | None) -> Case:
     """A model with random weights, and its inputs."""
     for zoo, family in FAMILIES.items():

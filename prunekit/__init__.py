@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.training import recalibrate_batchnorm
-    from prunekit.workflow import finetune, plan_model, prune
+    from prunekit.workflow import finetune, plan_model, prune, sensitivity
 
 __version__ = version("prunekit")
 
@@ -56,6 +56,7 @@ _PLACES = {
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
     "save": "prunekit.compaction:save",
+    "sensitivity": "prunekit.workflow:sensitivity",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
     "verify": "prunekit.measure.verify:verify",
 }
@@ -99,6 +100,7 @@ __all__ = [
     "prune",
     "recalibrate_batchnorm",
     "save",
+    "sensitivity",
     "trace",
     "verify",
 ]

@@ -23,8 +23,9 @@ def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStat
     """Measures what errors in each layer do to the model's output.
 
     Every second input channel of a layer goes, the others take over what they can by least squares, and the model runs:
-    the gain is the mean squared change of its output, as a share of the output's variance, over the error that the Gram
-    matrix tells for the layer. Errors of some layers are averaged away later, by pooling above all, and others grow.
+    the gain is the mean squared change of its output over the error that the Gram matrix tells for the layer, each
+    output over its variance; relative to the median of all layers. Errors of some layers are averaged away later, by
+    pooling above all, and others grow.
 
     Args:
         model: the dense model; only read.
@@ -32,7 +33,7 @@ def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStat
         images: (B, ...) for as many forward passes as there are layers, and one.
 
     Returns:
-        The statistics with `gain` filled in: the median of the others where a layer has nothing to measure.
+        The statistics with `gain` filled in: 1 where a layer has nothing to measure.
     """
     copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
@@ -41,8 +42,8 @@ def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStat
         gains = [_gain(copy, moments, tensors, modules, images, dense) for moments in stats.layers]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
-    filled = [usual if gain is None else gain for gain in gains]
-    return PatchStats(tuple(replace(each, gain=gain) for each, gain in zip(stats.layers, filled, strict=True)))
+    relative = [1.0 if gain is None else gain / usual for gain in gains]
+    return PatchStats(tuple(replace(each, gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
 
 
 def _output(model: nn.Module, images: Tensor) -> Tensor | None:
@@ -72,8 +73,7 @@ def _gain(
         shift[0].copy_(saved[1])
     if dense is None or got is None or not error > 0:
         return None
-    spread = float((dense - dense.mean(0)).square().mean())
-    gain = float((got - dense).square().mean()) / spread / error if spread > 0 else 0.0
+    gain = float((got - dense).square().mean()) / error
     return gain if 0 < gain < float("inf") else None
 
 

@@ -30,7 +30,7 @@ class LayerMoments:
         taps: columns of each channel; 1 where only the centres of patches were taken, because of the memory.
         variance: (channels,) of the end of the chain behind the output, float64.
         rows: how many positions were sampled.
-        gain: what the model's output makes of an error here, where that was measured: see `with_gains`.
+        gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
     """
 
     layer: Layer

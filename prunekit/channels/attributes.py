@@ -25,11 +25,11 @@ def values_of(model: nn.Module, sizes: Sequence[SizeAttribute], keep: Keep) -> V
     for size in sizes:
         own = values.setdefault(size.module, {})
         old = own.get(size.name, getattr(model.get_submodule(size.module), size.name, []))
-        own[size.name] = _with_element(old, size.position, size.kept(keep))
+        own[size.name] = _with_element(old, size.position, size.value(keep))
     return values
 
 
-def _with_element(old: Any, position: int | None, value: int) -> Any:
+def _with_element(old: Any, position: int | None, value: int | list[int]) -> Any:
     return value if position is None else type(old)([*old[:position], value, *old[position + 1 :]])
 
 

@@ -29,7 +29,7 @@ class BatchAxes:
     @cached_property
     def _known(self) -> dict[Operator, frozenset[int]]:
         try:
-            larger = trace_model(self._model, [_twice(example) for example in self._examples])
+            larger = trace_model(self._model, [twice(example) for example in self._examples])
         except (ModelError, RuntimeError):
             return {}
         return dict(_compared(self._trace, larger))
@@ -54,10 +54,11 @@ def _by_place(run: Run) -> Iterator[tuple[Any, Operator]]:
             counts[place] += 1
 
 
-def _twice(example: tuple[Any, ...]) -> Any:
+def twice(example: tuple[Any, ...]) -> Any:
+    """An example input with its batch twice."""
     batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
 
-    def twice(tensor: torch.Tensor) -> torch.Tensor:
+    def larger(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == batch else tensor
 
-    return map_tensors(example, twice)
+    return map_tensors(example, larger)

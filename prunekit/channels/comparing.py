@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -19,7 +19,7 @@ from prunekit.channels.differences import TOLERANCE, relative_difference
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.operators import Operator, Run, is_counted
-from prunekit.channels.precision import Precision
+from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.running import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
 from prunekit.errors import ModelError
 from prunekit.nested import gather
@@ -208,6 +208,12 @@ def following(reference: Reference, compact: nn.Module, example: tuple[Any, ...]
             reference.decisions[key].follow(arguments, outs, TOLERANCE, 0.0)
 
     return _forward(compact, example, run.training, see, reference.precision)
+
+
+def watch(model: nn.Module, example: tuple[Any, ...], run: Run, see: See) -> None:
+    """Hands a model's operators to `see`, as far as it runs."""
+    with suppress(_Parted):
+        _forward(model, example, run.training, see, AS_DOUBLE[0])
 
 
 def _inside(path: str, norms: Container[str]) -> bool:

@@ -76,4 +76,34 @@ class Contracted:
     module: str
 
 
-Constraint = Rectangle | EqualParts | Crossed | Nested | Contracted
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """Positions were added to every head: they go with it where it goes whole, and else stay.
+
+    Attributes:
+        labels: (positions, heads).
+        part: of what was added, (heads,): labels of its own.
+    """
+
+    labels: Labels
+    part: Labels
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """A convolution of few groups with many channels each: it loses whole groups, or a column of every one.
+
+    Attributes:
+        inputs: (groups, channels of each).
+        outputs: (groups, channels of each).
+        columns: of the weight, (channels of each group,).
+        module: the convolution.
+    """
+
+    inputs: Labels
+    outputs: Labels
+    columns: Labels
+    module: str
+
+
+Constraint = Rectangle | EqualParts | Crossed | Nested | Contracted | Padded | Grouped

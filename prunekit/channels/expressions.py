@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from prunekit.channels.labels import Field, Labels, rows_along
+from prunekit.channels.map import SizeAttribute
 from prunekit.channels.operators import Operator
-from prunekit.channels.places import Place, place_of
+from prunekit.channels.places import Place, attribute_read, place_of
 from prunekit.channels.rules.shape import axis_groups
-from prunekit.channels.sites import (
-    expression_at,
+from prunekit.channels.sites import expression_at
+from prunekit.channels.syntax import (
     is_chunk,
     is_unscaled_attention,
     parts_argument,
@@ -30,13 +31,14 @@ class SizeExpression:
     """An expression that says how many of some labels there are; or, at a position, one part of a list that it makes.
 
     Labels of 0 stand for positions that stay whatever is pruned. The expression needs to be replaced where channels of
-    `decides` go.
+    `decides` go. `reads` is the attribute that it reads, as in `part.width`.
     """
 
     place: Place
     position: int | None
     labels: Labels  # (size, n), as in `SizeAttribute`
     decides: Labels
+    reads: str | None = None
 
 
 def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[SizeExpression]:
@@ -62,7 +64,7 @@ def size_expressions(operator: Operator, varying: Container[int]) -> Iterator[Si
             if name == "mul":
                 yield SizeExpression(place, None, np.zeros_like(labels[:, :1]), labels)
             else:
-                yield SizeExpression(place, position, labels, labels)
+                yield SizeExpression(place, position, labels, labels, attribute_read(site.method, expression))
 
 
 Sized = tuple[int, ast.expr, int | None, Labels]
@@ -83,13 +85,13 @@ def _of_shape(operator: Operator, node: ast.expr) -> Iterator[Sized]:
             yield axis, expression, position, rows
 
 
-def _of_split(operator: Operator, node: ast.expr) -> Iterator[Sized]:
+def _of_split(operator: Operator, node: ast.expr, *, equal: bool = False) -> Iterator[Sized]:
     expression = node if is_chunk(node) else parts_argument(node)
     axis = _axis(operator, 2)
     rows = [_rows(fields, axis) for fields in operator.outputs]
     if expression is None or not rows or any(part is None for part in rows):
         return
-    if is_chunk(node) and len({len(part) for part in rows}) == 1:  # type: ignore[arg-type]
+    if is_chunk(node) and len({len(part) for part in rows}) == 1 and not equal:  # type: ignore[arg-type]
         return  # as many stay in each
     if operator.name == "aten.split" and not is_chunk(node):
         yield axis, expression, None, rows[0]  # type: ignore[misc]
@@ -97,6 +99,17 @@ def _of_split(operator: Operator, node: ast.expr) -> Iterator[Sized]:
         yield from ((axis, element, None, part) for element, part in zip(expression.elts, rows, strict=False))  # type: ignore[misc]
     else:
         yield from ((axis, expression, position, part) for position, part in enumerate(rows))  # type: ignore[misc]
+
+
+def part_sizes(operator: Operator) -> list[SizeAttribute]:
+    """The sizes of equal parts into which an expression cuts an axis, where it can be told one for each."""
+    site = operator.site
+    node = None if site is None else expression_at(site)
+    if site is None or node is None or not is_chunk(node):
+        return []
+    place = place_of(site.method, node)
+    found = _of_split(operator, node, equal=True) if place is not None else ()
+    return [SizeAttribute(operator.owner, str(place), position, labels) for _, _, position, labels in found]
 
 
 def _of_scale(operator: Operator, node: ast.expr) -> Iterator[Sized]:

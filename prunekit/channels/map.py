@@ -43,22 +43,40 @@ class ChannelGroup:
     labels: Labels
     slots: tuple[Slot, ...]
 
+    @property
+    def module(self) -> str:
+        """The module path in its name."""
+        return _group_name(self.slots)
+
 
 @dataclass(frozen=True, eq=False)
 class SizeAttribute:
     """An integer attribute of a module that is the size of a labelled axis, or one element of a list or tuple of such.
 
-    `labels` has a row for each position of the axis, (size, n): a position is left if any of its labels is.
+    `labels` has a row for each position of the axis, (size, n): a position is left if any of its labels is. Where
+    `order` is given, (size,), what is meant is no size but from which position each one comes.
     """
 
     module: str
     name: str
     position: int | None
     labels: Labels
+    order: Labels | None = None
 
     def kept(self, keep: Keep) -> int:
         """The size under a plan."""
-        return int(np.count_nonzero(keep[self.labels].any(axis=1)))
+        return int(np.count_nonzero(self._left(keep)))
+
+    def value(self, keep: Keep) -> int | list[int]:
+        """The size, or the order of what is left."""
+        if self.order is None:
+            return self.kept(keep)
+        left = self._left(keep)
+        return (np.cumsum(left) - 1)[self.order[left[self.order]]].tolist()  # type: ignore[no-any-return]
+
+    def _left(self, keep: Keep) -> Keep:
+        left: Keep = np.any(keep[self.labels], axis=1)
+        return left
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +192,17 @@ class ChannelMap:
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """What a map was made from: the trace, what trials added in its numbering, and trace label -> final label."""
+    """What a map was made from: the trace, what trials added in its numbering, and trace label -> final label.
+
+    `ties` says that all constraints must hold; `stated` that some do not, as sizes and orders are told instead.
+    """
 
     trace: Trace
     extra: tuple[LockRecord | EqualParts, ...]
     sizes: tuple[SizeAttribute, ...]
     final: Labels
+    ties: bool = False
+    stated: bool = False
 
 
 def group_labels(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from prunekit.channels.constraints import Constraint
 from prunekit.channels.labels import Field
 from prunekit.channels.sites import Site
 
@@ -23,6 +24,8 @@ class Operator:
     call: tuple[Any, ...]  # shapes of its tensors, and all other arguments
     site: Site | None = None  # where the model's Python gave it sizes
     owner: str = ""  # the module whose method that was
+    caller: Site | None = None  # where a method called the function, outside of any method, in which it ran
+    constraints: tuple[Constraint, ...] = ()  # that it left
 
 
 _SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))

@@ -9,24 +9,30 @@ from functools import lru_cache
 from types import CodeType
 
 from prunekit.channels.sites import definition
+from prunekit.channels.syntax import value_of
 
 
 @dataclass(frozen=True)
 class Place:
-    """An expression in a method: its line, counted from the method's first, its column and its text."""
+    """An expression in a method: its line, counted from the method's first, its column and its text.
+
+    With an `axis` it is no size, but puts the positions of that axis in another order.
+    """
 
     function: str
     line: int
     column: int
     text: str
+    axis: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.function}+{self.line}.{self.column}: {self.text}"
+        order = "" if self.axis is None else f" order of axis {self.axis}"
+        return f"{self.function}+{self.line}.{self.column}{order}: {self.text}"
 
     @property
     def attribute(self) -> str:
-        """The attribute that holds the size."""
-        return f"_size_{self.function}_{self.line}_{self.column}"
+        """The attribute that holds the size, or the order."""
+        return f"_{'size' if self.axis is None else 'order'}_{self.function}_{self.line}_{self.column}"
 
     @property
     def is_number(self) -> bool:
@@ -36,8 +42,9 @@ class Place:
     @classmethod
     def named(cls, name: str) -> Place | None:
         """The place that a name stands for; None where it is the name of a plain attribute."""
-        match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+): (.+)", name, re.DOTALL)
-        return match and cls(match[1], int(match[2]), int(match[3]), match[4])
+        match = re.fullmatch(r"(\w+)\+(\d+)\.(\d+)(?: order of axis (\d+))?: (.+)", name, re.DOTALL)
+        axis = None if match is None or match[4] is None else int(match[4])
+        return match and cls(match[1], int(match[2]), int(match[3]), match[5], axis)
 
 
 @lru_cache(maxsize=4096)
@@ -48,3 +55,26 @@ def place_of(code: CodeType, expression: ast.expr) -> Place | None:
         return None
     text = ast.get_source_segment(found[1], expression) or ""
     return Place(code.co_name, expression.lineno - found[0].lineno, expression.col_offset, text)
+
+
+@lru_cache(maxsize=4096)
+def attribute_read(code: CodeType, expression: ast.expr) -> str | None:
+    """The attribute that an expression in a method reads, as in `part.width` for `self.part.width`; None for others.
+
+    A name is followed to where the method gives it its value, if it does so once.
+    """
+    found = definition(code)
+    if found is None:
+        return None
+    node = expression
+    while isinstance(node, ast.Name):
+        value = value_of(node.id, found[0])
+        if value is None:
+            return None
+        node = value
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    of_owner = isinstance(node, ast.Name) and node.id == code.co_varnames[0]
+    return ".".join(names) if names and of_owner else None

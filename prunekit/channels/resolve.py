@@ -2,62 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import nn
 
-from prunekit.channels.constraints import Contracted, Crossed, EqualParts, LockRecord, Nested, Rectangle
+from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.costs import MacTerm
 from prunekit.channels.joint import numbered
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
+from prunekit.channels.orders import avoidable
+from prunekit.channels.solving import in_order, solve, solve_contracted
 from prunekit.channels.tracing import Trace
+
+TOGETHER = "all channels of this axis hang together: none can go alone"
 
 
 def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
     """Resolves a trace of a model into its channel map."""
-    return build(trace, [], {name: tuple(tensor.shape) for name, tensor in named_tensors(model)})
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
+    return build(Resolved(trace, (), (), np.zeros(0, dtype=np.int64)), shapes)
 
 
 def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> ChannelMap:
     """A new map in which further labels, of the trace's own numbering, are locked."""
     source = channel_map.traced
-    return build(source.trace, [*source.extra, *records], dict(channel_map.shapes), source.sizes)
+    return build(replace(source, extra=(*source.extra, *records)), channel_map.shapes)
 
 
 def with_constraints(channel_map: ChannelMap, constraints: Iterable[EqualParts]) -> ChannelMap:
     """A new map in which further labels, of the trace's own numbering, go in equal numbers."""
     source = channel_map.traced
-    return build(source.trace, [*source.extra, *constraints], dict(channel_map.shapes), source.sizes)
+    return build(replace(source, extra=(*source.extra, *constraints)), channel_map.shapes)
+
+
+def with_ties(channel_map: ChannelMap) -> ChannelMap:
+    """A new map that leaves no constraint out."""
+    return build(replace(channel_map.traced, ties=True), channel_map.shapes)
 
 
 def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:
     """A new map that knows further attributes, with labels in the trace's own numbering, to be sizes."""
-    source = channel_map.traced
-    known = (*source.sizes, *sizes)
-    return replace(channel_map, sizes=_renumbered(known, source.final), source=replace(source, sizes=known))
+    source, new = channel_map.traced, tuple(sizes)
+    known = (*channel_map.sizes, *_renumbered(new, source.final))
+    return replace(channel_map, sizes=known, source=replace(source, sizes=(*source.sizes, *new)))
 
 
 def _renumbered(sizes: Iterable[SizeAttribute], final: Labels) -> tuple[SizeAttribute, ...]:
     return tuple(replace(size, labels=final[size.labels]) for size in sizes)
 
 
-def build(
-    trace: Trace,
-    extra: list[LockRecord | EqualParts],
-    shapes: dict[str, tuple[int, ...]],
-    sizes: tuple[SizeAttribute, ...] = (),
-) -> ChannelMap:
-    """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them."""
+def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> ChannelMap:
+    """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them.
+
+    Args:
+        source: its `final` and `stated` are made anew.
+    """
+    trace = source.trace
     axes = _Axes(trace)
-    heads, records = _resolved(trace, extra, axes)
+    constraints, stated, heads, records = _least_locked(source, axes)
     positions = heads
-    if any(isinstance(constraint, Contracted) for constraint in trace.flow.constraints):
-        positions, _ = _resolved(trace, extra, axes, whole_heads=False)
+    if any(isinstance(constraint, Contracted) for constraint in constraints):
+        positions, _ = _resolved(trace, source.extra, axes, constraints, whole_heads=False)
     numbers = numbered(heads, positions, axes.all)
     final = numbers.final
     labels = {name: tuple(None if a is None else final[a] for a in axes) for name, axes in trace.labels.items()}
@@ -73,14 +83,49 @@ def build(
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
             for term in trace.flow.macs
         ),
-        source=Resolved(trace, tuple(extra), sizes, final),
+        source=replace(source, final=final, stated=bool(stated)),
         norms=resolved(trace.norms.norms, final),
-        sizes=_renumbered(sizes, final),
+        sizes=_renumbered([*_of_groups(trace, final), *stated, *source.sizes], final),
     )
 
 
+def _of_groups(trace: Trace, final: Labels) -> Iterator[SizeAttribute]:
+    """What convolutions remember of groups that may go."""
+    for grouped in trace.flow.constraints:
+        if isinstance(grouped, Grouped):
+            rows = np.sort(final[grouped.inputs], axis=1)
+            if not (rows == rows[0]).all():
+                yield SizeAttribute(grouped.module, "groups", None, grouped.inputs)
+                yield SizeAttribute(grouped.module, "in_channels", None, grouped.inputs.reshape(-1, 1))
+
+
+def _least_locked(
+    source: Resolved, axes: _Axes
+) -> tuple[list[Constraint], list[SizeAttribute], Labels, list[LockRecord]]:
+    """Constraints, what is stated in place of others, and what both lead to.
+
+    A model runs as it is where all hold; so none is left out unless together they lock whole axes.
+    """
+    trace, every = source.trace, source.trace.flow.constraints
+    heads, records = _resolved(trace, source.extra, axes, every)
+    locked = not source.ties and any(record.reason == TOGETHER for record in records)
+    found = avoidable(trace.runs) if locked else []
+    if found:
+        needless = {constraint for one in found for constraint in one.constraints}
+        needed = [constraint for constraint in every if constraint not in needless]
+        free, others = _resolved(trace, source.extra, axes, needed)
+        if np.count_nonzero(free[axes.all]) > np.count_nonzero(heads[axes.all]):
+            return needed, [size for one in found for size in one.sizes], free, others
+    return every, [], heads, records
+
+
 def _resolved(
-    trace: Trace, extra: Iterable[LockRecord | EqualParts], axes: _Axes, *, whole_heads: bool = True
+    trace: Trace,
+    extra: Iterable[LockRecord | EqualParts],
+    axes: _Axes,
+    constraints: Sequence[Constraint],
+    *,
+    whole_heads: bool = True,
 ) -> tuple[Labels, list[LockRecord]]:
     """The class of every label with all constraints solved, 0 for locked ones; and all locks.
 
@@ -92,24 +137,16 @@ def _resolved(
     for record in records:
         if not (whole_heads and record.positions):
             union.lock(record.labels)
-    for constraint in trace.flow.constraints:
+    for constraint in constraints:
         if isinstance(constraint, Contracted):
-            _resolve_contracted(union, constraint, whole_heads=whole_heads)
+            solve_contracted(union, constraint, whole_heads=whole_heads)
     records += _lock_unused(trace, axes, union)
-    rank = {Contracted: 0, Nested: 1}
     asked = [part for part in extra if isinstance(part, EqualParts)]
-    constraints = sorted([*trace.flow.constraints, *asked], key=lambda constraint: rank.get(type(constraint), 2))
+    ordered = in_order([*constraints, *asked])
     while True:
         before = union.find(np.arange(union.size))
-        for constraint in constraints:
-            if isinstance(constraint, Rectangle):
-                _resolve_rectangle(union, constraint.labels)
-            elif isinstance(constraint, Crossed):
-                records += _resolve_crossed(union, constraint)
-            elif isinstance(constraint, Nested):
-                records += _resolve_nested(union, constraint)
-            elif isinstance(constraint, EqualParts):
-                _resolve_equal_parts(union, constraint.labels)
+        for constraint in ordered:
+            records += solve(union, constraint)
         records += _lock_full_axes(axes, union)
         after = union.find(np.arange(union.size))
         if np.array_equal(before, after):
@@ -150,77 +187,8 @@ def _lock_full_axes(axes: _Axes, union: LabelUnion) -> list[LockRecord]:
     records = []
     for index in np.flatnonzero((least == most) & (least != 0)):
         union.lock(axes.axes[index][:1])
-        reason = "all channels of this axis hang together: none can go alone"
-        records.append(LockRecord(reason, axes.modules[index], "", axes.axes[index]))
+        records.append(LockRecord(TOGETHER, axes.modules[index], "", axes.axes[index]))
     return records
-
-
-def _resolve_contracted(union: LabelUnion, contracted: Contracted, *, whole_heads: bool) -> None:
-    """A head is one class with what is left of it; or a position is one class in all heads, and all of these stay."""
-    if whole_heads:
-        union.merge(contracted.labels, contracted.part[None])
-    else:
-        union.tie(contracted.labels, [1])
-        union.lock(contracted.part)
-        if not contracted.zero:
-            union.lock(contracted.labels)
-
-
-def _resolve_rectangle(union: LabelUnion, labels: Labels) -> None:
-    """Whole rows where every row is one class already (attention heads); else whole columns (channel shuffle)."""
-    roots = union.find(labels)
-    if not (roots == roots[:, :1]).all():
-        union.merge(labels, labels[:1])
-
-
-def _resolve_crossed(union: LabelUnion, crossed: Crossed) -> list[LockRecord]:
-    """Locks both axes, unless one is locked anyway, as a kernel's positions are."""
-    both = [crossed.first, crossed.second]
-    if not all(union.find(record.labels).any() for record in both):
-        return []
-    for record in both:
-        union.lock(record.labels)
-    return both
-
-
-def _resolve_nested(union: LabelUnion, nested: Nested) -> list[LockRecord]:
-    """Whole rows stay what they are, and what they met needs another partner; anything else loses whole columns.
-
-    Where what they met is locked, rows are all that can go.
-    """
-    roots = union.find(nested.labels)
-    whole_rows = (roots == roots[:, :1]).all() and (roots != roots[0, 0]).any()
-    free = union.find(nested.part.labels).any()
-    if not whole_rows and free:
-        union.merge(nested.labels, nested.part.labels[None])
-    elif not whole_rows:
-        union.tie(nested.labels, [1])
-    elif free and not nested.matched:
-        union.lock(nested.part.labels)
-        return [nested.part]
-    return []
-
-
-def _resolve_equal_parts(union: LabelUnion, labels: Labels) -> None:
-    """Ties labels across parts, as few as it takes: what every part holds equally often needs no tie.
-
-    The rest is matched by how often a class occurs, so that classes of one size meet.
-    """
-    roots = union.find(labels)
-    parts = [np.unique(row, return_index=True, return_counts=True) for row in roots]
-    if all(np.array_equal(parts[0][0], p[0]) and np.array_equal(parts[0][2], p[2]) for p in parts[1:]):
-        return
-    common: dict[int, int] = {}
-    for label in set.intersection(*(set(part[0].tolist()) for part in parts)):
-        common[label] = min(int(part[2][part[0] == label][0]) for part in parts)
-    rows = []
-    for values, first, counts in parts:
-        left = [(count - common.get(v, 0), at, v) for v, at, count in
-                zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)]  # fmt: skip
-        left.sort(key=lambda item: (-item[0], item[1]))
-        rows.append(np.array([v for count, _, v in left for _ in range(count)], dtype=np.int64))
-    for row in rows[1:]:
-        union.merge(rows[0], row)
 
 
 def _report(records: Iterable[LockRecord]) -> list[Lock]:

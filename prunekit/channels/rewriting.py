@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.places import Place
-from prunekit.channels.sites import definition, is_chunk, is_of_torch, is_unscaled_attention, method_of
+from prunekit.channels.sites import definition, method_of
+from prunekit.channels.syntax import is_chunk, is_of_torch, is_unscaled_attention, rearranged_by
 
 
 def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
@@ -109,6 +110,9 @@ class _Exchange(ast.NodeTransformer):
             return self.generic_visit(node)
         self.left.remove(place)
         size = ast.Attribute(ast.Name(self.owner, ast.Load()), place.attribute, ast.Load())
+        if place.axis is not None and isinstance(node, ast.Call):
+            self.generic_visit(node)
+            return _in_order(node, place.axis, size)
         if is_unscaled_attention(node):
             self.generic_visit(node)
             return _with_scale(node, size)
@@ -129,6 +133,12 @@ def _with_scale(node: ast.Call, width: ast.expr) -> ast.Call:
     """Attention with the scale that heads of a given width have."""
     scale = ast.BinOp(width, ast.Pow(), ast.Constant(-0.5))
     return ast.Call(node.func, node.args, [*node.keywords, ast.keyword("scale", scale)])
+
+
+def _in_order(node: ast.Call, axis: int, order: ast.expr) -> ast.expr:
+    """What a call rearranges, with the positions of one axis in a given order: `x[:, order]`."""
+    whole = [ast.Slice() for _ in range(axis)]
+    return ast.Subscript(rearranged_by(node), ast.Tuple([*whole, order], ast.Load()), ast.Load())
 
 
 def _in_parts(node: ast.Call, sizes: ast.expr) -> ast.Call:

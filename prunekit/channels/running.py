@@ -139,9 +139,9 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH = f"{Path(torch.__file__).parent}/"
 _AROUND_MODELS = tuple(
-    f"{_TORCH}/{part}" for part in ("utils", "_dynamo", "_ops.py", "_compile.py", "nn/modules/module.py")
+    f"{_TORCH}{part}" for part in ("utils", "_dynamo", "_ops.py", "_compile.py", "nn/modules/module.py")
 )
 
 

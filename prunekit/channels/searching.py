@@ -20,6 +20,7 @@ from prunekit.channels.expressions import size_expressions
 from prunekit.channels.labels import Field, rows_along
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.operators import Operator, Run
+from prunekit.channels.scales import Scales
 from prunekit.channels.stated import StatedSizes
 
 
@@ -49,6 +50,7 @@ class SizeSearch:
         compact: what is tried; attributes are set in place, and set back.
         channel_map, keep: the plan.
         batches: tells which sizes depend on the input.
+        scales: finds numbers made of widths.
         attempt: tries `compact` as it is: the largest difference, and where the models parted.
         difference: of the attempt that agreed everywhere, where one did.
         equal: constraints without which no sizes can be stated.
@@ -59,6 +61,7 @@ class SizeSearch:
     channel_map: ChannelMap
     keep: Keep
     batches: BatchAxes
+    scales: Scales
     attempt: Callable[[], Trial]
     difference: float | None = None
     equal: Sequence[EqualParts] = ()
@@ -69,6 +72,9 @@ class SizeSearch:
 
         Their labels are in the trace's own numbering. None where nothing helps.
         """
+        numbers = self.scales.at(*failed, self.compact)
+        if numbers and self._helps(failed, numbers):
+            return numbers
         path = failed[0].module
         operators: dict[str, list[Operator]] = {}
         for operator in failed[1].operators:
@@ -121,8 +127,7 @@ class SizeSearch:
         self.equal = stated.equal if new else []
         choices = [stated.as_attributes(self.model), new] if new and not self.equal else []
         for choice in choices:
-            reached = self._tried([*found, *choice])
-            if reached is None or self._progress(reached) > self._progress(failed):
+            if self._helps(failed, [*found, *choice]):
                 return [*found, *choice]
         return []
 
@@ -143,6 +148,10 @@ class SizeSearch:
 
     def _progress(self, failed: Failure) -> tuple[int, int]:
         return self.channel_map.traced.trace.runs.index(failed[1]), failed[0].after
+
+    def _helps(self, failed: Failure, sizes: Sequence[SizeAttribute]) -> bool:
+        reached = self._tried(sizes)
+        return reached is None or self._progress(reached) > self._progress(failed)
 
     def _tried(self, sizes: Sequence[SizeAttribute]) -> Failure | None:
         modules = {self.compact.get_submodule(path) for path in {size.module for size in sizes}}

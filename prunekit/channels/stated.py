@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from prunekit.channels.constraints import EqualParts
 from prunekit.channels.expressions import SizeExpression
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
-from prunekit.channels.places import Place
 
 
 class StatedSizes:
@@ -31,6 +29,7 @@ class StatedSizes:
         self._asked = [part.labels for part in channel_map.traced.extra if isinstance(part, EqualParts)]
         self._found: dict[tuple[str, str, int | None], SizeAttribute] = {}
         self._changing: set[str] = set()
+        self._reads: dict[str, str | None] = {}
 
     def note(self, module: str, sizes: Sequence[SizeExpression]) -> None:
         """Takes in the sizes of one expression when a module ran it once."""
@@ -39,6 +38,7 @@ class StatedSizes:
         self._changing |= fewer | (beside if fewer or any(self._shrinks(size.decides) for size in sizes) else set())
         for size in sizes:
             key = (module, str(size.place), size.position)
+            self._reads[key[1]] = size.reads
             earlier = self._found.setdefault(key, SizeAttribute(*key, size.labels)).labels
             if not self._same(earlier, size.labels):
                 self._clash(key, earlier, size.labels)
@@ -79,28 +79,31 @@ class StatedSizes:
         read: dict[tuple[str, str], list[SizeAttribute]] = {}
         result = []
         for size in self.changing():
-            name = _attribute_read(size, model)
-            if name is None:
+            attribute = _holder(size, self._reads[size.name], model)
+            if attribute is None:
                 result.append(size)
             else:
-                read.setdefault((size.module, name), []).append(size)
+                read.setdefault(attribute, []).append(size)
         for (module, name), sizes in read.items():
             first = {size.position: size for size in reversed(sizes)}
             if all(self._same(size.labels, first[size.position].labels) for size in sizes):
-                sizes = [replace(size, name=name) for size in first.values()]
+                sizes = [replace(size, module=module, name=name) for size in first.values()]
             values = integers(vars(model.get_submodule(module)).get(name)) or []
             known = [
-                size for size in sizes if (module, size.name) in self._left_alone or values[size.position or 0] < 0
+                size for size in sizes if (size.module, size.name) in self._left_alone or values[size.position or 0] < 0
             ]
             result += [size for size in sizes if size not in known]
         return result
 
 
-def _attribute_read(size: SizeAttribute, model: nn.Module) -> str | None:
-    """The attribute that an expression reads, where it is the size itself, or says that what is left is."""
-    place = Place.named(size.name)
-    match = place and re.fullmatch(r"self\.(\w+)", place.text)
-    if not match:
+def _holder(size: SizeAttribute, reads: str | None, model: nn.Module) -> tuple[str, str] | None:
+    """The module and its attribute that an expression reads: the size itself, or -1 for what is left."""
+    if reads is None:
         return None
-    values = integers(vars(model.get_submodule(size.module)).get(match[1]))
-    return match[1] if values and values[size.position or 0] in (len(size.labels), -1) else None
+    part, _, name = reads.rpartition(".")
+    path = ".".join(filter(None, (size.module, part)))
+    try:
+        values = integers(vars(model.get_submodule(path)).get(name))
+    except AttributeError:  # of something that is no module
+        return None
+    return (path, name) if values and values[size.position or 0] in (len(size.labels), -1) else None

@@ -19,7 +19,7 @@ from prunekit.channels.operators import Operator, Run, is_counted, signature
 from prunekit.channels.rules import COUNTED, MADE, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
-from prunekit.channels.sites import site_here, takes_sizes
+from prunekit.channels.sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.storages import Storages
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import seeded
@@ -68,6 +68,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None
         call = signature(args, kwargs, outs)
+        earlier = len(flow.constraints)
         if not self._repeats(name, before, call, outs):
             self.run.repeats = False
             known = flow.fields(target)
@@ -75,11 +76,20 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
         counted = is_counted(func, name) and flow.module not in flow.substituted
-        site, owner = (site_here() if before and takes_sizes(name, args) else None) or (None, None)
-        operator = Operator(name, flow.module, fields, before, counted, call, site, self.stack.path_of(owner))
+        site, caller, owner = self._place(before and takes_sizes(name, args))
+        left = tuple(flow.constraints[earlier:])
+        operator = Operator(name, flow.module, fields, before, counted, call, site, owner, caller, left)
         self.run.operators.append(operator)
         self.storages.note(operator, target, inputs, outs)
         return out
+
+    def _place(self, sized: object) -> tuple[Site | None, Site | None, str]:
+        """Where a method stands, or where it called the function that runs; and the module whose method it is."""
+        here = site_here(2) if sized else None
+        call = caller_here(2) if sized and here is None else None
+        site, owner = here or (None, None)
+        caller, owner = call or (None, owner)
+        return site, caller, self.stack.path_of(owner)
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
         if before or name in COUNTED or name in MADE:

@@ -20,7 +20,8 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.operators import Operator, Run
 from prunekit.channels.precision import AS_DOUBLE, Precision
-from prunekit.channels.resolve import with_constraints, with_locks, with_sizes
+from prunekit.channels.resolve import with_constraints, with_locks, with_sizes, with_ties
+from prunekit.channels.scales import Scales
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
 from prunekit.context import seeded
@@ -67,7 +68,10 @@ def settle(
     divergence: Divergence | None = None
     failed: set[tuple[Any, ...]] = set()
     batches = BatchAxes(model, channel_map.traced.trace, examples)
+    scales = Scales(model, examples)
     for _ in range(attempts):
+        if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
+            channel_map = with_ties(channel_map)
         keep = channel_map.completed(choose(channel_map))
         kept = kept_indices(channel_map, keep)
         widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
@@ -76,7 +80,7 @@ def settle(
         difference, found = trial.of(compact)
         if found is None:
             return Settled(channel_map, keep, compact, difference)
-        search = SizeSearch(model, compact, channel_map, keep, batches, partial(trial.of, compact))
+        search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.of, compact))
         sizes = search.after(found)
         if search.equal:
             channel_map = with_constraints(channel_map, search.equal)
@@ -199,6 +203,13 @@ class _Trial:
     def _loses_positions(self, final: Labels) -> bool:
         _, *positions = self.channel_map.deciding(final)
         return not all(self.keep[labels].all() for labels in positions)
+
+
+def _same_when_whole(model: nn.Module, channel_map: ChannelMap, examples: list[tuple[Any, ...]]) -> bool:
+    """Whether a model with stated sizes and orders, and with all its channels, is what it was."""
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    compact = narrow(model, {}, bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep))
+    return _Trial(model, {}, channel_map, keep, examples).of(compact)[1] is None
 
 
 def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergence]:

@@ -16,6 +16,7 @@ from prunekit.cli.inspect import inspect_command
 from prunekit.cli.list import list_command
 from prunekit.cli.options import debug_option
 from prunekit.cli.prune import prune_command
+from prunekit.cli.sensitivity import sensitivity_command
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -32,6 +33,7 @@ COMMANDS = (
     finetune_command,
     prune_command,
     calibrate_command,
+    sensitivity_command,
     evaluate_command,
     bench_command,
     inspect_command,

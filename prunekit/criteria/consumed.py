@@ -9,6 +9,7 @@ import numpy as np
 
 from prunekit.calibration import Consumer, InputMoments, StatsKey
 from prunekit.catalogue import CRITERIA
+from prunekit.criteria.inverse import inverse_factors
 from prunekit.criteria.nuclear import NuclearNorm
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray, LabelMean, require_all, require_finite
@@ -65,13 +66,17 @@ def obs(evidence: Evidence) -> Scores:
     """
     found = LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
-        inverse = _damped_inverse(moments)
+        factors = inverse_factors(moments.blocks / max(moments.count, 1), DAMPING)
         alive = moments.rms[:, None] > 0  # what is always 0 does nothing: the ridge must not say otherwise
         columns = (read.columns(evidence) * alive).reshape(*moments.blocks.shape[:2], -1)
 
-        def cost(block: int, index: IntArray, inverse: FloatArray = inverse, columns: FloatArray = columns) -> float:
-            removed = columns[block, index]  # (channels, outputs x taps)
-            return float((removed * np.linalg.solve(inverse[block][np.ix_(index, index)], removed)).sum())
+        def cost(
+            block: int, index: IntArray, factors: list[FloatArray] = factors, columns: FloatArray = columns
+        ) -> FloatArray:
+            removed = columns[block, index]  # (labels, channels of each, outputs x taps)
+            parts = factors[block].T[index]  # (labels, channels of each, n)
+            solved = np.linalg.solve(parts @ parts.swapaxes(1, 2), removed)
+            return np.asarray((removed * solved).sum((1, 2)))
 
         for labels in evidence.channel_map.deciding(read.labels):
             _add_joint(found, labels, moments.groups, cost)
@@ -97,7 +102,7 @@ def chip(evidence: Evidence) -> Scores:
             continue
         norms = [NuclearNorm(block / max(moments.count, 1)) for block in moments.blocks]
 
-        def lost(block: int, index: IntArray, norms: list[NuclearNorm] = norms) -> float:
+        def lost(block: int, index: IntArray, norms: list[NuclearNorm] = norms) -> FloatArray:
             return norms[block].lost_without(index)
 
         for labels in evidence.channel_map.deciding(read.labels):
@@ -150,26 +155,19 @@ def _with_moments(evidence: Evidence) -> Iterator[tuple[Read, InputMoments]]:
             yield read, moments
 
 
-def _damped_inverse(moments: InputMoments) -> FloatArray:
-    """(groups, n, n) Inverse of the mean of x x^T with a ridge; where the input is always 0, of the ridge alone."""
-    mean = moments.blocks / max(moments.count, 1)
-    ridge = DAMPING * mean.diagonal(axis1=1, axis2=2).mean(1)
-    damped = mean + np.where(ridge > 0, ridge, 1)[:, None, None] * np.eye(mean.shape[1])
-    return np.asarray(np.linalg.inv(damped), np.float64)
-
-
-def _add_joint(found: LabelMean, labels: IntArray, groups: int, value: Callable[[int, IntArray], float]) -> None:
+def _add_joint(found: LabelMean, labels: IntArray, groups: int, value: Callable[[int, IntArray], FloatArray]) -> None:
     """Adds what the channels of each label are worth together, summed over the groups that they lie in.
 
     Args:
         labels: (channels,)
-        value: gets a group, and the positions of a label's channels within it.
+        value: gets a group, and the positions within it of the channels of some labels, (labels, channels of each).
     """
-    joint: dict[int, float] = {}
+    joint = np.zeros(int(labels.max()) + 1)
     for block, on in enumerate(labels.reshape(groups, -1)):
         order = np.argsort(on, kind="stable")
-        names, starts = np.unique(on[order], return_index=True)
-        for label, index in zip(names.tolist(), np.split(order, starts[1:]), strict=True):
-            if label:
-                joint[label] = joint.get(label, 0.0) + value(block, index)
-    found.add(np.array(list(joint), np.int64), np.array(list(joint.values())))
+        names, starts, counts = np.unique(on[order], return_index=True, return_counts=True)
+        for size in np.unique(counts[names > 0]):
+            which = (counts == size) & (names > 0)
+            joint[names[which]] += value(block, order[starts[which, None] + np.arange(size)])
+    present = np.unique(labels[labels > 0])
+    found.add(present, joint[present])

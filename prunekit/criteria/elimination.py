@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ class Consumer:
 
     Attributes:
         gram: (d + 1, d + 1) mean products of the columns it reads and of a constant.
-        weight: (o, d) in units of the end of its chain, each output over its standard deviation there.
+        weight: (o, d) in units of the end of its chain, each output over its standard deviation there; weighted by what
+            the model's output makes of an error of this layer, see `TRUST`.
         labels: (C,) of its input channels; d is C times the columns of each.
     """
 
@@ -47,12 +48,14 @@ class Elimination:
 
     Attributes:
         labels: (n,), the first goes first.
-        errors: (n,) summed over all consumers' outputs, each over its variance: after removing as many, with all that
-            is left fitted anew.
+        errors: (n,) summed over all consumers' outputs, each over its variance and weighted as in `Consumer`: after
+        removing as many, with all that is left fitted anew.
+    outputs: over how many outputs they are summed, each counted as its layer's gain counts.
     """
 
     labels: Labels
     errors: FloatArray
+    outputs: float = 1.0
 
 
 def eliminate(labels: Labels, consumers: Sequence[Consumer]) -> Elimination:
@@ -138,13 +141,19 @@ def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap,
         stats: of that model.
     """
     tensors, modules = dict(named_tensors(model)), dict(model.named_modules())
-    found: list[Consumer] = []
+    read = _layers_reading(group, channel_map, stats)
+    return [found for moments, labels in read for found in _by_group(moments, tensors, modules, labels)]
+
+
+def _layers_reading(
+    group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats
+) -> Iterator[tuple[LayerMoments, Labels]]:
+    """Layers that read channels of a group, with the labels of the groups on their input channels."""
     for moments in stats.layers:
         labels = channel_map.labels.get(moments.layer.weight, (None, None))[moments.layer.axes[1]]
         for deciding in [] if labels is None else channel_map.deciding(labels):
             if np.isin(deciding, group.labels).any():
-                found += _by_group(moments, tensors, modules, deciding)
-    return found
+                yield moments, deciding
 
 
 def _by_group(
@@ -161,20 +170,30 @@ def _by_group(
         yield Consumer(matrix, rows.flatten(1), labels)
 
 
-def eliminations(model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> dict[str, Elimination]:
+def eliminations(
+    model: nn.Module, channel_map: ChannelMap, stats: PatchStats, groups: Iterable[ChannelGroup] | None = None
+) -> dict[str, Elimination]:
     """The order of removal and its errors for every channel group that some layer reads, by the group's name.
 
     Args:
         model: the dense model; only read.
         channel_map: of that model.
         stats: of that model, from `calibration.collect_patches`.
+        groups: those of the map that are wanted; None: all.
     """
     found = {}
-    for group in channel_map.groups:
+    for group in channel_map.groups if groups is None else groups:
         consumers = consumers_of(group, model, channel_map, stats)
         if consumers:
-            found[group.name] = eliminate(group.labels, consumers)
+            outputs = outputs_reading(group, channel_map, stats)
+            found[group.name] = replace(eliminate(group.labels, consumers), outputs=outputs)
     return found
+
+
+def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
+    """Over how many outputs the errors of a group are summed: those of all layers that read it, times their gains."""
+    reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
+    return float(sum(len(moments.variance) * moments.gain**TRUST for moments in reading))
 
 
 @criterion(CRITERIA["elimination"])

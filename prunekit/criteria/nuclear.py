@@ -32,17 +32,36 @@ class NuclearNorm:
         low, high = np.log(LOWEST), np.log(HIGHEST)
         self._t = np.exp(np.linspace(low, high, 1 + round((high - low) / STEP))) * self._scale
 
-    def lost_without(self, rows: IntArray) -> float:
-        """By how much the norm is smaller without some rows, at least 0."""
+    def lost_without(self, rows: IntArray) -> FloatArray:
+        """By how much the norm is smaller without some rows, at least 0.
+
+        Args:
+            rows: (m, size) m choices of as many rows.
+
+        Returns:
+            (m,) for each choice alone.
+        """
         if self._scale == 0:
-            return 0.0
-        vectors = self._vectors[rows]
-        parts = np.array_split(self._t, 1 + vectors.size * len(self._t) // ENTRIES)
-        weighted = np.concatenate([self._integrand(vectors, t) * t for t in parts])  # dt = t d(log t)
+            return np.zeros(len(rows))
+        values = self._singly(rows[:, 0]) if rows.shape[1] == 1 else np.stack([self._jointly(each) for each in rows], 1)
+        weighted = values * self._t[:, None]  # dt = t d(log t)
         step = np.log(self._t[1] / self._t[0])
         ends = weighted[0] + weighted[-1]  # below the range the integrand is constant, above it falls with t^-2
-        inside = step * (weighted.sum() - ends / 2) + step**2 / 12 * ends  # Euler and Maclaurin's first correction
-        return max(0.0, 2 / np.pi * float(inside + ends))
+        inside = step * (weighted.sum(0) - ends / 2) + step**2 / 12 * ends  # Euler and Maclaurin's first correction
+        return np.maximum(0.0, 2 / np.pi * (inside + ends))
+
+    def _singly(self, rows: IntArray) -> FloatArray:
+        """(points, rows) The integrand for single rows: of R and R^2 only the diagonals are needed."""
+        squares = self._vectors[rows] ** 2
+        inverse = 1 / (self._values + self._t[:, None] ** 2)  # (points, n)
+        found: FloatArray = 1 - self._t[:, None] ** 2 * (inverse**2 @ squares.T) / (inverse @ squares.T)
+        return found
+
+    def _jointly(self, rows: IntArray) -> FloatArray:
+        """(points,) The integrand for several rows."""
+        vectors = self._vectors[rows]
+        parts = np.array_split(self._t, 1 + vectors.size * len(self._t) // ENTRIES)
+        return np.concatenate([self._integrand(vectors, t) for t in parts])
 
     def _integrand(self, vectors: FloatArray, t: FloatArray) -> FloatArray:
         """(points,) At each t."""

@@ -1,6 +1,6 @@
 """Plans: which channels stay, and how a budget decides it."""
 
-from prunekit.planning.curves import SensitivityCurve, cumulated, per_mac
+from prunekit.planning.curves import MeasuredPoint, SensitivityCurve, cumulated, per_mac
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.select import free_parts, labels_matching
 from prunekit.planning.settings import BudgetSettings, Criterion, PruneSettings
@@ -9,6 +9,7 @@ from prunekit.planning.solve import make_plan
 __all__ = [
     "BudgetSettings",
     "Criterion",
+    "MeasuredPoint",
     "Plan",
     "PruneSettings",
     "SensitivityCurve",

@@ -109,6 +109,7 @@ class Plan:
         for i, term in enumerate(chart.mac_terms):
             tensors |= {f"macs/{i}/{j}": np.ascontiguousarray(factor) for j, factor in enumerate(term.factors)}
         tensors |= {f"size/{i}": np.ascontiguousarray(size.labels) for i, size in enumerate(chart.sizes)}
+        tensors |= {f"order/{i}": size.order for i, size in enumerate(chart.sizes) if size.order is not None}
         tensors |= {f"element/{name}": mask.numpy() for name, mask in self.element_masks.items()}
         with atomic_file(folder / "plan.safetensors") as temporary:
             save_file(tensors, temporary)
@@ -187,7 +188,7 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
             for i, (path, inputs, outputs) in enumerate(text.get("norms", []))
         },
         sizes=tuple(
-            SizeAttribute(path, name, position, tensors[f"size/{i}"])
+            SizeAttribute(path, name, position, tensors[f"size/{i}"], tensors.get(f"order/{i}"))
             for i, (path, name, position) in enumerate(text.get("sizes", []))
         ),
         joint=joint,

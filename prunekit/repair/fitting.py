@@ -122,6 +122,8 @@ class LayerFitter:
             return LayerRepair(layer.weight, note="no BatchNorm alone reads its output")
         problem, usable = self._problem(layer, sample, running, rows, columns, place)
         rows = rows[usable]
+        if not len(rows):
+            return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
         spread = float(problem.wanted.var(0).mean())
         before = problem.error()
         if before <= NEGLIGIBLE * max(spread, torch.finfo(torch.float64).tiny):

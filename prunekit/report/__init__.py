@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page."""
+"""A run, or a sensitivity analysis, as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -24,4 +24,11 @@ def write(run_folder: Path, *, state: str | None = None) -> Path:
     return write_page(Path(run_folder), state)
 
 
-__all__ = ["write"]
+def write_sensitivity(run_folder: Path, *, state: str | None = None) -> Path:
+    """Renders `report.html` into the folder of a sensitivity analysis; see `write`."""
+    from prunekit.report.sensitivity import write_sensitivity_page
+
+    return write_sensitivity_page(Path(run_folder), state)
+
+
+__all__ = ["write", "write_sensitivity"]

@@ -46,7 +46,8 @@ STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def _canvas(columns: int, rows: int, height: float, name: str) -> Iterator[tuple[Figure, Any]]:
+def canvas(columns: int, rows: int, height: float, name: str) -> Iterator[tuple[Figure, Any]]:
+    """A figure of the page's width, `height` inches high, and its panels in a flat array; `name` is the page's own."""
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -54,7 +55,8 @@ def _canvas(columns: int, rows: int, height: float, name: str) -> Iterator[tuple
         yield figure, np.atleast_1d(figure.subplots(rows, columns)).ravel()
 
 
-def _svg(figure: Figure, label: str) -> Markup:
+def svg(figure: Figure, label: str) -> Markup:
+    """The figure as an element of the page; `label` says what it shows to those who cannot see it."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata=dict.fromkeys(METADATA))
     head, body = stream.getvalue().split("<svg", 1)[1].split(">", 1)
@@ -70,7 +72,7 @@ def _colour(name: str, names: list[str]) -> str:
 
 def widths(layers: pd.DataFrame) -> Markup:
     """Output channels of every layer before (pale) and after (solid), in the order of the model."""
-    with _canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
+    with canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
         index = np.arange(len(layers))
         axes.bar(index, layers["out_before"], width=0.85, color=PALE, label="dense")
         axes.bar(index, layers["out_after"], width=0.85, color=COLOURS["pruned"], label="pruned")
@@ -78,7 +80,7 @@ def widths(layers: pd.DataFrame) -> Markup:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="x", visible=False)
         axes.legend(loc="upper left", ncols=2)
-        return _svg(figure, "Output channels of every layer before and after pruning")
+        return svg(figure, "Output channels of every layer before and after pruning")
 
 
 def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
@@ -91,14 +93,14 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
     chosen = np.unique(np.linspace(0, len(names) - 1, min(MAX_GROUPS, len(names))).round().astype(int))
     columns = min(4, len(chosen))
     rows = math.ceil(len(chosen) / columns)
-    with _canvas(columns, rows, 1.65 * rows + 0.5, "histograms") as (figure, panels):
+    with canvas(columns, rows, 1.65 * rows + 0.5, "histograms") as (figure, panels):
         for axes, index in zip(panels, chosen, strict=False):
             _histogram(axes, names[index], scores[scores["group"] == names[index]])
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=2)
-        return _svg(figure, "Histograms of importance scores per channel group"), len(chosen), len(names)
+        return svg(figure, "Histograms of importance scores per channel group"), len(chosen), len(names)
 
 
 def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
@@ -108,13 +110,14 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     edges = np.histogram_bin_edges(values, bins=min(24, max(6, len(values) // 4))) if len(values) else 6
     parts = [values[~kept.to_numpy()], values[kept.to_numpy()]]
     axes.hist(parts, bins=edges, stacked=True, color=["#e5a13d", COLOURS["pruned"]], label=["removed", "kept"])
-    axes.set_title(_shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
+    axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
     axes.tick_params(labelsize=7.5)
     axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
 
 
-def _shortened(text: str, length: int = 34) -> str:
+def shortened(text: str, length: int = 34) -> str:
+    """The end of a module path that is too long."""
     return text if len(text) <= length else f"…{text[1 - length :]}"
 
 
@@ -127,7 +130,7 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
     names = list(slots["group"].drop_duplicates())
     spread = slots.groupby("group")["module"].nunique()
     chosen = sorted(sorted(names, key=lambda name: -int(spread[name]))[:MAX_COUPLED], key=names.index)
-    with _canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling") as (figure, (axes,)):
+    with canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling") as (figure, (axes,)):
         for made, colour, label in ((True, COLOURS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
             part = slots[((slots["axis"] == 0) == made) & slots["group"].isin(chosen)]
             rows = part["group"].map(chosen.index)
@@ -135,17 +138,17 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
             axes.scatter(part["position"], rows + offset, s=9, marker="s", color=colour, label=label)
         first = slots.drop_duplicates("group").set_index("group")
         labels = [f"{name} ({first['kept'][name]} of {first['channels'][name]})" for name in chosen]
-        axes.set_yticks(range(len(chosen)), labels=[_shortened(label, 44) for label in labels], fontsize=7.5)
+        axes.set_yticks(range(len(chosen)), labels=[shortened(label, 44) for label in labels], fontsize=7.5)
         axes.set(xlabel="module that has the channels, in the order of the model", ylim=(len(chosen) - 0.4, -0.6))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.legend(loc="outside upper right", ncols=2, markerscale=2)
-        return _svg(figure, "Channel groups and the modules that make or read their channels"), len(chosen), len(names)
+        return svg(figure, "Channel groups and the modules that make or read their channels"), len(chosen), len(names)
 
 
 def curves(history: pd.DataFrame) -> Markup:
     """Loss and validation top-1 by epoch, one colour per run."""
     names = list(history["run"].drop_duplicates())
-    with _canvas(2, 1, 3.3, "curves") as (figure, (loss, top1)):
+    with canvas(2, 1, 3.3, "curves") as (figure, (loss, top1)):
         for name in names:
             rows = history[history["run"] == name]
             style: dict[str, Any] = {"color": _colour(name, names), "marker": "o", "markersize": 3}
@@ -164,7 +167,7 @@ def curves(history: pd.DataFrame) -> Markup:
             # A lone epoch would get an axis of thousandths around it.
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
         top1.legend(loc="lower right")
-        return _svg(figure, "Training curves: loss and validation top-1 by epoch")
+        return svg(figure, "Training curves: loss and validation top-1 by epoch")
 
 
 def _wide(losses: pd.DataFrame) -> bool:
@@ -178,12 +181,12 @@ def latencies(samples: pd.DataFrame) -> Markup:
     columns = min(2, len(settings))
     rows = math.ceil(len(settings) / columns)
     models = len(samples["model"].drop_duplicates())
-    with _canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies") as (figure, panels):
+    with canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies") as (figure, panels):
         for axes, (key, frame) in zip(panels, settings, strict=False):
             _latency_panel(axes, key, frame)
         for axes in panels[len(settings) :]:
             axes.set_axis_off()
-        return _svg(figure, "Latency of every timed run, by device and batch")
+        return svg(figure, "Latency of every timed run, by device and batch")
 
 
 def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from prunekit.artifacts import write_text
-from prunekit.report import figures, numbers
+from prunekit.report import curves, figures, numbers
 from prunekit.report.headline import compared, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
@@ -24,19 +24,25 @@ def write_page(run_folder: Path, state: str | None = None) -> Path:
     return page
 
 
-def render(run: Run, state: str | None = None) -> str:
-    """The page as HTML text."""
-    environment = Environment(
+def environment() -> Environment:
+    """Where the pages' templates are, with the filters that write numbers in them."""
+    found = Environment(
         loader=PackageLoader("prunekit.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update({name: getattr(numbers, name) for name in FILTERS})
+    found.filters.update({name: getattr(numbers, name) for name in FILTERS})
+    return found
+
+
+def render(run: Run, state: str | None = None) -> str:
+    """The page as HTML text."""
     # Norms have the widths of what feeds them: the layers that compute are the ones to show.
     layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
-    return environment.get_template("page.html").render(
+    page = environment().get_template("page.html")
+    return page.render(
         run=run,
         metrics=run.metrics,
         state=state or str(run.status.get("state", "unknown")),
@@ -47,6 +53,7 @@ def render(run: Run, state: str | None = None) -> str:
         layers=_records(layers),
         locks=_records(run.locks),
         widths=figures.figure_or_none(figures.widths, layers),
+        sensitivity=_sensitivity(run),
         coupling=figures.figure_or_none(figures.coupling, run.coupling),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
@@ -56,7 +63,7 @@ def render(run: Run, state: str | None = None) -> str:
         repair=_records(run.repair),
         clamps=_by_run(run.clamps),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
-        environment=list(_flat(run.environment)),
+        environment=list(flat(run.environment)),
     )
 
 
@@ -64,6 +71,15 @@ def _records(frame: Any) -> list[dict[str, Any]] | None:
     if frame is None:
         return None
     return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]
+
+
+def _sensitivity(run: Run) -> Any:
+    """The curves that a plan was made from, with where it stands; None without."""
+    rows = run.sensitivity
+    if rows is None or not curves.ways(rows):
+        return None
+    kept = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")["kept"].to_dict()
+    return curves.heatmap(rows, kept), curves.lines(rows, kept)
 
 
 def _skipped(history: pd.DataFrame | None) -> dict[str, int]:
@@ -90,9 +106,10 @@ def _word(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values as rows of a name with dots and a text."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", ", ".join(map(str, value)) if isinstance(value, list) else _word(value)

@@ -17,6 +17,7 @@ COLUMNS = {
     "history": ("run", "epoch", "train_loss", "validation_loss", "validation_top1"),
     "scores": ("group", "score", "kept"),
     "coupling": ("group", "channels", "kept", "module", "axis", "position"),
+    "sensitivity": ("group", "kept", "channels", "error_fast", "error_total", "error_measured"),
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
@@ -58,6 +59,8 @@ class Run:
     latency_samples: pd.DataFrame | None
     clamps: pd.DataFrame | None
     repair: pd.DataFrame | None
+    sensitivity: pd.DataFrame | None
+    analysis: dict[str, Any]
 
 
 def read_run(folder: Path) -> Run:
@@ -84,6 +87,8 @@ def read_run(folder: Path) -> Run:
         latency_samples=tables["latency_samples"],
         clamps=tables["clamps"],
         repair=tables["repair"],
+        sensitivity=tables["sensitivity"],
+        analysis=_object(folder / "sensitivity.json"),
     )
 
 

@@ -6,6 +6,8 @@ from prunekit.workflow.finetune import RunResult, finetune, prune_job
 from prunekit.workflow.oneshot import Pruned, prune
 from prunekit.workflow.own import Own
 from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.sensitivity import Sensitivity, sensitivity
+from prunekit.workflow.sensitivity_run import SensitivityRun, analyse
 from prunekit.workflow.settings import JobSettings
 
 __all__ = [
@@ -15,10 +17,14 @@ __all__ = [
     "Planned",
     "Pruned",
     "RunResult",
+    "Sensitivity",
+    "SensitivityRun",
+    "analyse",
     "calibrate",
     "dry_run",
     "finetune",
     "plan_model",
     "prune",
     "prune_job",
+    "sensitivity",
 ]

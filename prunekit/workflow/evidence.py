@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +14,9 @@ from prunekit.calibration.gains import with_gains
 from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
 from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.calibration.settings import Moments
-from prunekit.channels import ChannelMap
+from prunekit.channels import ChannelGroup, ChannelMap
+from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.substitutes import substitute_all
 from prunekit.criteria import get_criterion
 from prunekit.errors import DataError
 from prunekit.planning.select import labels_matching
@@ -83,6 +86,7 @@ def patch_statistics(
     channel_map: ChannelMap,
     settings: RepairSettings | None = None,
     exclude: Iterable[str] = (),
+    groups: Sequence[ChannelGroup] | None = None,
 ) -> PatchStats:
     """Patch statistics of the layers that read channels which may go, with their measured gains.
 
@@ -92,17 +96,22 @@ def patch_statistics(
         channel_map: of the model.
         settings: of the repair that follows, which says how many rows and how much memory may be used.
         exclude: globs over module paths whose output channels stay.
+        groups: those of the map whose readers are looked at; None: all.
     """
     settings, images = settings or RepairSettings(), pixel_by_pixel(images)
     may_go = ~labels_matching(channel_map, exclude, "exclude")
     may_go[0] = False
+    if groups is not None:
+        may_go &= np.isin(np.arange(channel_map.n_labels), [label for group in groups for label in group.labels])
     free = [
         name
         for name, axes in channel_map.labels.items()
-        if len(axes) > 1 and any(labels is not None and may_go[labels].any() for labels in axes[:2])
+        if len(axes) > 1 and any(on is not None and may_go[channel_map.deciding(on)].any() for on in axes[:2])
     ]
+    copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
+    substitute_all(copy)  # attention that calls its projections as layers
     found = collect_patches(
-        model,
+        copy,
         in_batches(images),
         norms=channel_map.norms,
         weights=free,
@@ -110,4 +119,4 @@ def patch_statistics(
         images=len(images),
         memory_bytes=settings.memory_bytes,
     )
-    return with_gains(model, found, images[: max(FEWEST, len(images) // 16)])
+    return with_gains(copy, found, images[: max(FEWEST, len(images) // 16)])

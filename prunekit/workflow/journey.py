@@ -26,13 +26,15 @@ from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients, needs_activations
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.pruning import Planned, plan_curves, plan_model
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import (
+    CURVE_COLUMNS,
     clamp_rows,
     clamp_summary,
     coupling_rows,
+    curve_rows,
     history_rows,
     layer_rows,
     lock_rows,
@@ -131,6 +133,11 @@ class Journey:
                 channel_map=self.chart,
             )
             self._keep_plan(planned)
+            if patches is not None:
+                curves = plan_curves(planned, patches)
+                write_csv(
+                    self.run.path / "sensitivity.csv", curve_rows(planned.plan.channel_map, curves), CURVE_COLUMNS
+                )
         return planned
 
     def _keep_plan(self, planned: Planned) -> None:

@@ -16,8 +16,9 @@ from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion, normalise, score
+from prunekit.criteria.elimination import outputs_reading
 from prunekit.errors import UsageError
-from prunekit.planning import Plan, PruneSettings, make_plan
+from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, make_plan
 from prunekit.planning.select import Scores
 
 
@@ -107,6 +108,20 @@ def plan_model(
     plan, scores = made[-1]
     plan = replace(plan, channel_map=settled.channel_map)  # which also knows what the last trial found out
     return Planned(plan, scores, settled.compact, settled.difference, added)
+
+
+def plan_curves(planned: Planned, patches: PatchStats) -> dict[str, SensitivityCurve]:
+    """The curves that a plan by elimination was made from, by a group's name: the lower convex hulls of the errors.
+
+    Args:
+        patches: that it was made with.
+    """
+    chart = planned.plan.channel_map
+    groups = {group.name: group for group in chart.groups}
+    return {
+        name: replace(curve, outputs=outputs_reading(groups[name], chart, patches))
+        for name, curve in cumulated(chart, planned.scores).items()
+    }
 
 
 def feasible(channel_map: ChannelMap, settings: PruneSettings) -> Plan:

@@ -70,5 +70,5 @@ def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:
         "kept": report.kept,
         "layers": len(report.layers),
         "refitted": sum(bool(layer.applied) for layer in report.layers),
-        "memory": asdict(report.memory),
+        "memory": {**asdict(report.memory), "bytes": report.memory.bytes},
     }

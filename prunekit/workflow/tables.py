@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import pandas as pd
 from torch import nn
 
 from prunekit.artifacts import atomic_file
-from prunekit.planning import Plan
+from prunekit.channels import ChannelMap
+from prunekit.planning import MeasuredPoint, Plan, SensitivityCurve
+from prunekit.planning.curves import keeping
 from prunekit.planning.select import Scores
 from prunekit.training import ClampRow, EpochRow
 
@@ -73,6 +75,47 @@ def coupling_rows(plan: Plan) -> list[dict[str, Any]]:
             module, _, tensor = name.rpartition(".")
             row = {"group": group.name, "channels": len(group.labels), "kept": kept, "module": module}
             rows.append(row | {"tensor": tensor, "axis": axis, "position": positions[module]})
+    return rows
+
+
+CURVE_COLUMNS = (
+    "group",
+    "module",
+    "kept",
+    "channels",
+    "macs_saved",
+    "error_fast",
+    "error_total",
+    "error_measured",
+    "kl",
+    "loss",
+    "top1",
+)
+
+
+def curve_rows(
+    channel_map: ChannelMap,
+    curves: Mapping[str, SensitivityCurve],
+    measured: Mapping[str, Sequence[MeasuredPoint]] | None = None,
+) -> list[dict[str, Any]]:
+    """A row for each number of kept labels, from all to one, of each group that has a curve: what it saves and costs.
+
+    `error_fast` is the mean, and `error_total` the sum, over outputs of the layers that read the group, each as much
+    as its gain says, all that is left fitted anew. The others are of the model's output as masked; None where nothing
+    was measured.
+    """
+    rows, dense = [], channel_map.macs()
+    for group in channel_map.groups:
+        curve, points = curves.get(group.name), {point.kept: point for point in (measured or {}).get(group.name, ())}
+        for kept in range(group.labels.size, 0, -1) if curve is not None else sorted(points, reverse=True):
+            order = group.labels if curve is None else curve.labels  # what MACs are saved depends on the number alone
+            point = points.get(kept)
+            row = {"group": group.name, "module": group.module, "kept": kept, "channels": group.labels.size}
+            row |= {"macs_saved": dense - channel_map.macs(keeping(channel_map, order, kept))}
+            row |= {"error_fast": None if curve is None else curve.share_at(kept)}
+            row |= {"error_total": None if curve is None else curve.error_at(kept)}
+            row |= {"error_measured": None if point is None else point.error}
+            rows.append(row | {name: getattr(point, name, None) for name in ("kl", "loss", "top1")})
     return rows
 
 

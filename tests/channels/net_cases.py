@@ -5,6 +5,7 @@ from __future__ import annotations
 import nets_attention
 import nets_convolutions
 import nets_fixed
+import nets_grouped
 import nets_images
 import nets_joins
 import nets_modes
@@ -20,6 +21,7 @@ __all__ = [
     "nets_attention",
     "nets_convolutions",
     "nets_fixed",
+    "nets_grouped",
     "nets_images",
     "nets_joins",
     "nets_modes",

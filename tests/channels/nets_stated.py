@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -159,6 +160,76 @@ class Batched(nn.Module):
         return self.o(mixed.view(n, v.shape[1], length, -1).transpose(1, 2).reshape(n, length, width))
 
 
+class ReadOffAPart(nn.Module):
+    """Reads a width off one of its parts, and refuses an input that is too narrow before it splits it."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.width = 8
+            self.turn = nn.Linear(12, self.width)
+
+        def forward(self, state: Tensor, x: Tensor) -> Tensor:
+            return state + self.turn(torch.cat([state, x], -1)).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = self.Cell()
+        self.a, self.b = nn.Linear(WIDTH, 12), nn.Linear(8, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        width = self.cell.width
+        rest = y.shape[-1] - width
+        if rest <= 0:
+            raise ValueError(f"{y.shape[-1]} channels are no more than {width}")
+        state, x = y.split([width, rest], -1)
+        return self.b(self.cell(state.tanh(), x))
+
+
+class ScaleOfAWidth(nn.Module):
+    """Attention whose scale its own Python makes of the width of a head, in a variable."""
+
+    def __init__(self, heads: int = 3) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        scale = 1.0 / math.sqrt(k.size(-1))
+        scores = (q @ k.transpose(-2, -1)) * scale
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Correlation(nn.Module):
+    """Products of features, which are gone once they are summed over, by the root of their number as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), nn.Linear(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a(x), self.b(x)
+        _, _, n_features = first.shape
+        first = first @ second.transpose(1, 2)  # (N, L, L)
+        return self.c(first / torch.sqrt(torch.tensor(n_features)))
+
+
+class DividedInPlace(nn.Module):
+    """A mean written as a sum, and a variance that is divided in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), nn.Linear(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.a(x), self.b(x)
+        power = z.square().sum(-1, keepdim=True)
+        power /= z.shape[2] - 1
+        return self.c(torch.cat([y.sum(-1, keepdim=True) / y.shape[-1], power], -1))
+
+
 CLASSES: tuple[type[Any], ...] = (
     Quotient,
     Unscaled,
@@ -169,4 +240,8 @@ CLASSES: tuple[type[Any], ...] = (
     Inherited,
     FixedTable,
     Batched,
+    ReadOffAPart,
+    ScaleOfAWidth,
+    Correlation,
+    DividedInPlace,
 )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from prunekit.channels import trace
 from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.batches import BatchAxes
+from prunekit.channels.scales import Scales
 from prunekit.channels.searching import SizeSearch
 from prunekit.compaction import compact
 from prunekit.planning import load_plan
@@ -287,7 +288,8 @@ def test_sizes_that_follow_from_a_layers_own_tensors_are_not_searched() -> None:
     net = randomised(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))).eval()
     plan = settled_plan(net, EXAMPLE)
     batches = BatchAxes(net, plan.channel_map.traced.trace, [EXAMPLE])
-    search = SizeSearch(net, compact(net, plan), plan.channel_map, plan.keep, batches, lambda: (0.0, None))
+    known = (plan.channel_map, plan.keep, batches, Scales(net, [EXAMPLE]))
+    search = SizeSearch(net, compact(net, plan), *known, lambda: (0.0, None))
     operators = [o for o in plan.channel_map.traced.trace.runs[0].operators if o.module == "0"]
     assert operators
     assert list(search._options("0", operators)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import torch
 from equivalence import TOLERANCE, parity, randomised, settled_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, Unscaled
-from torch import Tensor, nn
+from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, ReadOffAPart, Unscaled
+from torch import nn
 
 from prunekit import load
 from prunekit.channels.attributes import attribute_values
-from prunekit.channels.places import Place
+from prunekit.channels.places import Place, attribute_read
 from prunekit.channels.rewriting import set_expressions
-from prunekit.channels.sites import slice_of_axis
+from prunekit.channels.sites import definition
+from prunekit.channels.syntax import slice_of_axis
 from prunekit.compaction import compact, save
 from prunekit.errors import ArtifactError
 from prunekit.planning import Plan, load_plan
@@ -190,18 +192,63 @@ def test_names_of_places_are_read_back() -> None:
     assert Place.named("num_heads") is None
 
 
-def test_a_module_that_was_written_nowhere_is_locked_and_said(tmp_path: Path) -> None:
-    namespace: dict[str, Any] = {"nn": nn, "Tensor": Tensor}
-    exec(  # as in a session whose lines are kept in no file
-        "class Nowhere(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.a, self.b = nn.Linear(12, 8), nn.Linear(8, 12)\n"
-        "    def forward(self, x):\n"
-        "        return self.b(self.a(x).view(len(x), -1, 8))\n",
-        namespace,
-    )
-    net = around(namespace["Nowhere"]())
+def test_a_width_read_off_a_part_is_set_there() -> None:
+    net = around(ReadOffAPart())
+    plan = settled_plan(net, EXAMPLE, share=0.7)
+    assert plan.kept("1.a.weight", 0).size < 8  # with the dense width the module would raise
+    small: Any = compact(net, plan)
+    assert small[1].cell.width == small[1].cell.turn.out_features < 8
+    assert net.get_submodule("1.cell").width == 8
+
+
+@pytest.mark.parametrize(("method", "read"), [
+    ("return x.view(self.width)", "width"),
+    ("return x.view(self.part.width)", "part.width"),
+    ("n = self.part.width\n  return x.view(n)", "part.width"),
+    ("m = self.width\n  n = m\n  return x.view(n)", "width"),
+    ("n = self.width\n  n += 1\n  return x.view(n)", None),
+    ("n, m = self.width, 2\n  return x.view(n)", None),
+    ("return x.view(self.width + 1)", None),
+    ("return x.view(x.width)", None),
+    ("return x.view(x)", None),
+    ("return x.view(self)", None),
+])  # fmt: skip
+def test_which_attribute_is_read(method: str, read: str | None) -> None:
+    run = class_in(f"class Reading:\n def run(self, x):\n  {method}\n", "Reading", "reading.py").run.__code__
+    found = definition(run)
+    assert found is not None
+    call: Any = found[0].body[-1]
+    assert attribute_read(run, call.value.args[0]) == read
+
+
+def class_in(source: str, name: str, file: str) -> Any:
+    """A class from source that stands in a file, as far as Python's own tools can tell."""
+    namespace: dict[str, Any] = {"nn": nn}
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec"), namespace)
+    return namespace[name]
+
+
+FIXED = """class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 8), nn.Linear(8, 12)
+    def forward(self, x):
+        return self.b(self.a(x).view(len(x), -1, 8))
+"""
+
+
+def test_a_package_whose_name_begins_like_torchs_is_a_models_own() -> None:
+    net = around(class_in(FIXED, "Fixed", f"{Path(torch.__file__).parent}vision_of_ours/fixed.py")())
     plan = settled_plan(net, EXAMPLE, share=0.5)
-    assert plan.kept("1.a.weight", 0).size == 8
+    assert plan.kept("1.a.weight", 0).size < 8
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+
+
+def test_a_module_that_was_written_nowhere_is_locked_and_said() -> None:
+    namespace: dict[str, Any] = {"nn": nn}
+    exec(FIXED.replace("8", "6"), namespace)  # as in a session whose lines are kept in no file
+    net = around(namespace["Fixed"]())
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert plan.kept("1.a.weight", 0).size == 6
     assert any(lock.module == "1" and "invalid for input of size" in lock.reason for lock in plan.channel_map.locks)

@@ -29,7 +29,6 @@ WITH_AUXILIARY_HEADS = ("googlenet", "inception_v3")
 
 MACS_LEFT = {
     "squeezenet1_1": (0.34, "its last convolution makes the class scores, which are locked"),
-    "shufflenet_v2_x0_5": (0.37, "channels that pass through chunk and shuffle unchanged are tied to one another"),
 }
 """Largest share of the MACs that may be left at half of the channels, where that is not 32 %, and why."""
 

@@ -75,7 +75,7 @@ def jobs() -> list[JobSettings]:
 
 @pytest.fixture
 def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSettings]) -> Callable[..., None]:
-    def install(**changes: Any) -> None:
+    def install(command: str = "finetune", **changes: Any) -> None:
         def stand_in(
             job: JobSettings, *, log: Log, progress: bool, resolved: str, finish: Finish, own: Own
         ) -> RunResult:
@@ -91,7 +91,7 @@ def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSett
             finish(folder)
             return RunResult(folder, metrics)
 
-        monkeypatch.setattr(workflow, "finetune", stand_in)
+        monkeypatch.setattr(workflow, command, stand_in)
 
     return install
 
@@ -110,6 +110,19 @@ def test_finetune_prints_the_result_and_writes_the_report(
     assert f"Report: {report}" in result.stdout
     assert '<span class="state finished">finished</span>' in report.read_text()
     assert load(report.parent / "recipe.yaml") == load(recipe)
+
+
+def test_prune_runs_the_job_without_fine_tuning(
+    finetune: Callable[..., None], recipe: str, jobs: list[JobSettings]
+) -> None:
+    repair = {"before": 0.25, "after": 0.01, "kept": True, "layers": 21, "refitted": 20}
+    finetune("prune_job", fine_tuned=False, repair=repair)
+    result = run("prune", recipe, "repair={fit: channel}", "prune.scope=per_mac")
+    assert result.exit_code == 0, result.stderr
+    assert (jobs[0].repair.fit, jobs[0].prune.scope) == ("channel", "per_mac")  # type: ignore[union-attr]
+    line = "Repair: output error on held-out images 25.00 % → 1.00 % of its variance; 20 of 21 layers refitted"
+    assert line in result.stdout.splitlines()
+    assert "control" not in result.stdout
 
 
 def test_finetune_json_is_one_object_on_stdout(finetune: Callable[..., None], recipe: str) -> None:

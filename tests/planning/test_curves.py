@@ -12,6 +12,7 @@ from torch import nn
 from prunekit.channels import ChannelMap, trace
 from prunekit.criteria.elimination import hull_slopes
 from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, cumulated, make_plan, per_mac
+from prunekit.planning.curves import fewest_within, kept_counts, rank_correlation
 from prunekit.planning.select import Scores
 
 
@@ -100,3 +101,41 @@ def test_macs_of_a_label_are_those_it_costs_around_a_plan() -> None:
     group = next(group for group in channel_map.groups if group.labels.size == 4)
     scores = np.ones(channel_map.n_labels)
     np.testing.assert_allclose(per_mac(channel_map, scores)[group.labels], 1 / (30 * 16))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_hull_never_falls_nor_lies_above_its_curve(seed: int) -> None:
+    errors = np.cumsum(np.random.default_rng(seed).random(40) ** 4)
+    slopes = hull_slopes(errors)
+    assert (np.diff(slopes) >= 0).all()
+    assert (np.cumsum(slopes) <= errors + 1e-12).all()
+    assert np.cumsum(slopes)[-1] == pytest.approx(errors[-1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 16, 63, 512])
+def test_counts_to_measure_go_from_all_to_one_over_half(size: int) -> None:
+    counts = kept_counts(size)
+    assert (counts[0], counts[-1]) == (size, 1)
+    assert max(1, size // 2) in counts
+    assert list(counts) == sorted(set(counts), reverse=True)
+    assert len(counts) == min(size, 8)
+
+
+def test_the_fewest_within_a_limit_has_nothing_worse_above_it() -> None:
+    curve = [(8, 0.0), (6, 0.005), (4, 0.02), (2, 0.008), (1, 0.3)]
+    assert [fewest_within(curve, limit) for limit in (0.001, 0.01, 0.1, 1)] == [8, 6, 2, 1]
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    one, other = np.array([1.0, 2, 3, 4, 5]), np.array([2.0, 1, 4, 3, 50])
+    assert rank_correlation(one, other) == pytest.approx(1 - 6 * 4 / (5 * 24))  # without ties: by the differences
+    tied = np.array([1.0, 1, 2, 3])  # ranks 1.5, 1.5, 3, 4
+    assert rank_correlation(tied, np.arange(4.0)) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
+    assert rank_correlation(np.ones(3), np.arange(3.0)) is None
+    assert rank_correlation(np.array([]), np.array([])) is None
+
+
+def test_a_curve_knows_its_error_by_what_is_kept() -> None:
+    curve = SensitivityCurve(np.arange(3), np.array([1.0, 2, 8]), outputs=4)
+    assert [curve.error_at(kept) for kept in (3, 2, 1, 0)] == [0, 1, 2, 8]
+    assert curve.share_at(1) == 0.5

@@ -248,3 +248,15 @@ def test_memory_is_stated_first_and_costs_no_more_than_time(mebibytes: int) -> N
     assert report.kept
     assert report.after < 0.5 * report.before
     assert (report.memory.batch < len(IMAGES)) == (mebibytes < 8)
+
+
+@pytest.mark.parametrize("fit", ["moments", "channel", "patch"])
+def test_a_norm_that_starts_at_zero_leaves_nothing_to_fit(fit: str) -> None:
+    """As the last norm of each block of an untrained residual network."""
+    model = randomised(Residual()).double().eval()
+    nn.init.zeros_(model.bn1.weight)
+    plan = planned(model, "conv1.weight", [0, 1])
+    masked, report = repair(model, plan, IMAGES, RepairSettings(fit=fit, rows=1024))  # type: ignore[arg-type]
+    notes = {layer.weight: layer.note for layer in report.layers}
+    assert notes["conv1.weight"] == "the norm behind it has no factor but 0"
+    assert verify(masked, compact(masked, plan), plan, [(IMAGES[:4],)]).max_relative_difference < 1e-12

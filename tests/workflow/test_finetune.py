@@ -25,7 +25,7 @@ from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import EpochRow, TrainSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
 from prunekit.workflow.dense import prepare, train_baseline
-from prunekit.workflow.finetune import _Journey
+from prunekit.workflow.journey import Journey
 from prunekit.workflow.results import Measured, shortfalls
 from prunekit.workflow.runs import RunFolder
 
@@ -233,7 +233,7 @@ def test_the_baselines_clamps_are_kept_also_where_it_comes_from_the_cache(tmp_pa
 def test_skipped_steps_are_logged_and_kept(tmp_path: Path) -> None:
     log: list[str] = []
     run = RunFolder(tmp_path, "", log.append)
-    journey = _Journey(SimpleNamespace(job=None), None, run, False)  # type: ignore[arg-type]
+    journey = Journey(SimpleNamespace(job=None), None, run, progress=False, training=True)  # type: ignore[arg-type]
     journey._note("pruned", (EpochRow(1, 0.1, 1.0, 50.0, 1.0, 50.0, 10.0, 1.0, skipped=3),), ())
     assert log == ["pruned: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
     assert list(pd.read_csv(tmp_path / "history.csv")["skipped"]) == [3]

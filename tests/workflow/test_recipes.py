@@ -15,7 +15,7 @@ from real_cifar import WEIGHTS, needs_cifar, write_npz
 import prunekit
 from prunekit.errors import DataError
 from prunekit.recipe import load
-from prunekit.workflow import finetune
+from prunekit.workflow import finetune, prune_job
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUICK = ["latency.batches=[1]", "latency.repeats=5", "threads=1", "device=cpu", "data.workers=0"]
@@ -63,7 +63,23 @@ def test_cifar_runs_to_its_end(tmp_path: Path) -> None:
     assert run.metrics["pruned"]["macs"] <= 0.5 * run.metrics["dense"]["macs"]
 
 
-@pytest.mark.parametrize("name", ["resnet34-imagenet", "resnet56-cifar10"])
+@needs_cifar
+def test_cifar_without_training_runs_to_its_end(tmp_path: Path) -> None:
+    data = write_npz(tmp_path / "cifar10.npz", train=300, test=200)
+    sources = [f"data.root={data}", f"model.weights={WEIGHTS['resnet20']}", f"output={tmp_path / 'runs'}"]
+    shorter = ["model.name=resnet20", "calibration.images=128"]
+    run = prune_job(load(RECIPES / "resnet56-cifar10-oneshot.yaml", [*sources, *shorter, *QUICK]), log=silent)
+    dense, pruned = run.metrics["dense"], run.metrics["pruned"]
+    assert pruned["macs"] <= 0.5 * dense["macs"]
+    assert pruned["top1"] >= dense["top1"] - 15  # plain magnitude pruning leaves a quarter of them right
+    assert run.metrics["repair"]["kept"]
+    assert run.metrics["repair"]["after"] < 0.3 * run.metrics["repair"]["before"]
+    assert not run.metrics["fine_tuned"]
+    assert "control" not in run.metrics
+    assert prunekit.load_plan(run.folder).provenance["prune"]["criterion"] == "elimination"
+
+
+@pytest.mark.parametrize("name", ["resnet34-imagenet", "resnet56-cifar10", "resnet56-cifar10-oneshot"])
 def test_without_data_and_weights_nothing_starts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "hub"))
@@ -74,5 +90,5 @@ def test_without_data_and_weights_nothing_starts(name: str, tmp_path: Path, monk
     assert all(override in message for override in ("data.root=PATH", "model.weights=FILE"))
     known = {"resnet34-imagenet": ("image-net.org", "resnet34-b627a593.pth"),
              "resnet56-cifar10": ("name=CIFAR10", "akamaster/pytorch_resnet_cifar10")}  # fmt: skip
-    assert all(source in message for source in known[name])
+    assert all(source in message for source in known[name.removesuffix("-oneshot")])
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.modules.conv import _ConvNd
 
+from prunekit.channels.constraints import Grouped
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.registry import Call, rule
 
@@ -103,7 +105,10 @@ def _by_whole_groups(
 def _by_columns(
     flow: Flow, x: Labels | None, first: Labels | None, second: Labels | None, groups: int, *, transposed: bool
 ) -> Labels | None:
-    """The same columns in every group, so that the number of groups stays."""
+    """The same columns in every group, so that the number of groups stays; or whole groups that hang together."""
+    if x is not None and first is not None and second is not None and not transposed and _remembers_groups(flow):
+        flow.constraints.append(Grouped(x.reshape(groups, -1), first.reshape(groups, -1), second, flow.module))
+        return first
     columns = None if x is None else flow.union.tie(x.reshape(groups, -1), [0]).reshape(-1)
     if first is not None:
         rows = flow.union.tie(first.reshape(groups, -1), [0]).reshape(-1)
@@ -112,3 +117,8 @@ def _by_columns(
         return None if second is None else np.tile(second, groups)
     flow.join(columns, second, FIXED_PARTNER)
     return first
+
+
+def _remembers_groups(flow: Flow) -> bool:
+    """Whether what runs is a module of torch, whose number of groups can be set."""
+    return flow.model is not None and isinstance(flow.model.get_submodule(flow.module), _ConvNd)

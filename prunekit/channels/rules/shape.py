@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from prunekit.channels.constraints import Crossed, Rectangle
-from prunekit.channels.labels import Field, Labels, collapse
+from prunekit.channels.constraints import Crossed, Padded, Rectangle
+from prunekit.channels.labels import Field, Labels, collapse, rows_along
 from prunekit.channels.rules.registry import Call, rule
 
 if TYPE_CHECKING:
@@ -192,16 +192,24 @@ def pad(flow: Flow, call: Call) -> None:
     changed = {last - i // 2: amounts[i - i % 2 : i - i % 2 + 2] for i, amount in enumerate(amounts) if amount}
     if call.name == "aten.constant_pad_nd" and all(amount >= 0 for amount in amounts):
         filled = bool(call.arg(2, "value", 0))
-        flow.set(call.out, [_padded(field, changed, filled) for field in flow.fields(call.args[0])])
+        flow.set(call.out, [_padded(flow, field, changed, filled) for field in flow.fields(call.args[0])])
     else:
         replay(flow, call, list(changed), BY_POSITION, zero=False)
 
 
-def _padded(field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
-    """Padding by zeros is as good as zero on the other axes of a field."""
+def _padded(flow: Flow, field: Field, changed: dict[int, Sequence[int]], filled: bool) -> Field:
+    """What is added stays, or goes with what it was added to; zeros are as good as zero on other axes of a field."""
     amounts = [tuple(changed.get(axis, (0, 0))) if axis in field.span else (0, 0) for axis in range(field.labels.ndim)]
-    outside = any(axis not in field.span for axis in changed)
-    return Field(np.pad(field.labels, amounts), field.zero and not (filled and outside))
+    added = [axis for axis in changed if axis in field.span]
+    labels = np.pad(field.labels, amounts)
+    if len(added) == 1 and len(field.span) > 1:
+        rows = rows_along(field.labels, added[0])
+        part = flow.union.new(rows.shape[1])
+        flow.constraints.append(Padded(rows, part))
+        shape = [1 if axis == added[0] else size for axis, size in enumerate(field.labels.shape)]
+        labels = np.where(np.pad(np.ones_like(field.labels), amounts), labels, part.reshape(shape))
+    outside = any(axis not in field.span or len(field.span) > 1 for axis in changed)
+    return Field(labels, field.zero and not (filled and outside))
 
 
 @rule("aten.flip")

@@ -1,0 +1,102 @@
+"""`prunekit sensitivity`: which channel groups the output depends on most."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import click
+
+from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
+from prunekit.cli.output import Console, check_folder, table
+
+
+@click.command("sensitivity", short_help="Show what each channel group costs to prune.")
+@click.argument("recipe", metavar="RECIPE.yaml")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--measured", is_flag=True, help="Also run the model with each group masked: exact, and slower.")
+@click.option(
+    "--groups",
+    multiple=True,
+    metavar="GLOB",
+    help="Only channel groups of such a name; may be repeated. `prunekit inspect` shows the names.",
+)
+@own_options
+@device_option
+@seed_option
+@output_option("runs.  [default: runs]")
+@common_options
+def sensitivity_command(
+    recipe: str,
+    overrides: tuple[str, ...],
+    measured: bool,
+    groups: tuple[str, ...],
+    factory: str | None,
+    data: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Error against kept channels, for every channel group of a recipe's dense model.
+
+    Fast, from unlabelled calibration images: what the layers that read the group lose when their weights are fitted
+    anew, as a share of their outputs' variance. With --measured, on validation images: what the model's output, loss
+    and top-1 lose when the group is masked and nothing is fitted. Curves as CSV and JSON, and a report.
+    """
+    console = Console(as_json)
+    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    check_folder(job.output)
+    from prunekit import report
+    from prunekit.recipe import dump
+    from prunekit.workflow import Own, analyse
+
+    with console.running():
+        run = analyse(
+            job,
+            measured=measured,
+            groups=groups,
+            log=console.log,
+            progress=console.progress,
+            resolved=dump(job),
+            finish=partial(report.write_sensitivity, state="finished"),
+            own=Own(factory, data),
+        )
+    places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
+    console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics, measured)}\n{places}")
+
+
+def _text(metrics: dict[str, Any], measured: bool) -> str:
+    from prunekit.report.numbers import count
+
+    columns = [("fast 1 %", "kept_1_fast"), ("10 %", "kept_10_fast"), ("at half", "half_fast"), ("total", "half_total")]
+    if measured:
+        columns += [("measured 1 %", "kept_1_measured"), ("10 %", "kept_10_measured"), ("at half", "half_measured")]
+    rows = [
+        (row["group"], row["channels"], count(row["macs"]), *(_cell(name, row[name]) for _, name in columns))
+        for row in metrics["groups"]
+    ]
+    lines = [
+        "Channels to keep for an error within 1 % and 10 % of the variance, and the error at half of the channels "
+        "(total: what a budget is spent by); the most sensitive group first.",
+        table(("group", "channels", "MACs", *(heading for heading, _ in columns)), rows),
+    ]
+    return "\n".join([*lines, *_measured(metrics)])
+
+
+def _cell(name: str, value: float | None) -> str:
+    from prunekit.report.numbers import digits, share
+
+    return digits(value) if name == "half_total" else share(value, 0 if name.startswith("kept") else 1)
+
+
+def _measured(metrics: dict[str, Any]) -> list[str]:
+    from prunekit.report.numbers import digits, percent
+
+    if metrics["dense"] is None:
+        return []
+    top1, loss = percent(metrics["dense"]["top1"], 2), digits(metrics["dense"]["loss"])
+    lines = [f"Dense model on {metrics['measured_images']} validation images: top-1 {top1}, loss {loss}"]
+    if metrics["agreement"] is not None:
+        lines.append(
+            f"Rank correlation of fast and measured, over groups at half of the channels: {metrics['agreement']:.2f}"
+        )
+    return lines

@@ -1,0 +1,182 @@
+"""Sensitivity: what the output of a model loses with each number of channels that a group keeps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from prunekit.calibration.gradients import Loss
+from prunekit.channels import ChannelGroup, ChannelMap, trace
+from prunekit.channels.labels import Labels
+from prunekit.channels.map import Keep
+from prunekit.channels.trial import settle
+from prunekit.context import paused_garbage_collection
+from prunekit.criteria import score
+from prunekit.criteria.elimination import eliminations
+from prunekit.errors import PlanError
+from prunekit.globs import matching
+from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
+from prunekit.planning import MeasuredPoint, SensitivityCurve
+from prunekit.planning.curves import fewest_within, keeping, rank_correlation
+from prunekit.workflow.evidence import gathered, in_batches, patch_statistics
+from prunekit.workflow.runs import Log
+from prunekit.workflow.tables import curve_rows
+
+LIMITS = (0.01, 0.1)
+"""Errors, as shares of the variance, for which the fewest kept channels are named."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sensitivity:
+    """How sensitive a model is to the loss of channels, group by group.
+
+    Attributes:
+        channel_map: of the model, after a trial.
+        groups: those that were looked at.
+        curves: by a group's name, from the statistics of what reads it; none where no layer that can be followed does.
+        measured: by a group's name, what the model computes with the group masked; empty if nothing was measured.
+    """
+
+    channel_map: ChannelMap
+    groups: tuple[ChannelGroup, ...]
+    curves: Mapping[str, SensitivityCurve]
+    measured: Mapping[str, tuple[MeasuredPoint, ...]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of every group and number of kept labels; see `curve_rows`."""
+        return curve_rows(self.channel_map, self.curves, self.measured)
+
+    @cached_property
+    def summary(self) -> list[dict[str, Any]]:
+        """A row for each group, the most sensitive first: by the error at half of the channels, measured if it was,
+        else the fast total.
+
+        `group`, `module`, `channels`, `macs` (that the dense model spends on the group), and for both ways, with names
+        that end in `_fast` and `_measured`: `kept_1` and `kept_10`, the least share of the channels (0..1) at which the
+        error is within 1 and 10 % of the variance, measured: of those that were tried; `half`, the error at half of
+        them. `half_total` is the sum that a budget is spent by. None where there is no such curve.
+        """
+        by = "half_measured" if self.measured else "half_total"
+        rows = [self._summary(group) for group in self.groups]
+        return sorted(rows, key=lambda row: (row[by] is None, -(row[by] or 0.0)))
+
+    def _summary(self, group: ChannelGroup) -> dict[str, Any]:
+        size, curve, points = group.labels.size, self.curves.get(group.name), self.measured.get(group.name, ())
+        none, half = keeping(self.channel_map, group.labels, 0), max(1, size // 2)
+        row: dict[str, Any] = {"group": group.name, "module": group.module, "channels": size}
+        row["macs"] = self.channel_map.macs() - self.channel_map.macs(none)
+        fast = [] if curve is None else [(kept, curve.share_at(kept)) for kept in range(size, 0, -1)]
+        for way, line in (("fast", fast), ("measured", [(point.kept, point.error) for point in points])):
+            for limit in LIMITS:
+                row[f"kept_{limit:.0%}_{way}".replace("%", "")] = fewest_within(line, limit) / size if line else None
+            row[f"half_{way}"] = dict(line).get(half)
+        return row | {"half_total": None if curve is None else curve.error_at(half)}
+
+    @property
+    def agreement(self) -> float | None:
+        """Spearman's rank correlation over the groups, at half of the channels, of the fast total, which is what is
+        compared between groups, and the measured error; None without both.
+        """
+        pairs = [(row["half_total"], row["half_measured"]) for row in self.summary]
+        both = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
+        return rank_correlation(both[:, 0], both[:, 1])
+
+
+def sensitivity(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    measured_on: Tensor | Iterable[Any] | None = None,
+    groups: Sequence[str] = (),
+    loss: Loss | None = None,
+    more_examples: Sequence[tuple[Any, ...]] = (),
+    log: Log = lambda message: None,
+    progress: bool = False,
+) -> Sensitivity:
+    """What a model's output loses with each number of channels that a group keeps.
+
+    Fast, from unlabelled calibration images: the channels of a group go in the order of an optimal brain surgeon on
+    what its readers read (Hassibi & Stork 1993, by groups of weights); the error after each is what is left when the
+    readers' weights are fitted anew, per output of theirs, as a share of its variance. It is local, and it is what a
+    repair can reach. Measured, with `measured_on`: the same channels are masked in the model, nothing is repaired, and
+    its output is compared with the dense one; exact, see `measure.sensitivity.measure_sensitivity`.
+
+    Args:
+        model: in any mode, on any device; not changed.
+        images: (B, ...) calibration images, preprocessed as the model wants them, or batches of such, also in pairs
+            with labels, which are not used; at least 8.
+        measured_on: images as one tensor, or batches of images, or of pairs of images and labels; None: not measured.
+        groups: globs over the names of channel groups, which are module paths; none: all.
+        loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
+            scores.
+        more_examples: further inputs for the trace, for branches of the model that the images do not take.
+        log: told what happens, and before measuring how many forward passes it takes.
+        progress: shows a bar on stderr while measuring.
+
+    Raises:
+        DataError: there are no images, or too few.
+        PlanError: no channel is free, or a glob matches no group.
+        NonFiniteError: a layer reads or gives NaN or Inf; names it.
+        ModelError, UsageError: as for `measure_sensitivity`.
+    """
+    calibration = gathered(images, sys.maxsize)
+    calibration = calibration.to(next((parameter.device for parameter in model.parameters()), calibration.device))
+    examples = [(calibration[:2],), *more_examples]
+    with paused_garbage_collection():
+        chart = trace(model, *examples)
+        chosen_groups(chart, groups)
+        chart = settle(model, chart, _halved, examples).channel_map
+    chosen = chosen_groups(chart, groups)
+    stats = patch_statistics(model, calibration, chart, groups=chosen)
+    size = f"Gram matrices of {len(stats.layers)} layers, {stats.nbytes / 1e6:.1f} MB"
+    log(f"sensitivity: {len(chosen)} channel groups; {size}, from {len(calibration)} images")
+    found = eliminations(model, chart, stats, chosen)
+    curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
+    orders = {group.name: _order(group, model, chart, curves) for group in chosen}
+    without = [name for name in orders if name not in curves]
+    if without:
+        names = ", ".join(without)
+        log(f"sensitivity: no fast curve, order by magnitude: no layer that can be followed reads {names}")
+    if measured_on is None:
+        return Sensitivity(chart, chosen, curves, {})
+    log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the images, one as the model is")
+    parts = in_batches(measured_on) if isinstance(measured_on, Tensor) else measured_on
+    measured = measure_sensitivity(model, chart, orders, parts, loss=loss, progress=progress)
+    return Sensitivity(chart, chosen, curves, measured)
+
+
+def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[ChannelGroup, ...]:
+    """The groups whose names match one of the globs; all of them without globs.
+
+    Raises:
+        PlanError: no channel is free, or a glob matches no group.
+    """
+    names = [group.name for group in channel_map.groups]
+    if not names:
+        raise PlanError("no channel is free: all are locked; `prunekit inspect` lists the reasons")
+    found = {name for glob in patterns for name in matching(glob, names, "groups", PlanError, "channel group")}
+    return tuple(group for group in channel_map.groups if not patterns or group.name in found)
+
+
+def _halved(channel_map: ChannelMap) -> Keep:
+    """Half of every group, for the trial that finds what the trace could not know."""
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    for group in channel_map.groups:
+        keep[group.labels[: group.labels.size // 2]] = False
+    return keep
+
+
+def _order(
+    group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, curves: Mapping[str, SensitivityCurve]
+) -> Labels:
+    """The labels of a group as they go: by its curve, else the smallest weights first."""
+    if group.name in curves:
+        return curves[group.name].labels
+    scores = score("l2", model, channel_map)[group.labels]
+    return group.labels[np.argsort(scores, kind="stable")]

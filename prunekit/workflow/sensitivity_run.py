@@ -1,0 +1,119 @@
+"""A job's sensitivity analysis, in a folder of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prunekit.artifacts import write_json
+from prunekit.channels import trace
+from prunekit.context import threads
+from prunekit.data import Batches, batches, describe_corrupt
+from prunekit.workflow.calibrate import calibration_images
+from prunekit.workflow.dense import Prepared, prepare, train_baseline
+from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.runs import Log, environment, run_folder
+from prunekit.workflow.sensitivity import Sensitivity, chosen_groups, sensitivity
+from prunekit.workflow.settings import JobSettings
+from prunekit.workflow.tables import CURVE_COLUMNS, write_csv
+
+
+@dataclass(frozen=True, eq=False)
+class SensitivityRun:
+    """A finished analysis.
+
+    Attributes:
+        folder: `sensitivity.csv`, `sensitivity.json` and whatever `finish` wrote.
+        result: the curves.
+        metrics: what `sensitivity.json` holds.
+    """
+
+    folder: Path
+    result: Sensitivity
+    metrics: dict[str, Any]
+
+
+def analyse(
+    job: JobSettings,
+    *,
+    measured: bool = False,
+    groups: Sequence[str] = (),
+    log: Log,
+    progress: bool = False,
+    resolved: str = "",
+    finish: Callable[[Path], object] | None = None,
+    own: Own = RECIPE_ONLY,
+) -> SensitivityRun:
+    """The sensitivity of a job's dense model, training that first where it has no weights; see `sensitivity`.
+
+    Args:
+        job: the settings.
+        measured: whether to measure too, on as many images of the validation split as the job calibrates on.
+        groups: globs over names of channel groups; none: all.
+        log: gets a line for each stage.
+        progress: shows bars on stderr.
+        resolved: the recipe's text, kept in the folder.
+        finish: called with the folder at the end, before the run counts as finished (the report).
+        own: the user's own code, where the job's model or data is their own.
+
+    Raises:
+        UsageError: data, model or globs do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    prepared = prepare(job, own)
+    chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
+    with run_folder(job.output / job.name, "sensitivity", log, resolved) as run, threads(job.threads):
+        model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
+        start = time.perf_counter()
+        labelled = _validation(prepared) if measured else None
+        result = sensitivity(
+            model,
+            calibration_images(prepared),
+            measured_on=labelled,
+            groups=groups,
+            log=run.log,
+            progress=progress,
+        )
+        metrics = _metrics(job, result, labelled, time.perf_counter() - start)
+        write_csv(run.path / "sensitivity.csv", result.rows(), CURVE_COLUMNS)
+        write_json(run.path / "sensitivity.json", metrics)
+        if prepared.splits.corrupt:
+            run.log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
+        if finish is not None:
+            finish(run.path)
+    return SensitivityRun(run.path, result, metrics)
+
+
+def _validation(prepared: Prepared) -> Batches:
+    """Batches over a fixed random choice of validation images, never of test images."""
+    job, total = prepared.job, len(prepared.splits.validation)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
+    chosen = order[: job.calibration.images].sort().values
+    data = prepared.splits.validation
+    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.workers, indices=chosen)
+
+
+def _metrics(job: JobSettings, result: Sensitivity, labelled: Batches | None, seconds: float) -> dict[str, Any]:
+    """Everything that `sensitivity.json` holds."""
+    points = next(iter(result.measured.values()), ())
+    return {
+        "name": job.name,
+        "macs": result.channel_map.macs(),
+        "images": job.calibration.images,
+        "measured_images": None if labelled is None else labelled.images,
+        "dense": {"loss": points[0].loss, "top1": points[0].top1} if points else None,
+        "agreement": result.agreement,
+        "groups": result.summary,
+        "fast": {
+            name: {"errors": [curve.share_at(kept) for kept in range(curve.labels.size, 0, -1)]}
+            for name, curve in result.curves.items()
+        },
+        "measured": {name: [asdict(point) for point in found] for name, found in result.measured.items()},
+        "seconds": seconds,
+        "environment": environment(),
+    }

@@ -1,0 +1,140 @@
+"""Channel shuffles: where ties would lock all channels, the compact model states the order of what is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from equivalence import TOLERANCE, parity, random_keep, randomised, settled_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets_shuffled import WIDTH, HalvedUnit, Unit, UnitOfModules, channel_shuffle, units
+from torch import Tensor, nn
+
+from prunekit import load
+from prunekit.channels import trace
+from prunekit.channels.attributes import attribute_values
+from prunekit.channels.map import SizeAttribute
+from prunekit.channels.orders import avoidable
+from prunekit.channels.places import Place
+from prunekit.channels.rewriting import set_expressions
+from prunekit.channels.tracing import trace_model
+from prunekit.compaction import compact, save
+from prunekit.planning import Plan, load_plan
+
+EXAMPLE = (torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(3)),)
+MANY = 5
+"""Units after which ties by halves of halves leave one class."""
+
+
+def orders(plan: Plan) -> list[tuple[str, str]]:
+    places = [(size.module, Place.named(size.name)) for size in plan.channel_map.sizes]
+    return [(module, place.text) for module, place in places if place is not None and place.axis is not None]
+
+
+@pytest.mark.parametrize("cls", [Unit, UnitOfModules])
+def test_the_order_of_a_shuffle_is_found(cls: type[Unit]) -> None:
+    net = units(cls, 2).eval()
+    found = [
+        size for one in avoidable(trace_model(net, [EXAMPLE]).runs) for size in one.sizes if size.order is not None
+    ]
+    moved = channel_shuffle(torch.arange(WIDTH).reshape(1, -1, 1, 1), 2).reshape(-1)
+    owners = ["1", "2"] if cls is Unit else ["1.shuffle", "2.shuffle"]
+    assert [size.module for size in found] == owners
+    for size in found:
+        assert np.array_equal(size.order, moved)  # type: ignore[arg-type]
+        assert Place.named(size.name).axis == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cls", [Unit, UnitOfModules])
+def test_every_channel_is_free_however_often_it_is_shuffled(cls: type[Unit], tmp_path: Path) -> None:
+    net = randomised(units(cls, MANY)).eval()
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert parity(net, plan, (torch.randn(3, 3, 6, 5),)) <= TOLERANCE
+    assert len(orders(plan)) == MANY
+    free = [labels[0] for name, labels in plan.channel_map.labels.items() if "mix.weight" in name or name == "0.weight"]
+    assert len(np.unique(np.concatenate(free))) == WIDTH + MANY * WIDTH // 2  # type: ignore[arg-type]
+    small = compact(net, plan)
+    save(tmp_path / "small", small, plan, input_shapes=[[2, 3, 4, 4]])
+    assert torch.equal(load(tmp_path / "small", model=units(cls, MANY))(*EXAMPLE), small(*EXAMPLE))
+    plan.save(tmp_path / "plan")
+    again = load_plan(tmp_path / "plan")
+    assert attribute_values(net, again.channel_map, again.keep) == attribute_values(net, plan.channel_map, plan.keep)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.1, 0.8), st.sampled_from([Unit, UnitOfModules]))
+def test_orders_follow_any_plan(seed: int, share: float, cls: type[Unit]) -> None:
+    net = randomised(units(cls, MANY)).eval()
+    assert parity(net, settled_plan(net, EXAMPLE, seed, share), EXAMPLE) <= TOLERANCE
+
+
+def test_the_compact_model_trains_and_can_be_exported_and_pruned_again() -> None:
+    net = randomised(units(Unit, MANY)).eval()
+    small = compact(net, settled_plan(net, EXAMPLE, share=0.3))
+    small(*EXAMPLE).sum().backward()
+    exported = torch.export.export(small, EXAMPLE).module()
+    assert torch.allclose(exported(*EXAMPLE), small(*EXAMPLE), rtol=1e-5, atol=1e-6)
+    again = settled_plan(small.eval(), EXAMPLE, seed=1, share=0.3)
+    assert parity(small, again, EXAMPLE) <= TOLERANCE
+
+
+def test_a_map_alone_is_enough_to_compact() -> None:
+    net = randomised(units(Unit, MANY)).eval()
+    chart = trace(net, EXAMPLE)
+    assert parity(net, Plan(chart, random_keep(chart, 1, 0.5), {}), EXAMPLE) <= TOLERANCE
+
+
+class Loop(Unit):
+    """One expression shuffles other channels each time: it cannot state two orders."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(MANY):
+            x = super().forward(x)
+        return x
+
+
+def test_an_expression_that_runs_on_other_channels_each_time_is_left_alone() -> None:
+    net = randomised(units(Loop, 1)).eval()
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert not orders(plan)
+
+
+def test_where_ties_do_the_code_stays_as_it_is() -> None:
+    net = randomised(units(Unit, 1)).eval()
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert plan.removed > 0
+    assert not plan.channel_map.sizes
+    assert type(compact(net, plan)[1]) is Unit  # type: ignore[index]
+
+
+def test_a_function_that_does_more_than_shuffle_is_not_replaced() -> None:
+    net = randomised(units(HalvedUnit, MANY)).eval()
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert not orders(plan)
+
+
+def test_an_order_of_what_is_left() -> None:
+    labels, order = np.arange(1, 7)[:, None], np.array([0, 3, 1, 4, 2, 5])
+    keep = np.array([True, True, False, True, True, True, False])
+    size = SizeAttribute("", "x", None, labels, order)
+    assert size.value(keep) == [0, 2, 3, 1]  # of positions 0, 2, 3, 4: in the order 0, 3, 4, 2
+    assert SizeAttribute("", "x", None, labels).value(keep) == 4
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    unit: Any = Unit()
+    _, found = avoidable(trace_model(nn.Sequential(nn.Conv2d(3, WIDTH, 1), unit), [EXAMPLE]).runs)
+    (order,) = found.sizes
+    assert str(Place.named(order.name)) == order.name
+    for value in ([0, -1], [0, "1"], "01", [1.0]):
+        with pytest.raises(ValueError, match="is no size"):
+            set_expressions(unit, {order.name: value})
+    assert type(unit) is Unit
