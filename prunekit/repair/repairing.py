@@ -123,7 +123,8 @@ class _Prepared:
             run.learn(tuple(tensor[:SAMPLES] for tensor in inputs))
         count, limit = len(inputs[0]), settings.memory_bytes * HELD / len(runs)
         places = [cuts(self._layers, run.lifetimes, count, limit) for run in runs]
-        sizes = [fit_size(layer, plan, count, settings) for layer in self._layers]
+        item = max(tensor.element_size() for tensor in original.parameters())
+        sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
         size = batch_size([run.lifetimes for run in runs], count, settings)
         self.memory = RepairMemory(
