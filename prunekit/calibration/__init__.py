@@ -10,11 +10,13 @@ from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.ranks import MapRanks, RankCollector
 from prunekit.calibration.read_hooks import ReadHooks, find_consumers
 from prunekit.calibration.settings import CalibrationSettings
+from prunekit.calibration.shortage import CalibrationWarning
 from prunekit.calibration.sketch import MagnitudeSketch
 from prunekit.calibration.stats import ChannelStats, NonFinite
 
 __all__ = [
     "CalibrationSettings",
+    "CalibrationWarning",
     "ChannelStats",
     "Collectors",
     "Consumer",

@@ -70,8 +70,7 @@ def collect_gradients(
     with training_mode(model, False), torch.enable_grad(), plain, _all_trainable(model) as parameters:
         weights = list(parameters.values())
         for number, batch in enumerate(batches, 1):
-            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-                raise UsageError(f"batch {number}: expected images and labels for the loss, got {type(batch).__name__}")
+            _require_labels(batch, number)
             value = _checked(loss(model(batch[0].to(device)), batch[1].to(device)))
             gradients = torch.autograd.grad(value, weights, allow_unused=True, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]
@@ -83,6 +82,18 @@ def collect_gradients(
         raise UsageError("no batch was given: gradients need images with labels")
     terms, *second = ({axis: np.stack(sums) for axis, sums in kind.items()} for kind in rows)
     return TaylorTerms(terms, *second) if second_order else TaylorTerms(terms)
+
+
+def _require_labels(batch: Any, number: int) -> None:
+    shown = type(batch).__name__
+    if isinstance(batch, (tuple, list)):
+        if len(batch) > 1 and all(isinstance(part, Tensor) for part in batch[:2]):
+            return
+        shown = f"{shown} of {', '.join(type(part).__name__ for part in batch)}"
+    raise UsageError(
+        f"batch {number}: expected a tensor of images and one of labels, which the loss needs, got {shown}; without "
+        "labels, score by a criterion that needs none: `prunekit list criteria` shows them"
+    )
 
 
 def _add(rows: dict[Axis, list[FloatArray]], names: Iterable[str], factors: Factors, batch: int) -> None:

@@ -10,6 +10,10 @@ import numpy.typing as npt
 from prunekit.calibration.layer_stats import FloatArray
 from prunekit.errors import UsageError
 
+RAISED = 10
+"""Factor on the ridge of a Gram matrix of fewer positions than channels: along what nobody saw, its inverse says
+nothing."""
+
 
 @dataclass(frozen=True, eq=False)
 class InputMoments:
@@ -74,13 +78,21 @@ class InputMoments:
         return bool(np.isfinite(self.total).all() and np.isfinite(self.blocks).all())
 
     def rank(self) -> int:
-        """Numerical rank of the Gram matrix: at most `channels`, and at most `count` for each group.
+        """Numerical rank of the Gram matrix as far as float32 tells: at most `channels`, and `count` for each group.
 
         Below `channels` some are sums of others on the calibration data, or dead, and the inverse does not exist.
         """
         scale = np.sqrt(self.blocks.diagonal(axis1=1, axis2=2))
         scale = np.where(scale > 0, scale, 1)
-        return int(np.linalg.matrix_rank(self.blocks / (scale[:, :, None] * scale[:, None, :]), hermitian=True).sum())
+        alike = self.blocks / (scale[:, :, None] * scale[:, None, :])
+        tolerance = alike.shape[1] * float(np.finfo(np.float32).eps)
+        ranks = np.linalg.matrix_rank(alike, rtol=tolerance, hermitian=True)
+        return int(np.minimum(ranks, self.count).sum())
+
+    @property
+    def too_few(self) -> bool:
+        """Whether there were fewer positions than channels in a group: then no inverse exists, whatever was seen."""
+        return self.count < self.channels // self.groups
 
     def merge(self, other: InputMoments) -> InputMoments:
         """Moments of both together.

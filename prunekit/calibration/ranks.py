@@ -54,10 +54,10 @@ class MapRanks:
 class RankCollector(ReadHooks):
     """Measures the ranks of feature maps while a model runs, as a context manager of hooks.
 
-    Of the inputs of layers that read channels through a weight, and of the outputs of all other modules without
-    children. A feature map is a channel's height x width on one image, 1 x 1 of a flat input; a channel of tokens has
-    none, and there the matrix is samples x tokens of one batch. Each takes a singular value decomposition, in all many
-    times the forward pass: a few hundred images do.
+    Of the inputs of layers that read channels through a weight, and of the outputs of linear layers and of all other
+    modules without children. A feature map is a channel's height x width on one image, 1 x 1 of a flat input; a channel
+    of tokens has none, and there the matrix is samples x tokens of one batch. Each takes a singular value
+    decomposition, in all many times the forward pass: a few hundred images do.
 
     Args:
         model: the model, not compiled.
@@ -71,7 +71,7 @@ class RankCollector(ReadHooks):
         super().__init__(model)
         self._sums: dict[StatsKey, MapRanks] = {}
         self._running: dict[StatsKey, MapRanks] = {}
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, str]] = Counter()
 
     def ranks(self) -> dict[StatsKey, MapRanks]:
         """The ranks so far, by activation.
@@ -104,6 +104,11 @@ class RankCollector(ReadHooks):
         """Measures what a layer with a weight reads."""
         self._note(consumer.path, "input", values, axis)
 
+    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Measures what a linear layer makes: nothing else carries attention's queries and keys."""
+        if axis == values.dim() - 1:
+            self._note(consumer.path, "output", values, axis)
+
     def _watch(self, path: str, module: nn.Module) -> None:
         def after(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
             tensor = next(tensors_in(result), None)
@@ -113,8 +118,8 @@ class RankCollector(ReadHooks):
         self.own_forward(module, after, again=True)
 
     def _note(self, path: str, side: Literal["input", "output"], values: Tensor, axis: int) -> None:
-        key = StatsKey(path, side, self._calls[path])
-        self._calls[path] += 1
+        key = StatsKey(path, side, self._calls[path, side])
+        self._calls[path, side] += 1
         maps = _maps(values, axis)
         if maps is None:
             return

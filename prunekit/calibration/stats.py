@@ -13,7 +13,7 @@ import pandas as pd
 from prunekit.calibration import store
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
-from prunekit.calibration.moments import InputMoments
+from prunekit.calibration.moments import RAISED, InputMoments
 from prunekit.calibration.ranks import MapRanks
 from prunekit.errors import NonFiniteError, UsageError
 
@@ -89,11 +89,12 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
 
     def too_few_samples(self) -> list[str]:
         """What to say of each layer whose Gram matrix cannot have full rank, because it saw too few positions."""
-        few = {path: m for path, m in self.moments.items() if m.count < m.channels // m.groups}
         return [
-            f"the Gram matrix of the input of {path or 'the model'} has rank {m.rank()} for {m.channels} channels: "
-            f"{m.count} positions are too few, take more images"
-            for path, m in few.items()
+            f"the Gram matrix of the input of {path or 'the model'} has rank {moments.rank()} for {moments.channels} "
+            f"channels: {moments.count} positions are too few, and 'obs' raises its ridge {RAISED} times; take more "
+            "images, or more positions of each (moments_positions)"
+            for path, moments in self.moments.items()
+            if moments.too_few and moments.finite
         ]
 
     def dead(self) -> dict[StatsKey, npt.NDArray[np.int64]]:

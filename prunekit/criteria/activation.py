@@ -47,6 +47,9 @@ ACTIVATIONS = (
 )
 """The activation functions of PyTorch that look at one value at a time, and GLU; not Softmax, not attention."""
 
+TIES = 1e-3
+"""What the size of activations that are never zero may add to a share of 1."""
+
 
 @criterion(CRITERIA["activation"])
 def activation(evidence: Evidence) -> Scores:
@@ -81,40 +84,51 @@ def apoz(evidence: Evidence) -> Scores:
 
     Zeros mean something behind a rectifier only: in outputs of activation functions, where there are any; and for
     labels that no such module carries (a functional ReLU has none), in the inputs of modules, on channels that were
-    never negative.
+    never negative. What lies behind no rectifier, such as attention's heads, is hardly ever zero and scores 1; there
+    the mean |activation| tells channels apart, by at most 0.001.
 
     Raises:
-        UsageError: some label lies behind no rectifier; names its group.
+        UsageError: there is no rectifier, or some label was not measured; names its group.
         NonFiniteError: NaN or Inf was met while the statistics were collected.
     """
-    functions = _activation_functions(evidence)
+    functions, stats = _activation_functions(evidence), _finite(evidence)
     scores = _first_found(
         evidence,
-        _finite(evidence),
+        stats,
         lambda layer: 1 - layer.zero_fraction,
         lambda key, layer: key.side == "output" and key.module in functions and bool(layer.zeros.any()),
         lambda key, layer: (layer.min >= 0) & (key.side == "input" and bool(layer.zeros.any())),
     )
+    if np.isfinite(scores).any():
+        anywhere = _first_found(evidence, stats, _never_zero, *_anywhere(evidence))
+        scores = np.where(np.isnan(scores), anywhere, scores)
     advice = "score by 'activation' or 'taylor', which need no zeros"
     _require_all(scores, evidence, "criterion 'apoz': no zeros behind an activation function were seen", advice)
     return scores
+
+
+def _never_zero(layer: LayerStats) -> FloatArray:
+    size = layer.mean_abs
+    return 1 - layer.zero_fraction + TIES * size / (size.max() or 1)
 
 
 @criterion(CRITERIA["hrank"])
 def hrank(evidence: Evidence) -> Scores:
     """Mean rank of a channel's feature maps (Lin et al. 2020, "HRank: filter pruning using high-rank feature map").
 
-    Mean over the outputs of activation functions that carry it; where there are none, over all that was measured.
+    Mean over the outputs of activation functions that carry it; where there are none, over all that was measured; last
+    over outputs of linear layers, which alone carry attention's queries and keys.
 
     Raises:
         UsageError: some label has no feature maps; names its group.
     """
-    functions = _activation_functions(evidence)
+    functions, stats = _activation_functions(evidence), _finite(evidence)
     scores = _first_found(
         evidence,
-        _finite(evidence).ranks,
+        stats.ranks,
         lambda maps: maps.mean,
         lambda key, maps: key.side == "output" and key.module in functions,
+        lambda key, maps: key.side == "input" or key.module not in stats.reads,
         lambda key, maps: True,
     )
     advice = "score by 'activation' or 'chip', which need no maps"
@@ -134,13 +148,19 @@ def _of_outputs(evidence: Evidence, name: str, value: Callable[[LayerStats], Flo
         _finite(evidence),
         value,
         lambda key, layer: key.side == "output" and key.module in preferred,
-        lambda key, layer: key.side == "output" and key in evidence.channel_map.activations,
-        lambda key, layer: key.side == "input",
-        lambda key, layer: True,
+        *_anywhere(evidence),
     )
     advice = "collect them over every module, or score by 'l2', which needs none"
     _require_all(scores, evidence, f"criterion {name!r}: no statistics", advice)
     return scores
+
+
+def _anywhere(evidence: Evidence) -> tuple[Accepts[LayerStats], ...]:
+    return (
+        lambda key, layer: key.side == "output" and key in evidence.channel_map.activations,
+        lambda key, layer: key.side == "input",
+        lambda key, layer: True,
+    )
 
 
 def _activation_functions(evidence: Evidence) -> set[str]:

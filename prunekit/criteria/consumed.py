@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prunekit.calibration import Consumer, InputMoments, StatsKey
+from prunekit.calibration.moments import RAISED
 from prunekit.catalogue import CRITERIA
 from prunekit.criteria.inverse import inverse_factors
 from prunekit.criteria.nuclear import NuclearNorm
@@ -56,9 +57,9 @@ def obs(evidence: Evidence) -> Scores:
     """Squared error of a layer's outputs where channels go and the others make up for them as well as they can.
 
     For the channels c that carry a label: tr(W_c^T [(H^-1)_cc]^-1 W_c), with H the mean of x x^T, damped by 0.01 of its
-    mean diagonal; the taps of a kernel share H. Mean over the layers that read the label; of a layer whose Gram matrix
-    was left out, H is the diagonal alone. (Frantar & Alistarh 2023, "SparseGPT"; Hassibi & Stork 1993, "Second order
-    derivatives for network pruning: optimal brain surgeon".)
+    mean diagonal, by 0.1 where there were fewer positions than channels; the taps of a kernel share H. Mean over the
+    layers that read the label; of a layer whose Gram matrix was left out, H is the diagonal alone. (Frantar & Alistarh
+    2023, "SparseGPT"; Hassibi & Stork 1993, "Second order derivatives for network pruning: optimal brain surgeon".)
 
     Raises:
         UsageError: nothing that reads some label was measured.
@@ -66,7 +67,8 @@ def obs(evidence: Evidence) -> Scores:
     """
     found = LabelMean(evidence.channel_map)
     for read, moments in _with_moments(evidence):
-        factors = inverse_factors(moments.blocks / max(moments.count, 1), DAMPING)
+        damping = DAMPING * RAISED if moments.too_few else DAMPING
+        factors = inverse_factors(moments.blocks / max(moments.count, 1), damping)
         alive = moments.rms[:, None] > 0  # what is always 0 does nothing: the ridge must not say otherwise
         columns = (read.columns(evidence) * alive).reshape(*moments.blocks.shape[:2], -1)
 

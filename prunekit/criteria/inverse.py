@@ -25,16 +25,18 @@ def _factor(matrix: Tensor, damping: float) -> Tensor:
     while True:
         damped = matrix.clone()
         damped.diagonal().add_(damping * mean)
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        if not int(failed):
-            return factor
+        factored = torch.linalg.cholesky_ex(damped)
+        if not int(factored.info):
+            lower: Tensor = factored.L
+            return lower
         damping *= 10
 
 
 def _triangle_inverse(lower: Tensor) -> Tensor:
     size = len(lower)
     if size <= LEAF:
-        return torch.linalg.solve_triangular(lower, torch.eye(size, dtype=lower.dtype), upper=False)
+        small: Tensor = torch.linalg.solve_triangular(lower, torch.eye(size, dtype=lower.dtype), upper=False)
+        return small
     half = size // 2
     result = torch.zeros_like(lower)
     result[:half, :half] = _triangle_inverse(lower[:half, :half])

@@ -48,7 +48,8 @@ class NuclearNorm:
         step = np.log(self._t[1] / self._t[0])
         ends = weighted[0] + weighted[-1]  # below the range the integrand is constant, above it falls with t^-2
         inside = step * (weighted.sum(0) - ends / 2) + step**2 / 12 * ends  # Euler and Maclaurin's first correction
-        return np.maximum(0.0, 2 / np.pi * (inside + ends))
+        lost: FloatArray = np.maximum(0.0, 2 / np.pi * (inside + ends))
+        return lost
 
     def _singly(self, rows: IntArray) -> FloatArray:
         """(points, rows) The integrand for single rows: of R and R^2 only the diagonals are needed."""

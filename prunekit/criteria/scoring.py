@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from torch import nn
 
-from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.catalogue import Need
 from prunekit.channels import ChannelMap
@@ -43,11 +45,16 @@ def score(
     Raises:
         UsageError: an unknown criterion, missing statistics or gradients, or a model that does not fit the map.
         NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
+
+    Warns:
+        CalibrationWarning: Gram matrices come from fewer positions than channels; says their rank.
     """
     chosen = get_criterion(criterion)
     _require_evidence(chosen, stats, gradients, patches)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _check_fit(channel_map, parameters)
+    for problem in stats.too_few_samples() if stats is not None and "moments" in chosen.needs else ():
+        warnings.warn(f"criterion {criterion!r}: {problem}", CalibrationWarning, stacklevel=2)
     with torch.no_grad():
         modules = dict(model.named_modules())
         scores = chosen.function(Evidence(channel_map, modules, parameters, stats, gradients, seed, patches))

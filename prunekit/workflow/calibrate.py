@@ -22,6 +22,7 @@ from prunekit.calibration import (
 )
 from prunekit.calibration import collect as collect
 from prunekit.calibration.patch_stats import PatchStats
+from prunekit.calibration.shortage import too_few_rows
 from prunekit.channels import ChannelMap
 from prunekit.context import threads
 from prunekit.criteria import get_criterion
@@ -178,6 +179,8 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
         f"calibration: Gram matrices of the patches of {len(found.layers)} layers on {len(images)} training images, "
         f"{found.nbytes / 2**20:.0f} MiB"
     )
+    for problem in too_few_rows(found):
+        log(f"calibration: {problem}")
     return found
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, collect
-from prunekit.calibration.gains import with_gains
+from prunekit.calibration.gains import RIDGE, with_gains
 from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
 from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.calibration.settings import Moments
+from prunekit.calibration.shortage import with_raised_ridge
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.substitutes import substitute_all
@@ -90,6 +91,8 @@ def patch_statistics(
 ) -> PatchStats:
     """Patch statistics of the layers that read channels which may go, with their measured gains.
 
+    Where positions are too few for a Gram matrix its ridge is raised; `too_few_rows` says so.
+
     Args:
         model: the dense one, on the images' device.
         images: (B, ...)
@@ -119,4 +122,4 @@ def patch_statistics(
         images=len(images),
         memory_bytes=settings.memory_bytes,
     )
-    return with_gains(copy, found, images[: max(FEWEST, len(images) // 16)])
+    return with_gains(copy, with_raised_ridge(found, RIDGE), images[: max(FEWEST, len(images) // 16)])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.calibration.patches import pixel_by_pixel
+from prunekit.calibration.shortage import too_few_rows
 from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
@@ -41,6 +42,7 @@ class Pruned:
         max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
             and of the outputs where it was repaired.
         repair: what the repair did; None without.
+        notes: what the calibration was short of, in sentences.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class Pruned:
     max_relative_difference: float
     masked: nn.Module | None = None
     repair: RepairReport | None = None
+    notes: tuple[str, ...] = ()
 
 
 def prune(
@@ -149,12 +152,19 @@ def _prune_on(
     given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
     planned = _planned(model, (images[:2],), settings, given, chart, patches)
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
+    notes = _notes(settings.criterion, given.stats, patches)
     if repairing is None:
-        return Pruned(planned.compact, plan, scores, difference)
+        return Pruned(planned.compact, plan, scores, difference, notes=notes)
     masked, report = repair_masked(model, plan, images, repairing)
     small = compact(masked, plan)
     proof = verify(masked, small, plan, [(images[:8],)])
-    return Pruned(small, plan, scores, max(difference, proof.max_relative_difference), masked, report)
+    return Pruned(small, plan, scores, max(difference, proof.max_relative_difference), masked, report, notes)
+
+
+def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:
+    """What to say of the evidence that a criterion looked at."""
+    moments = stats.too_few_samples() if stats is not None and "moments" in get_criterion(criterion).needs else ()
+    return (*moments, *(() if patches is None else too_few_rows(patches)))
 
 
 def _traced(model: nn.Module, example: tuple[Any, ...], given: _Given) -> ChannelMap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from prunekit.calibration import ChannelStats, TaylorTerms
+from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import Keep
@@ -51,7 +52,11 @@ def importance(
     patches: PatchStats | None = None,
 ) -> Scores:
     """Scores of a criterion; but for scope `uniform` normalised within each group, unless comparable as they are."""
-    scores = score(settings.criterion, model, channel_map, stats=stats, gradients=gradients, patches=patches, seed=seed)
+    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
+        warnings.simplefilter("ignore", CalibrationWarning)
+        scores = score(
+            settings.criterion, model, channel_map, stats=stats, gradients=gradients, patches=patches, seed=seed
+        )
     as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
     return scores if as_it_is else normalise(scores, channel_map)
 

@@ -14,6 +14,8 @@ from torchvision import models
 
 import prunekit.models  # noqa: F401  # registers torchvision's window attention
 from prunekit.calibration import ChannelStats, InputMoments, MomentsCollector, collect, find_consumers
+from prunekit.calibration.patch_stats import collect_patches
+from prunekit.calibration.shortage import too_few_rows, with_raised_ridge
 from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.hooks import count_hooks
 
@@ -233,6 +235,24 @@ def test_too_few_samples_say_their_rank() -> None:
     stats = collect(model, [dead], CPU, moments="full")
     assert stats.moments["0"].rank() == 9
     assert stats.too_few_samples() == []
+    narrow = collect(model.float(), [torch.randn(5, 12)], CPU, moments="full")
+    assert narrow.moments["0"].rank() == 5  # rounding of float32 is no rank
+
+
+def test_too_few_patches_raise_the_ridge_and_say_so() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).double().eval()
+    images = torch.randn(9, 2, 4, 4, dtype=torch.float64)
+    patches = collect_patches(model, [images], images=9)
+    (said,) = too_few_rows(patches)
+    assert "patches of 3 has rank 9 at most for 17 columns: 9 positions are too few, and its ridge is raised 10" in said
+    raised = with_raised_ridge(patches, 0.01)
+    first, last = patches.layers[0].grams[0], patches.layers[1].grams[0]
+    torch.testing.assert_close(raised.layers[0].grams[0], first)
+    pull = 0.09 * last.diagonal()[:-1].mean() * torch.eye(17, dtype=torch.float64)
+    pull[-1] = 0
+    torch.testing.assert_close(raised.layers[1].grams[0], last + pull)
+    assert too_few_rows(collect_patches(model, [images.repeat(2, 1, 1, 1)], images=18)) == []
 
 
 def test_what_is_not_finite_is_named() -> None:

@@ -54,10 +54,10 @@ def randomise_norms(model: nn.Module) -> None:
 
 
 def data(size: int = 2, classes: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """Three batches of images and labels."""
+    """Three batches of eight images and labels."""
     draw = torch.Generator().manual_seed(1)
-    images = torch.randn(3, 5, 3, size, size, dtype=torch.float64, generator=draw)
-    return list(zip(images, torch.randint(classes, (3, 5), generator=draw), strict=True))
+    images = torch.randn(3, 8, 3, size, size, dtype=torch.float64, generator=draw)
+    return list(zip(images, torch.randint(classes, (3, 8), generator=draw), strict=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,14 +69,25 @@ def test_a_functional_relu_is_judged_by_what_reads_its_output() -> None:
     assert len(np.unique(read)) == 6
 
 
-@pytest.mark.parametrize(
-    "model", [models.mobilenet_v2(num_classes=4), nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1))]
-)
-def test_apoz_refuses_channels_behind_no_rectifier(model: nn.Module) -> None:
-    x = torch.randn(2, 3, 32, 32)
+def test_apoz_refuses_a_model_without_rectifiers() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)), torch.randn(2, 3, 32, 32)
     stats = collect(model, [x], CPU)
     with pytest.raises(UsageError, match=r"'apoz': no zeros .* of group '.*'; score by 'activation' or 'taylor'"):
         score("apoz", model, trace(model, (x,)), stats=stats)
+
+
+def test_apoz_of_channels_behind_no_rectifier_is_one_and_their_size_tells_them_apart() -> None:
+    torch.manual_seed(0)
+    model, x = models.mobilenet_v2(num_classes=4).eval(), torch.randn(2, 3, 32, 32)
+    stats, chart = collect(model, [x], CPU), trace(model, (x,))
+    apoz, size = (score(name, model, chart, stats=stats) for name in ("apoz", "activation"))
+    linear = chart.labels["features.1.conv.1.weight"][0]
+    assert linear is not None
+    assert ((apoz[linear] > 1) & (apoz[linear] <= 1.001)).all()
+    np.testing.assert_array_equal(np.argsort(apoz[linear]), np.argsort(size[linear]))
+    hidden = chart.labels["features.2.conv.0.0.weight"][0]
+    assert hidden is not None
+    assert (apoz[hidden] < 1).all()
 
 
 def test_labels_without_norm_or_filter_are_scored_by_magnitude() -> None:

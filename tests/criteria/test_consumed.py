@@ -12,9 +12,10 @@ from criteria_nets import CPU, Scored, data, scored, small_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from prunekit.calibration import collect, collect_gradients
+from prunekit.calibration import CalibrationWarning, collect, collect_gradients
 from prunekit.channels import trace
 from prunekit.criteria import score
+from prunekit.criteria.inverse import inverse_factors
 from prunekit.criteria.nuclear import NuclearNorm
 from prunekit.errors import NonFiniteError, UsageError
 
@@ -210,7 +211,7 @@ class Encoder(nn.Module):
 def test_attention_heads_and_mlp_widths() -> None:
     torch.manual_seed(0)
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
-    tokens = [torch.randn(4, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
+    tokens = [torch.randn(7, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
     stats = collect(model, tokens, CPU, moments="full", ranks=True)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
@@ -225,14 +226,67 @@ def test_attention_heads_and_mlp_widths() -> None:
     np.testing.assert_allclose(
         score("activation_rms", model, chart, stats=stats)[labels], rms.reshape(3, 4).mean(1).repeat(4)
     )
-    labelled = [(batch, torch.arange(4) % 3) for batch in tokens]
+    labelled = [(batch, torch.arange(7) % 3) for batch in tokens]
     gradients = collect_gradients(model, labelled, CPU, F.cross_entropy, second_order=True)
-    for name in ("l2", "fpgm", "activation_rms", "wanda", "obs", "chip", "taylor", "taylor2", "obd"):
+    for name in ("l2", "fpgm", "activation", "activation_rms", "wanda", "obs", "chip", "taylor", "taylor2", "obd"):
         scores = score(name, model, chart, stats=stats, gradients=gradients)
         heads, widths = scores[labels], scores[chart.labels["block.linear1.weight"][0]]  # type: ignore[index]
         assert len(np.unique(heads)) == 3, name
         assert len(np.unique(widths)) > 10, name
     np.testing.assert_allclose(score("wanda", model, chart, stats=collect(model, tokens, CPU)), found)
+
+
+def test_what_attention_hides_is_measured() -> None:
+    torch.manual_seed(0)
+    model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
+    tokens = [torch.randn(4, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
+    chart = trace(model, (tokens[0],))
+    stats = collect(model, tokens, CPU, ranks=True)
+    joint = chart.labels["block.self_attn.out_proj.weight"][1]
+    assert joint is not None
+    heads, positions = chart.deciding(joint)
+    read = stats["block.self_attn.out_proj", "input", 0]
+    found = score("activation", model, chart, stats=stats)
+    np.testing.assert_allclose(found[heads], read.mean_abs.reshape(3, 4).mean(1).repeat(4))
+    np.testing.assert_allclose(found[positions], np.tile(read.mean_abs.reshape(3, 4).mean(0), 3))
+    apoz = score("apoz", model, chart, stats=stats)
+    assert ((apoz[heads] >= 1) & (apoz[heads] <= 1.001)).all()
+    np.testing.assert_array_equal(np.argsort(apoz[heads]), np.argsort(found[heads]))
+    widths = chart.labels["block.linear1.weight"][0]
+    assert widths is not None
+    np.testing.assert_allclose(apoz[widths], 1 - stats["block.linear2", "input", 0].zero_fraction)
+    maps = stats.ranks["block.self_attn.out_proj", "input", 0]
+    rank = score("hrank", model, chart, stats=stats)
+    np.testing.assert_allclose(rank[heads], maps.mean.reshape(3, 4).mean(1).repeat(4))
+    assert np.isfinite(rank).sum() == np.isfinite(found).sum()
+
+
+def test_too_few_positions_are_said_and_raise_the_ridge() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    images = torch.randn(5, 3, dtype=torch.float64)
+    chart, stats = trace(model, (images,)), collect(model, [images], CPU, moments="full")
+    with pytest.warns(
+        CalibrationWarning, match=r"'obs': .* input of 2 has rank \d for 8 channels: 5 positions are too"
+    ):
+        found = score("obs", model, chart, stats=stats)
+    x, w = torch.relu(model[0](images)).detach().numpy(), model[2].weight.detach().numpy()
+    gram = x.T @ x / 5
+    inverse = np.linalg.inv(gram + 0.1 * np.trace(gram) / 8 * np.eye(8))
+    labels = chart.labels["0.weight"][0]
+    np.testing.assert_allclose(found[labels], (w**2).sum(0) * x.any(0) / inverse.diagonal())  # type: ignore[index]
+
+
+def test_inverse_factors() -> None:
+    draw = np.random.default_rng(0)
+    wide = draw.normal(size=(300, 900))
+    (factor,) = inverse_factors((wide @ wide.T)[None], 0.01)
+    gram = wide @ wide.T
+    expected = np.linalg.inv(gram + 0.01 * np.trace(gram) / 300 * np.eye(300))
+    np.testing.assert_allclose(factor.T @ factor, expected, rtol=1e-9, atol=1e-12)
+    zero, singular = inverse_factors(np.stack([np.zeros((3, 3)), np.ones((3, 3))]), 1e-18)
+    np.testing.assert_allclose(zero.T @ zero, np.eye(3))
+    assert np.isfinite(singular).all()  # the ridge is raised until a factor exists
 
 
 def test_each_says_what_it_needs(net: Scored) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torchvision import models
 
 from prunekit.calibration import ChannelStats, StatsKey, collect, collect_gradients
+from prunekit.calibration.patch_stats import collect_patches
 from prunekit.catalogue import CRITERIA, CriterionFacts
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import group_labels
@@ -238,6 +239,7 @@ def test_normalise_does_not_care_about_scale_or_width() -> None:
     assert once[1:].mean() == pytest.approx(1.0)
 
 
+@pytest.mark.filterwarnings("ignore::prunekit.calibration.CalibrationWarning")  # two images are enough to have scores
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5"])
 def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:
     torch.manual_seed(0)
@@ -247,10 +249,11 @@ def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:
     smooth = name != "mobilenet_v3_small"  # whose hard sigmoid has no second derivative
     labelled = [(x, torch.tensor([0, 1]))]
     gradients = collect_gradients(model, labelled, CPU, functional.cross_entropy, second_order=smooth)
+    patches = collect_patches(model, [x], norms=chart.norms, images=2)
     left_out = set() if smooth else {"taylor2", "obd"}
     left_out |= set() if name == "resnet18" else {"apoz"}  # the others have linear bottlenecks
     for kind in set(criterion_names()) - left_out:
-        found = score(kind, model, chart, stats=stats, gradients=gradients)
+        found = score(kind, model, chart, stats=stats, gradients=gradients, patches=patches)
         assert found.shape == (chart.n_labels,)
         assert np.isfinite(found[1:]).all()
         assert (found[1:] >= 0).all()
