@@ -52,6 +52,18 @@ def test_time_per_operator_is_measured_for_both_nets() -> None:
     assert all(row["operators"] >= 24 and row["trace_seconds"] > 0 and row["prune_seconds"] > 0 for row in rows)
 
 
+def test_time_and_memory_of_pruning_without_training() -> None:
+    arguments = ("--model", "shufflenet_v2_x0_5", "--size", "32", "--images", "16", "--threads", "1", "--json")
+    done = run("oneshot_speed.py", *arguments, "--memory-mib", "64")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("repair: takes up to ")
+    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert row["macs_left"] <= 0.5 * row["macs"]
+    assert row["stated_mib"] <= 64
+    assert row["error_after"] < row["error_before"]
+    assert {"plan", "repair", "compact", "verify"} <= {name.removesuffix("_peak_mib") for name in row}
+
+
 @pytest.mark.parametrize("zoo", STRATIFIED)
 def test_models_of_every_zoo_pass(zoo: str) -> None:
     if zoo != "torchvision":

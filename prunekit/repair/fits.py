@@ -92,13 +92,17 @@ def moment_matching(problem: Problem, weight: Tensor) -> Change:
     Args:
         weight: (o, d) the kept weights.
     """
-    now, wanted = problem.now[: problem.fitted], problem.wanted[: problem.fitted]
     outputs = applied(problem.inputs[: problem.fitted], weight.T) * problem.scale
-    around = wanted - (now - outputs)  # what the layer itself should give, with whatever is added to it taken off
-    factor = (around.std(0) / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
-    change = (factor - 1)[:, None] * weight
-    bias = (around.mean(0) - factor * outputs.mean(0)) / problem.scale
-    return Change(change, bias)
+    # What the layer itself should give, with whatever is added to it taken off.
+    around = problem.wanted[: problem.fitted] - (problem.now[: problem.fitted] - outputs)
+    return matched(problem, weight, around.mean(0), around.std(0))
+
+
+def matched(problem: Problem, weight: Tensor, mean: Tensor, deviation: Tensor) -> Change:
+    """Gives every output a mean and a standard deviation, (o,) each, counted without what is added to it."""
+    outputs = applied(problem.inputs[: problem.fitted], weight.T) * problem.scale
+    factor = (deviation / outputs.std(0)).nan_to_num(1.0, 1.0, 1.0)
+    return Change((factor - 1)[:, None] * weight, (mean - factor * outputs.mean(0)) / problem.scale)
 
 
 def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> Change:

@@ -20,11 +20,12 @@ from prunekit.repair.fits import (
     best_of,
     bias_compensation,
     least_squares,
+    matched,
     moment_matching,
     substitution,
 )
 from prunekit.repair.grouped import MOST_GROUPS, GroupedProblem, chunks, grouped_least_squares, grouped_report
-from prunekit.repair.memory import kept_groups
+from prunekit.repair.memory import chunk_values, kept_groups
 from prunekit.repair.record import Sample
 from prunekit.repair.report import LayerRepair, joined
 from prunekit.repair.sequential import add_bias, norm_affine
@@ -76,7 +77,8 @@ class LayerFitter:
         assert sample.outputs is not None
         rows, columns = self._index(layer, 0), self._index(layer, 1)
         found = []
-        for part in chunks(groups, len(sample.outputs), len(columns) * layer.reading.taps):
+        values = chunk_values(self._settings)
+        for part in chunks(groups, len(sample.outputs), len(columns) * layer.reading.taps, values):
             some = rows.reshape(groups, -1)[part]
             problem = self._grouped_problem(layer, sample, running, some, columns, part)
             change = grouped_least_squares(problem, self._settings.ridge, self._settings.rectified_steps)
@@ -116,6 +118,8 @@ class LayerFitter:
         rows, columns = self._kept(layer, group)
         if not len(columns):
             return None
+        if layer.norm is None and self._settings.fit == "batchnorm":
+            return LayerRepair(layer.weight, note="no BatchNorm alone reads its output")
         problem, usable = self._problem(layer, sample, running, rows, columns, place)
         rows = rows[usable]
         if not len(rows):
@@ -203,9 +207,20 @@ class LayerFitter:
             return bias_compensation(problem), fit
         if fit == "moments":
             return moment_matching(problem, self._weight(layer, rows, columns)), fit
+        if fit == "batchnorm":
+            return matched(problem, self._weight(layer, rows, columns), *self._normal(layer, rows)), fit
         if sample.centres is not None:
             return self._by_channels(layer, problem, sample, rows, columns), "channel"
         return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
+
+    def _normal(self, layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation at the end of the chain, without its constants, of outputs as the norm expects them."""
+        assert layer.norm is not None
+        norm = self._modules[layer.norm]
+        scale, _ = self._affine(self._modules, layer, rows)
+        mean, variance = (getattr(norm, name).double()[rows] for name in ("running_mean", "running_var"))
+        bias = 0.0 if layer.bias is None else self._tensors[layer.bias].detach()[rows].double()
+        return scale * (mean - bias), scale.abs() * variance.sqrt()
 
     def _by_channels(self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
         assert sample.centres is not None

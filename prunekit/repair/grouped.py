@@ -14,7 +14,7 @@ from prunekit.repair.report import LayerRepair
 MOST_GROUPS = 32
 """Convolutions of more groups are fitted all groups at once, in batches of small matrices."""
 CHUNK = 2**22
-"""Values of a float64 block of rows at a time: 32 MiB."""
+"""Values of a float64 block of rows at a time, at most: 32 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +115,9 @@ def _factored(moments: Tensor, ridge: float, biased: bool) -> Tensor:
     return found
 
 
-def chunks(groups: int, rows: int, columns: int) -> Iterator[slice]:
-    """Groups at a time whose rows make one block."""
-    size = max(1, CHUNK // (rows * (columns + 1)))
+def chunks(groups: int, rows: int, columns: int, values: int = CHUNK) -> Iterator[slice]:
+    """Groups at a time whose rows make one block of so many values."""
+    size = max(1, values // (rows * (columns + 1)))
     return (slice(start, min(start + size, groups)) for start in range(0, groups, size))
 
 

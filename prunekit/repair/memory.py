@@ -61,23 +61,30 @@ class FitSize:
         return self.fixed + int(self.each * rows * (1 + settings.held_out))
 
 
-def fit_size(layer: Layer, plan: Plan, images: int, by_channels: bool) -> FitSize:
-    """Rows are held as they are and again as float64 with a constant, of one group; outputs a few times.
+def chunk_values(settings: RepairSettings) -> int:
+    """Values of a block of rows of a fit of many groups."""
+    return min(CHUNK, int(settings.memory_bytes * FIT / 2 / CHUNKS / 8))
+
+
+def fit_size(layer: Layer, plan: Plan, images: int, item: int, settings: RepairSettings) -> FitSize:
+    """Rows are held as they are and again with a constant, of one group; outputs a few times in float64.
 
     Args:
         layer: found with `SAMPLES` images.
         images: how many there are.
+        item: bytes of a value that the model computes.
     """
     outputs, width = (plan.channel_map.shapes[layer.weight][axis] for axis in layer.axes)
     groups = max(1, len(kept_groups(layer, plan)))
     columns = len(kept_channels(layer, plan)) * layer.reading.taps
-    sampled, most = 4 * columns + 8 * outputs, max(FEWEST_ROWS, layer.rows * images // SAMPLES)
+    sampled, most = item * (columns + 2 * outputs), max(FEWEST_ROWS, layer.rows * images // SAMPLES)
     if groups > MOST_GROUPS:
-        return FitSize(CHUNKS * 8 * CHUNK, sampled, most)
+        return FitSize(CHUNKS * 8 * chunk_values(settings), sampled, most)
+    by_channels = too_wide(layer, plan, settings)
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.reading.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
-    return FitSize(GRAMS * gram, sampled + 16 * (wide + 1) + 48 * kept_outputs, most)
+    return FitSize(GRAMS * gram, sampled + (16 if by_channels else 8) * (wide + 1) + 48 * kept_outputs, most)
 
 
 def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:

@@ -21,7 +21,7 @@ from prunekit.repair.difference import difference
 from prunekit.repair.fitting import LayerFitter
 from prunekit.repair.memory import HELD, ROOM, SAMPLES, batch_size, cuts, fit_size, held, kept_channels, too_wide
 from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, batches_of
-from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport
+from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport, dropped
 from prunekit.repair.sequential import Step, Walk
 from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
 
@@ -73,9 +73,10 @@ def repair(
             fitter = walk.run()
             _mask(masked, plan)
             after = difference(original, masked, walk.judging)
+    done = _in_model_order(fitter.done, skipped, original)
     if not after < before:
         _restore(masked, saved)
-    done = _in_model_order(fitter.done, skipped, original)
+        done = tuple(dropped(layer) for layer in done)
     return _as_given(dense, masked), RepairReport(done, before, after, after < before, walk.memory)
 
 
@@ -122,7 +123,8 @@ class _Prepared:
             run.learn(tuple(tensor[:SAMPLES] for tensor in inputs))
         count, limit = len(inputs[0]), settings.memory_bytes * HELD / len(runs)
         places = [cuts(self._layers, run.lifetimes, count, limit) for run in runs]
-        sizes = [fit_size(layer, plan, count, too_wide(layer, plan, settings)) for layer in self._layers]
+        item = max(tensor.element_size() for tensor in original.parameters())
+        sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
         size = batch_size([run.lifetimes for run in runs], count, settings)
         self.memory = RepairMemory(
@@ -177,8 +179,8 @@ def _fitted_layers(model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[tuple[
     if unknown:
         raise UsageError(f"repair: the plan knows no parameter {unknown[0]!r}; it belongs to another model")
     reasons = {layer.weight: _reason(layer, plan) for layer in found.layers}
-    for name, parameter in model.named_parameters():
-        if name not in reasons and name in plan.kept_indices and parameter.dim() > 1:
+    for name, labels in plan.channel_map.labels.items():
+        if name not in reasons and name in plan.kept_indices and sum(axis is not None for axis in labels) > 1:
             by = " and ".join(sorted(set(found.readers.get(name, ()))))
             reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
     skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 
 
@@ -12,7 +12,7 @@ class LayerRepair:
 
     Attributes:
         weight: name of the parameter.
-        applied: "bias", "moments", "channel" or "patch"; empty where the layer was left as it was.
+        applied: which `RepairSettings.fit`; empty where the layer was left as it was.
         before, after: the error, as a share of the dense output's variance.
         rank: of the Gram matrix, where a fit solved for one, out of `columns`.
         ridge: that was used.
@@ -72,7 +72,8 @@ class RepairReport:
         layers: in the order in which they run.
         before, after: mean squared difference of the model's output from the dense model's on held-out images, as a
             share of that one's variance.
-        kept: whether the repaired weights were kept; they are not where they are no better.
+        kept: whether the repaired weights were kept; where the output is no better, each layer is left as it was, and
+            its note says so.
         memory: what it took, as planned before it started.
     """
 
@@ -81,6 +82,14 @@ class RepairReport:
     after: float
     kept: bool
     memory: RepairMemory
+
+
+def dropped(layer: LayerRepair) -> LayerRepair:
+    """A layer that was better for its fit, while the whole model is not."""
+    if not layer.applied:
+        return layer
+    note = f"{layer.applied} dropped: with all layers fitted the model's output is no better on held-out images"
+    return replace(layer, applied="", after=layer.before, note=note)
 
 
 def joined(name: str, parts: list[LayerRepair]) -> LayerRepair:

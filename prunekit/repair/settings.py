@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Lt
 FEWEST_IMAGES = 8
 """To fit on some and judge by others."""
 
-Fit = Literal["bias", "moments", "channel", "patch"]
+Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,11 @@ class RepairSettings:
     """How each layer's kept weights are fitted to what the dense layer computes on calibration images."""
 
     fit: Fit = "patch"
-    """What is fitted of each layer: its bias; a factor and a bias for each output channel (moments); what stands in for
-    each removed input channel (channel); or every kept weight (patch)."""
+    """What is fitted of each layer: its bias, to the dense mean of each output channel; a factor and a bias for each
+    output channel, to the dense mean and variance (moments), or to the statistics that the BatchNorm behind it has
+    (batchnorm: what taking those anew does, statistics of augmented training data included, which the dense network's
+    own values on these images need not have); what stands in for each removed input channel (channel); or every kept
+    weight (patch)."""
     sequential: bool = True
     """Whether each layer reads what the repaired layers before it give, and corrects their errors; or what the dense
     ones give."""

@@ -9,12 +9,17 @@ from equivalence import randomised, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit.calibration.finding import find_layers
 from prunekit.channels import trace
 from prunekit.compaction import compact
 from prunekit.errors import DataError, NonFiniteError
 from prunekit.measure.verify import verify
 from prunekit.planning import Plan
 from prunekit.repair import RepairSettings, repair
+from prunekit.repair.fitting import LayerFitter
+from prunekit.repair.memory import kept_channels
+from prunekit.repair.record import Aim, Gathering, LayerPass, batches_of
+from prunekit.training import recalibrate_batchnorm
 
 IMAGES = torch.randn(64, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 SETTINGS = RepairSettings(ridge=1e-12, rows=2048)
@@ -158,6 +163,91 @@ def test_refused_input() -> None:
         model.conv1.weight[0] = torch.nan
     with pytest.raises(NonFiniteError, match="'conv1'"):
         repair(model, plan, IMAGES)
+
+
+class Depthwise(nn.Module):
+    """40 channels, each filtered by itself, and their mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bn1 = nn.Conv2d(3, 40, 1, bias=False), nn.BatchNorm2d(40)
+        self.deep, self.bn2 = nn.Conv2d(40, 40, 3, padding=1, groups=40, bias=False), nn.BatchNorm2d(40)
+        self.down = nn.Conv2d(40, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.bn1(self.up(x)))
+        return self.down(self.bn2(self.deep(x)).tanh()).mean((2, 3))  # type: ignore[no-any-return]
+
+
+def test_depthwise_convolutions_are_fitted_tap_by_tap() -> None:
+    model = randomised(Depthwise().double()).eval()
+    assert isinstance(model, Depthwise)
+    plan = planned(model, "down.weight", [1, 4])
+    damaged, index = randomised(Depthwise().double()).eval(), plan.kept("deep.weight", 0)
+    damaged.load_state_dict(model.state_dict())
+    fitter = LayerFitter(model, damaged, plan, RepairSettings(ridge=1e-12))
+    with torch.no_grad():
+        damaged.deep.weight *= 1.5  # type: ignore[operator,union-attr]
+        damaged.bn2.bias -= 0.3  # type: ignore[operator,union-attr]
+    layer = next(layer for layer in find_layers(model, IMAGES[:2]) if layer.weight == "deep.weight")
+    samples = []
+    for each, channels in ((model, None), (damaged, kept_channels(layer, plan))):
+        run, (batches, fitted) = LayerPass(each), batches_of((IMAGES,), 0.25, 64)
+        run.learn((IMAGES[:2],))
+        aim = Aim(layer, 10**6, channels, outputs=channels is None)
+        samples.append(Gathering(run, batches, fitted).take(aim, 0, layer.call + 1))
+    fitter.refit(layer, *samples)
+    (done,) = fitter.done
+    assert (done.applied, done.note) == ("patch", "38 of 38 groups")
+    assert done.after < 1e-9 < done.before
+    torch.testing.assert_close(damaged.deep.weight[index], model.deep.weight[index], rtol=0, atol=1e-6)  # type: ignore[index,union-attr]
+    torch.testing.assert_close(damaged.bn2.bias[index], model.bn2.bias[index], rtol=0, atol=1e-6)  # type: ignore[index,union-attr]
+
+
+def test_recalibration_gives_each_output_what_its_norm_stands_for() -> None:
+    model = randomised(Residual().double()).eval()
+    assert isinstance(model, Residual)
+    recalibrate_batchnorm(model, [(IMAGES, torch.zeros(len(IMAGES)))], torch.device("cpu"))
+    plan = planned(model, "conv1.weight", [1, 3])
+    settings = RepairSettings(fit="batchnorm", rows=10**6, sequential=False)
+    repaired, report = repair(model, plan, IMAGES, settings)
+    named = {layer.weight: layer for layer in report.layers}
+    assert named["grouped.weight"].note == "no BatchNorm alone reads its output"
+    assert named["conv1.weight"].applied == "batchnorm"
+    assert isinstance(repaired, Residual)
+    with torch.no_grad():
+        stem = F.relu(repaired.bn0(model.stem(IMAGES[:56])))
+        got = repaired.bn1(repaired.conv1(stem)).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(got.mean(1), model.bn1.bias)
+    torch.testing.assert_close(got.std(1), model.bn1.weight.abs(), rtol=1e-3, atol=0)
+
+
+def test_layers_are_left_as_they_were_where_the_model_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = iter([1.0, 1.5])
+    monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
+    model = randomised(Residual().double()).eval()
+    plan = planned(model, "conv2.weight", [0, 3])
+    repaired, report = repair(model, plan, IMAGES, SETTINGS)
+    assert not report.kept
+    assert not any(layer.applied for layer in report.layers)
+    assert {layer.weight: layer for layer in report.layers}["conv2.weight"].note.startswith("patch dropped: ")
+    for name, tensor in snapshot(model).items():
+        kept = torch.ones_like(tensor) if plan.mask(name) is None else plan.mask(name)
+        assert torch.equal(snapshot(repaired)[name], torch.where(kept.bool(), tensor, 0)) or "running_var" in name
+
+
+@pytest.mark.parametrize("mebibytes", [1, 2, 8])
+def test_memory_is_stated_first_and_costs_no_more_than_time(mebibytes: int) -> None:
+    model = randomised(Residual().double()).eval()
+    plan = planned(model, "conv2.weight", [0, 3, 5])
+    lines: list[str] = []
+    settings = RepairSettings(rows=64, memory_bytes=mebibytes * 2**20)
+    _, report = repair(model, plan, IMAGES, settings, log=lines.append)
+    assert lines == [f"repair: {report.memory}"]
+    assert report.memory.bytes <= settings.memory_bytes
+    assert report.kept
+    assert report.after < 0.5 * report.before
+    assert (report.memory.batch < len(IMAGES)) == (mebibytes < 8)
 
 
 @pytest.mark.parametrize("fit", ["moments", "channel", "patch"])
