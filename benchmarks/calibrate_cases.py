@@ -4,8 +4,8 @@ A batch of 16 images of 224 px, float32, eval mode without gradients. The forms 
 run; a ratio is the median over the rounds of time with hooks / time without, and `low` and `high` are its 10th and 90th
 percentiles. Compiling is not part of it and stated in `compile_s`. The collector measures every
 leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone. The
-Gram matrices and means of the inputs of `activations` layers are collected alone, over at most `positions` of each
-image, as is the default, and `memory_mib` is what they take.
+Gram matrices and means of the inputs of `activations` layers are collected alone, over all positions, or over at
+most `positions` of each image, and `memory_mib` is what they take.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,8 @@ from prunekit.calibration import MomentsCollector, StatsCollector, collector, fi
 
 MODELS = ("resnet34", "resnet50", "densenet121", "mobilenet_v2", "efficientnet_b0")
 BATCH, SIZE = 16, 224
+SAMPLED = 16
+"""Positions of each image that second moments are taken over in rows of that name, and all in the others."""
 MIB = 2**20
 
 
@@ -69,7 +72,7 @@ def rows(rounds: int, only: str = "") -> Iterator[dict[str, Any]]:
 
 
 def _names(model: str) -> tuple[str, ...]:
-    ours = [f"calibrate/{model}/{form}" for form in ("fused", "eager", "moments")]
+    ours = [f"calibrate/{model}/{form}" for form in ("fused", "eager", "moments", f"moments-{SAMPLED}")]
     return *ours, f"torch/naive-six/{model}"
 
 
@@ -77,14 +80,17 @@ def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str,
     torch.manual_seed(0)
     model, images = getattr(torchvision.models, name)(weights=None).eval(), torch.randn(BATCH, 3, SIZE, SIZE)
     collectors = [StatsCollector(model, fused=fused) for fused in (True, False)]
-    moments = MomentsCollector(model, images[:2])
-    every: list[Form] = [lambda: collectors[0], lambda: collectors[1], lambda: moments, lambda: SixReductions(model)]
+    second = {"moments": MomentsCollector(model, images[:2])}
+    second[f"moments-{SAMPLED}"] = MomentsCollector(model, images[:2], positions=SAMPLED)
+    ours = [*collectors, *second.values()]
+    every: list[Form] = [*(partial(_itself, each) for each in ours), partial(SixReductions, model)]
     forms = {form: hooks for form, hooks in zip(_names(name), every, strict=True) if form in wanted}
     baseline, seconds = _alternated(model, images, forms, rounds)
     setting = {"threads": torch.get_num_threads(), "batch": BATCH, "size": SIZE, "dtype": "float32"}
     for form, times in seconds.items():
         row = {"name": form, **_ratio(times, baseline), **setting}
-        if form.endswith("moments"):
+        moments = second.get(form.rpartition("/")[2])
+        if moments is not None:
             row.update(activations=len(moments.bytes), memory_mib=sum(moments.bytes.values()) / MIB)
             row.update(positions=moments.positions, rounds=rounds)
         elif form.startswith("calibrate"):
@@ -92,6 +98,10 @@ def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str,
         if form.endswith("fused"):
             row.update(compile_s=collectors[0].compile_seconds, form=collectors[0].form)
         yield row
+
+
+def _itself(hooks: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    return hooks
 
 
 def _alternated(

@@ -14,7 +14,7 @@ from prunekit.calibration.collector import StatsCollector
 from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.passes import run_passes
 from prunekit.calibration.ranks import RankCollector
-from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, MOMENTS_POSITIONS, Moments
+from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
 from prunekit.calibration.stats import ChannelStats
 from prunekit.errors import UsageError
 
@@ -50,7 +50,7 @@ def collect(
     moments: Moments = "none",
     moments_exclude: Sequence[str] = (),
     moments_limit_mib: int = MOMENTS_LIMIT_MIB,
-    moments_positions: int | None = MOMENTS_POSITIONS,
+    moments_positions: int | None = None,
     ranks: bool = False,
 ) -> ChannelStats:
     """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.

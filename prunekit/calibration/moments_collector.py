@@ -14,7 +14,7 @@ from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.gram import Products, Sampling, mirrored, products
 from prunekit.calibration.moments import InputMoments
 from prunekit.calibration.read_hooks import ReadHooks, find_consumers
-from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, MOMENTS_POSITIONS
+from prunekit.calibration.settings import MOMENTS_LIMIT_MIB
 from prunekit.errors import UsageError
 from prunekit.globs import matching
 from prunekit.nested import tensors_in
@@ -68,7 +68,7 @@ class MomentsCollector(ReadHooks):
         *,
         exclude: Sequence[str] = (),
         limit_mib: int = MOMENTS_LIMIT_MIB,
-        positions: int | None = MOMENTS_POSITIONS,
+        positions: int | None = None,
     ) -> None:
         super().__init__(model)
         self.consumers = find_consumers(model, images)

@@ -10,7 +10,6 @@ from annotated_types import Ge
 PositiveInt = Annotated[int, Ge(1)]
 Moments = Literal["none", "full"]
 MOMENTS_LIMIT_MIB = 4096
-MOMENTS_POSITIONS = 16
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,8 @@ class CalibrationSettings:
         moments: `full`: also the Gram matrix of every layer's input channels; `none`: where the criterion needs it.
         moments_exclude: globs over module paths whose Gram matrix is left out.
         moments_limit_mib: memory that the Gram matrices may take together, in MiB.
-        moments_positions: places or tokens of each image that a Gram matrix is taken over, at most; null: all of them.
+        moments_positions: places or tokens of each image that a Gram matrix is taken over, at most, drawn at
+            random; null: all of them.
     """
 
     images: PositiveInt = 512
@@ -31,4 +31,4 @@ class CalibrationSettings:
     moments: Moments = "none"
     moments_exclude: tuple[str, ...] = ()
     moments_limit_mib: PositiveInt = MOMENTS_LIMIT_MIB
-    moments_positions: PositiveInt | None = MOMENTS_POSITIONS
+    moments_positions: PositiveInt | None = None
