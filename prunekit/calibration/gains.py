@@ -33,7 +33,7 @@ def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStat
         images: (B, ...) for as many forward passes as there are layers, and one.
 
     Returns:
-        The statistics with `gain` filled in: 1 where a layer has nothing to measure.
+        The statistics with `output_gain` filled in: 1 where a layer has nothing to measure.
     """
     copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
@@ -43,7 +43,7 @@ def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStat
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
-    return PatchStats(tuple(replace(each, gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
+    return PatchStats(tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
 
 
 def _output(model: nn.Module, images: Tensor) -> Tensor | None:

@@ -30,7 +30,7 @@ class LayerMoments:
         taps: columns of each channel; 1 where only the centres of patches were taken, because of the memory.
         variance: (channels,) of the end of the chain behind the output, float64.
         rows: how many positions were sampled.
-        gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
+        output_gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
     """
 
     layer: Layer
@@ -38,7 +38,7 @@ class LayerMoments:
     taps: int
     variance: Tensor
     rows: int
-    gain: float = 1.0
+    output_gain: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -162,7 +162,7 @@ def _by_group(
     layer = moments.layer
     weight = layer.matrix(tensors[layer.weight].detach()).double()
     weight = weight.flatten(2) if layer.reading.kernel else weight[:, :, None]
-    scale = relative_scale(moments, modules) * moments.gain ** (TRUST / 2)
+    scale = relative_scale(moments, modules) * moments.output_gain ** (TRUST / 2)
     weight = weight * scale[:, None, None]
     for matrix, rows in zip(moments.grams, weight.chunk(len(moments.grams)), strict=True):
         if moments.taps == 1:  # without the taps' own statistics each of them is a layer of its own
@@ -193,7 +193,7 @@ def eliminations(
 def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchStats) -> float:
     """Over how many outputs the errors of a group are summed: those of all layers that read it, times their gains."""
     reading = [moments for moments, _ in _layers_reading(group, channel_map, stats)]
-    return float(sum(len(moments.variance) * moments.gain**TRUST for moments in reading))
+    return float(sum(len(moments.variance) * moments.output_gain**TRUST for moments in reading))
 
 
 @criterion(CRITERIA["elimination"])

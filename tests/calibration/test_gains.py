@@ -29,7 +29,9 @@ def test_gains_are_what_the_output_makes_of_half_a_layer() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     x = torch.randn(512, 6, dtype=torch.float64) + 0.3
-    found = [each.gain for each in with_gains(model, collect_patches(model, [x], rows=512, images=512), x).layers]
+    found = [
+        each.output_gain for each in with_gains(model, collect_patches(model, [x], rows=512, images=512), x).layers
+    ]
     expected = [by_hand(model, index, x) for index in (0, 2, 4)]
     assert found == pytest.approx([each / sorted(expected)[1] for each in expected], rel=1e-6)
 
@@ -53,7 +55,7 @@ def test_errors_that_are_averaged_away_count_less_and_the_model_stays(memory_byt
     model, x = randomised(Pooled()), torch.randn(256, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     before = snapshot(model)
     stats = collect_patches(model, [x], rows=4096, images=256, memory_bytes=memory_bytes)
-    gains = {each.layer.weight: each.gain for each in with_gains(model, stats, x).layers}
+    gains = {each.layer.weight: each.output_gain for each in with_gains(model, stats, x).layers}
     assert gains["pooled.weight"] < 0.3 * gains["straight.weight"]
     assert gains["stem.weight"] > 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in snapshot(model).items())
@@ -62,6 +64,6 @@ def test_errors_that_are_averaged_away_count_less_and_the_model_stays(memory_byt
 def test_a_layer_of_one_channel_has_nothing_to_measure() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4), nn.Linear(4, 2)), torch.randn(64, 4)
-    gains = [each.gain for each in with_gains(model, collect_patches(model, [x], rows=64, images=64), x).layers]
+    gains = [each.output_gain for each in with_gains(model, collect_patches(model, [x], rows=64, images=64), x).layers]
     assert gains[1] == 1
     assert gains[0] + gains[2] == pytest.approx(2)
