@@ -23,8 +23,10 @@ MOST_IMAGES = 256
 FEWEST_ROWS = 64
 ROOM = 2
 """A running batch takes so many times what its tensors do: operators have buffers of their own."""
-GRAMS = 3
-"""Matrices of a Gram matrix's size that a fit holds."""
+GRAMS = 5
+"""Matrices of a Gram matrix's size that a fit holds: itself, what its factors are made of, the best one so far."""
+OUTPUTS = 9
+"""Float64 values that it holds for each sampled output: as it is, as it should be, and what they are made of."""
 CHUNKS = 3
 """Blocks of rows that a fit of many groups holds."""
 
@@ -84,7 +86,7 @@ def fit_size(layer: Layer, plan: Plan, images: int, item: int, settings: RepairS
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.reading.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
-    return FitSize(GRAMS * gram, sampled + (16 if by_channels else 8) * (wide + 1) + 48 * kept_outputs, most)
+    return FitSize(GRAMS * gram, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most)
 
 
 def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:
