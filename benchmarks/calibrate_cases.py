@@ -4,7 +4,8 @@ A batch of 16 images of 224 px, float32, eval mode without gradients. The forms 
 run; a ratio is the median over the rounds of time with hooks / time without, and `low` and `high` are its 10th and 90th
 percentiles. Compiling is not part of it and stated in `compile_s`. The collector measures every
 leaf module's inputs and outputs, `activations` different tensors; the six reductions every leaf's output alone. The
-Gram matrices and means of the inputs of `activations` layers are collected alone, and `memory_mib` is what they take.
+Gram matrices and means of the inputs of `activations` layers are collected alone, over at most `positions` of each
+image, as is the default, and `memory_mib` is what they take.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str,
         row = {"name": form, **_ratio(times, baseline), **setting}
         if form.endswith("moments"):
             row.update(activations=len(moments.bytes), memory_mib=sum(moments.bytes.values()) / MIB)
+            row.update(positions=moments.positions, rounds=rounds)
         elif form.startswith("calibrate"):
             row["activations"] = _measured(model, images)
         if form.endswith("fused"):

@@ -71,8 +71,8 @@ PRODUCTS = {
 """The functions, by name."""
 
 _MIXING = frozenset(
-    {"t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "flip", "roll", "rot90", "sort",
-     "bmm", "mv", "dot", "einsum", "outer", "kron", "tensordot", "index_select", "gather", "take_along_dim"}
+    {"__get__", "t", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "flip", "roll", "rot90",
+     "sort", "bmm", "mv", "dot", "einsum", "outer", "kron", "tensordot", "index_select", "gather", "take_along_dim"}
 )  # fmt: skip
 """What takes the entries of a weight elsewhere, or sums over them."""
 

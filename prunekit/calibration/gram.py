@@ -87,7 +87,12 @@ ALL = Sampling()
 
 
 def products(
-    activation: Tensor, axis: int, groups: int, shift: Tensor | None = None, sampling: Sampling = ALL
+    activation: Tensor,
+    axis: int,
+    groups: int,
+    shift: Tensor | None = None,
+    sampling: Sampling = ALL,
+    spare: Tensor | None = None,
 ) -> Products:
     """Sums of the channels and of their products with each other, within each group.
 
@@ -97,6 +102,7 @@ def products(
         groups: neighbouring channels that are multiplied with each other only.
         shift: (channels,), subtracted first.
         sampling: of the positions.
+        spare: blocks of an earlier batch, which may be overwritten: taking memory anew costs as much as filling it.
     """
     values = _sampled(activation, axis, sampling)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -107,7 +113,7 @@ def products(
         return Products(0, blocks.new_zeros(channels, dtype=_accumulator(values)), blocks)
     if shift is not None:
         values = values - shift.to(values.dtype)[:, None]
-    return Products(count, _totals(values), _blocks(values, groups))
+    return Products(count, _totals(values), _blocks(values, groups, spare))
 
 
 def _sampled(activation: Tensor, axis: int, sampling: Sampling) -> Tensor:
@@ -128,7 +134,7 @@ def _totals(values: Tensor) -> Tensor:
     return values.sum(2).sum(0, dtype=_accumulator(values))
 
 
-def _blocks(values: Tensor, groups: int) -> Tensor:
+def _blocks(values: Tensor, groups: int, spare: Tensor | None) -> Tensor:
     samples, channels, positions = values.shape
     if groups == channels:
         norms: Tensor = torch.linalg.vector_norm(values, dim=(0, 2))
@@ -138,15 +144,16 @@ def _blocks(values: Tensor, groups: int) -> Tensor:
         values = values.transpose(0, 1).flatten(1)[None]  # many small products cost more than laying them side by side
         samples, positions = 1, values.shape[2]
     if large:
-        return _symmetric(values.unbind())
+        return _symmetric(values.unbind(), spare)
     parts = values.reshape(samples * groups, -1, positions)
     return torch.bmm(parts, parts.mT).view(samples, groups, -1, channels // groups).sum(0)
 
 
-def _symmetric(matrices: Sequence[Tensor]) -> Tensor:
+def _symmetric(matrices: Sequence[Tensor], spare: Tensor | None) -> Tensor:
     """(1, n, n) Sum of the products of matrices, (n, positions) each, with their transposes: the strips of it."""
     size = len(matrices[0])
-    gram = matrices[0].new_empty(1, size, size)
+    fits = spare is not None and spare.dtype == matrices[0].dtype and spare.shape[1] == size
+    gram = spare if spare is not None and fits else matrices[0].new_empty(1, size, size)
     for strip in strips(size):
         rows, part = strip[1], gram[strip][0]
         torch.mm(matrices[0][rows], matrices[0][rows.start :].T, out=part)

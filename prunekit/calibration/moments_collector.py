@@ -83,6 +83,7 @@ class MomentsCollector(ReadHooks):
         self._shifts: dict[str, Tensor | None] = {}
         self._running: dict[str, Products] = {}
         self._seen: dict[int, _Seen] = {}
+        self._spare: dict[str, Tensor] = {}
 
     @property
     def memory(self) -> str:
@@ -131,6 +132,8 @@ class MomentsCollector(ReadHooks):
             known = self._sums.get(path)
             own = replace(found, blocks=found.blocks.to(found.total.dtype, copy=True)) if known is None else None
             self._sums[path] = own or self._sums[path].add_(found)
+        once = {id(found.blocks): (path, found.blocks) for path, found in self._running.items()}  # some read the same
+        self._spare = dict(once.values())
         self._running.clear()
         self._seen.clear()
 
@@ -154,7 +157,7 @@ class MomentsCollector(ReadHooks):
             self._shifts[path] = first.total / first.count if first.doubtful else None
             if not first.doubtful:
                 return first
-        return products(values, *how, self._shifts[path], self._sampling)
+        return products(values, *how, self._shifts[path], self._sampling, self._spare.pop(path, None))
 
     def _require_room(self, limit_mib: int) -> None:
         total = sum(self.bytes.values()) / MIB

@@ -115,7 +115,7 @@ def collect_patches(
     batches: Iterable[Any],
     *,
     norms: Iterable[str] = (),
-    weights: Collection[str] | None = None,
+    inputs: Collection[tuple[str, int]] | None = None,
     rows: int = ROWS,
     images: int = 1024,
     memory_bytes: int = 2**31,
@@ -129,7 +129,7 @@ def collect_patches(
         model: the dense model.
         batches: tensors, or tuples and lists whose first entry is the model's input.
         norms: paths of modules whose insides are not looked at: those of a channel map.
-        weights: names of those of the layers to look at; None: all.
+        inputs: weight and axis of the inputs, of those of the layers to look at; None: all.
         rows: positions sampled of each layer over `images` images.
         images: how many there will be: only the share of each batch in `rows` depends on it.
         memory_bytes: limit for one layer.
@@ -144,7 +144,7 @@ def collect_patches(
             values = batch[0] if isinstance(batch, (tuple, list)) else batch
             if collector is None:
                 layers = find_layers(model, values[:2], norms)
-                wanted = tuple(layer for layer in layers if weights is None or layer.weight in weights)
+                wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 collector = _Collector(model, wanted, norms, memory_bytes)
             collector.batch, collector.batch_rows = index, max(len(values), round(rows * len(values) / images))
             with collector.watching():

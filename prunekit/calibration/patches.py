@@ -141,6 +141,8 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     for start in range(0, len(left), BLOCK):
         rows = slice(start, start + BLOCK)
         total += left[rows].to(kind).T @ right[rows].to(kind)
+    if kind == torch.float32 and not bool(total.isfinite().all()):  # beyond 1e19 squares are no float32 any more
+        return products(left.double(), right.double())
     return total / len(left)
 
 

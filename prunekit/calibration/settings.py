@@ -10,7 +10,7 @@ from annotated_types import Ge
 PositiveInt = Annotated[int, Ge(1)]
 Moments = Literal["none", "full"]
 MOMENTS_LIMIT_MIB = 4096
-MOMENTS_POSITIONS = 32
+MOMENTS_POSITIONS = 16
 
 
 @dataclass(frozen=True)

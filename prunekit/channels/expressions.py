@@ -102,14 +102,17 @@ def _of_split(operator: Operator, node: ast.expr, *, equal: bool = False) -> Ite
 
 
 def part_sizes(operator: Operator) -> list[SizeAttribute]:
-    """The sizes of equal parts into which an expression cuts an axis, where it can be told one for each."""
+    """The sizes of equal parts into which an expression cuts an axis, where it can be told one for each.
+
+    But for the first axis, which may grow with the batch.
+    """
     site = operator.site
     node = None if site is None else expression_at(site)
     if site is None or node is None or not is_chunk(node):
         return []
     place = place_of(site.method, node)
     found = _of_split(operator, node, equal=True) if place is not None else ()
-    return [SizeAttribute(operator.owner, str(place), position, labels) for _, _, position, labels in found]
+    return [SizeAttribute(operator.owner, str(place), position, labels) for axis, _, position, labels in found if axis]
 
 
 def _of_scale(operator: Operator, node: ast.expr) -> Iterator[Sized]:

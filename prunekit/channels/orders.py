@@ -85,7 +85,9 @@ def _rearranged(chain: Sequence[Operator]) -> Iterator[Avoidable]:
         site = _expression(first, last)
         place = None if site is None else place_of(*site)
         labels, moved = before.labels.reshape(-1), after.labels.reshape(-1)
-        if place is None or len(before.span) != 1 or after.span != before.span or len(np.unique(labels)) < labels.size:
+        if place is None or before.span == (0,) or len(before.span) != 1 or after.span != before.span:
+            continue
+        if len(np.unique(labels)) < labels.size:
             continue
         order = np.argsort(labels)[np.searchsorted(np.sort(labels), moved)]
         where = replace(place, axis=before.span[0])

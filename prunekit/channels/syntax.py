@@ -132,4 +132,15 @@ def rearranged_by(node: ast.Call) -> ast.expr:
     return node.args[0] if of is node else of
 
 
-_MOVES = ("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "swapaxes", "swapdims")
+_MOVES = (
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "contiguous",
+    "clone",
+    "flatten",
+    "unflatten",
+    "swapaxes",
+    "movedim",
+)

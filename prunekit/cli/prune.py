@@ -9,7 +9,7 @@ import click
 from prunekit.cli.finetune import job_options, run_recipe
 
 
-@click.command("prune", short_help="Prune, repair, compact, verify and measure, from a recipe; no fine-tuning.")
+@click.command("prune", short_help="Prune, repair, compact, verify and measure: no training.")
 @job_options
 def prune_command(**arguments: Any) -> None:
     """Run the job of a recipe without fine-tuning: load the dense model (or train it, where it has no weights), collect

@@ -107,9 +107,10 @@ def patch_statistics(
     if groups is not None:
         may_go &= np.isin(np.arange(channel_map.n_labels), [label for group in groups for label in group.labels])
     free = [
-        name
+        (name, axis)
         for name, axes in channel_map.labels.items()
-        if len(axes) > 1 and any(on is not None and may_go[channel_map.deciding(on)].any() for on in axes[:2])
+        for axis, on in enumerate(axes[:2])
+        if len(axes) > 1 and on is not None and may_go[channel_map.deciding(on)].any()
     ]
     copy = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
     substitute_all(copy)  # attention that calls its projections as layers
@@ -117,7 +118,7 @@ def patch_statistics(
         copy,
         in_batches(images),
         norms=channel_map.norms,
-        weights=free,
+        inputs=free,
         rows=min(ROWS, settings.rows),
         images=len(images),
         memory_bytes=settings.memory_bytes,

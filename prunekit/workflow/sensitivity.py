@@ -28,7 +28,7 @@ from prunekit.workflow.evidence import gathered, in_batches, patch_statistics
 from prunekit.workflow.runs import Log
 from prunekit.workflow.tables import curve_rows
 
-LIMITS = (0.01, 0.1)
+LIMITS = {"kept_1": 0.01, "kept_10": 0.1}
 """Errors, as shares of the variance, for which the fewest kept channels are named."""
 
 
@@ -73,8 +73,8 @@ class Sensitivity:
         row["macs"] = self.channel_map.macs() - self.channel_map.macs(none)
         fast = [] if curve is None else [(kept, curve.share_at(kept)) for kept in range(size, 0, -1)]
         for way, line in (("fast", fast), ("measured", [(point.kept, point.error) for point in points])):
-            for limit in LIMITS:
-                row[f"kept_{limit:.0%}_{way}".replace("%", "")] = fewest_within(line, limit) / size if line else None
+            for name, limit in LIMITS.items():
+                row[f"{name}_{way}"] = fewest_within(line, limit) / size if line else None
             row[f"half_{way}"] = dict(line).get(half)
         return row | {"half_total": None if curve is None else curve.error_at(half)}
 

@@ -67,19 +67,12 @@ def analyse(
     """
     prepared = prepare(job, own)
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
+    images, labelled = calibration_images(prepared), _validation(prepared) if measured else None
     with run_folder(job.output / job.name, "sensitivity", log, resolved) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
         start = time.perf_counter()
-        labelled = _validation(prepared) if measured else None
-        result = sensitivity(
-            model,
-            calibration_images(prepared),
-            measured_on=labelled,
-            groups=groups,
-            log=run.log,
-            progress=progress,
-        )
-        metrics = _metrics(job, result, labelled, time.perf_counter() - start)
+        result = sensitivity(model, images, measured_on=labelled, groups=groups, log=run.log, progress=progress)
+        metrics = _metrics(job.name, len(images), result, labelled) | {"seconds": time.perf_counter() - start}
         write_csv(run.path / "sensitivity.csv", result.rows(), CURVE_COLUMNS)
         write_json(run.path / "sensitivity.json", metrics)
         if prepared.splits.corrupt:
@@ -98,13 +91,13 @@ def _validation(prepared: Prepared) -> Batches:
     return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.workers, indices=chosen)
 
 
-def _metrics(job: JobSettings, result: Sensitivity, labelled: Batches | None, seconds: float) -> dict[str, Any]:
+def _metrics(name: str, images: int, result: Sensitivity, labelled: Batches | None) -> dict[str, Any]:
     """Everything that `sensitivity.json` holds."""
     points = next(iter(result.measured.values()), ())
     return {
-        "name": job.name,
+        "name": name,
         "macs": result.channel_map.macs(),
-        "images": job.calibration.images,
+        "images": images,
         "measured_images": None if labelled is None else labelled.images,
         "dense": {"loss": points[0].loss, "top1": points[0].top1} if points else None,
         "agreement": result.agreement,
@@ -114,6 +107,5 @@ def _metrics(job: JobSettings, result: Sensitivity, labelled: Batches | None, se
             for name, curve in result.curves.items()
         },
         "measured": {name: [asdict(point) for point in found] for name, found in result.measured.items()},
-        "seconds": seconds,
         "environment": environment(),
     }

@@ -99,7 +99,7 @@ def test_every_kind_of_consumer() -> None:
 
 def test_the_output_projection_of_attention_is_seen_though_it_is_never_called() -> None:
     model, images = mixed(), batches(3, 2)
-    found = collect(model, images, CPU, moments="full").moments["attention.out_proj"]
+    found = collect(model, images, CPU, moments="full", moments_positions=None).moments["attention.out_proj"]
     with torch.no_grad():
         model.attention.out_proj.weight.copy_(torch.eye(6))
         model.attention.out_proj.bias.zero_()
@@ -146,13 +146,14 @@ def test_any_memory_layout(layout: str) -> None:
         images = images.to(memory_format=torch.channels_last)
     elif layout == "view":
         images = torch.randn(3, 12, 5, 8, dtype=torch.float64)[:, ::2, :, 1::2]
-    assert_are(collect(model, [images], CPU, moments="full").moments[""], images.transpose(0, 1).flatten(1).numpy())
+    moments = collect(model, [images], CPU, moments="full", moments_positions=None).moments[""]
+    assert_are(moments, images.transpose(0, 1).flatten(1).numpy())
 
 
 def test_merged_and_reloaded_equal_one_pass(tmp_path: Path) -> None:
     model, images = mixed(), batches(3, 1, 4)
-    a, b, c = (collect(model, [part], CPU, moments="full", ranks=True) for part in images)
-    whole = collect(model, [torch.cat(images)], CPU, moments="full", ranks=True)
+    a, b, c = (collect(model, [part], CPU, moments="full", moments_positions=None, ranks=True) for part in images)
+    whole = collect(model, [torch.cat(images)], CPU, moments="full", moments_positions=None, ranks=True)
     merged = ChannelStats.load(a.merge(b.merge(c)).save(tmp_path))
     assert list(merged.moments) == list(whole.moments)
     for path, moments in whole.moments.items():
@@ -172,7 +173,7 @@ def test_memory_is_stated_before_anything_runs_and_kept_to() -> None:
     collector = MomentsCollector(mixed(), batches(1)[0])
     assert sum(collector.bytes.values()) == 16 * (3**2 + 3**2 + 4 * 2**2 + 12 + 2 * 6**2 + 6**2 * 4)
     assert collector.memory == (
-        "Gram matrices of 9 layers' inputs, over at most 32 positions of each image, take 0.0 MiB, the largest 0.0 MiB "
+        "Gram matrices of 9 layers' inputs, over at most 16 positions of each image, take 0.0 MiB, the largest 0.0 MiB "
         "(back, 12 channels)"
     )
     large = nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 2))

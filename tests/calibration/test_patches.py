@@ -45,6 +45,11 @@ def test_the_gram_matrix_is_summed_block_by_block(kind: torch.dtype, tolerance: 
     assert gram(inputs).nbytes == gram_bytes(64)
 
 
+def test_squares_beyond_float32_are_finite() -> None:
+    values = torch.full((10, 2), 1e25)
+    torch.testing.assert_close(gram(values)[:2, :2], torch.full((2, 2), 1e50, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
 def test_coarse_products_of_float32_are_not_used() -> None:
     values = torch.randn(BLOCK, 4)
     torch.set_float32_matmul_precision("medium")

@@ -89,6 +89,29 @@ def test_a_map_alone_is_enough_to_compact() -> None:
     assert parity(net, Plan(chart, random_keep(chart, 1, 0.5), {}), EXAMPLE) <= TOLERANCE
 
 
+class OnTheFirstAxis(nn.Module):
+    """Splits and shuffles heads that are merged with the batch: how many there are then is no size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Conv2d(WIDTH, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(x).flatten(0, 1).flatten(1)[:, None]  # (N * WIDTH, 1, H * W)
+        first, second = y.chunk(2, 0)
+        y = torch.cat([first, second.relu()], 0)
+        y = y.view(2, len(y) // 2, *y.shape[1:]).transpose(0, 1).reshape(y.shape)
+        return y.view(x.shape)
+
+
+def test_nothing_is_stated_of_an_axis_that_grows_with_the_batch() -> None:
+    net = randomised(nn.Sequential(nn.Conv2d(3, WIDTH, 1), OnTheFirstAxis(), nn.Conv2d(WIDTH, 5, 1))).eval()
+    assert not avoidable(trace_model(net, [EXAMPLE]).runs)
+    plan = settled_plan(net, EXAMPLE, share=0.5)
+    assert parity(net, plan, EXAMPLE) <= TOLERANCE
+    assert parity(net, plan, (torch.randn(4, 3, 6, 5),)) <= TOLERANCE
+
+
 class Loop(Unit):
     """One expression shuffles other channels each time: it cannot state two orders."""
 

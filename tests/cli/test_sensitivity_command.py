@@ -83,7 +83,7 @@ def test_fast_curves_as_a_table_and_as_files(here: Path) -> None:
     ]
     header = (folder / "sensitivity.csv").read_text().splitlines()[0]
     assert header == "group,module,kept,channels,macs_saved,error_fast,error_total,error_measured,kl,loss,top1"
-    assert "2 channel groups; Gram matrices of 2 layers" in (folder / "log.txt").read_text()
+    assert "2 channel groups; Gram matrices of" in (folder / "log.txt").read_text()
 
 
 def test_measured_curves_as_one_json_object(here: Path) -> None:
@@ -126,3 +126,4 @@ def test_bad_input_is_one_message_and_an_exit_code(
     assert (done.exit_code, done.stdout) == (code, ""), done.output
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert code == 1 or not (here / "runs").exists()

@@ -13,6 +13,7 @@ from equivalence import Net, assert_unchanged, image, masked_double, random_keep
 from torch import Tensor, nn
 
 from prunekit.channels import trace
+from prunekit.channels.attributes import attribute_values
 from prunekit.channels.slicing import narrow
 from prunekit.compaction import compact
 from prunekit.errors import UsageError, VerificationError
@@ -112,7 +113,8 @@ FLIPS = [
 @pytest.mark.parametrize(("family", "name", "axis", "module", "operator"), FLIPS)
 def test_one_wrong_index_is_found_where_it_is(family: str, name: str, axis: int, module: str, operator: str) -> None:
     masked, plan, example = prepared(family)
-    wrong = narrow(masked, flipped(plan, name, axis, position=1))
+    sizes = attribute_values(masked, plan.channel_map, plan.keep)
+    wrong = narrow(masked, flipped(plan, name, axis, position=1), attributes=sizes)
     with pytest.raises(VerificationError) as caught:
         verify(masked, wrong, plan, [example])
     assert f" in {module}: values differ" in str(caught.value)

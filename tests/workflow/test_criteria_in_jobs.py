@@ -54,7 +54,7 @@ def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
         assert found["macs_after"] <= 0.5 * found["macs_before"], criterion
         assert any("gradients of the loss on 64" in line for line in log) == (criterion == "taylor")
         assert any(
-            "Gram matrices of 21 layers' inputs, over at most 32 positions of each image, take 17" in line
+            "Gram matrices of 21 layers' inputs, over at most 16 positions of each image, take 17" in line
             for line in log
         ) == (criterion == "obs")
         assert any("channels: 64 positions are too few" in line for line in log) == (criterion == "obs")
