@@ -15,7 +15,7 @@ from prunekit.repair.grouped import CHUNK, MOST_GROUPS
 from prunekit.repair.lifetimes import Lifetimes
 from prunekit.repair.settings import RepairSettings
 
-FIT, HELD, RUNNING = 1 / 2, 3 / 8, 1 / 8
+FIT, HELD, RUNNING = 3 / 8, 1 / 2, 1 / 8
 """Shares of the limit: of one layer's fit, of what is kept of all images between passes, and of a batch that runs."""
 SAMPLES = 2
 """Images that show what a pass takes."""
