@@ -130,8 +130,10 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
         return _error(end(found, judging), problem.wanted[judging], rectified=problem.rectified)
 
     right, rank = correlations(problem.wanted[fitted]), min(problem.fitted, _rank(moments))
-    solvers = [_factored(moments, ridge * factor, problem.fitted, rank, problem.biased) for factor in RIDGES]
-    trials = [(torch.cholesky_solve(right, solver.factor), solver) for solver in solvers]
+    solvers = (_factored(moments, ridge * factor, problem.fitted, rank, problem.biased) for factor in RIDGES)
+    trials = (
+        (torch.cholesky_solve(right, solver.factor), solver) for solver in solvers
+    )  # each as large as the moments
     found, solver = min(trials, key=lambda trial: error(trial[0]))
     momentum, ahead = 1.0, found
     for _ in range(rectified_steps if problem.rectified else 0):
@@ -169,7 +171,9 @@ def _factored(moments: Tensor, ridge: float, rows: int, rank: int, biased: bool)
         pull = torch.full_like(diagonal, ridge * mean)
         if biased:
             pull[-1] = 0
-        factor, failed = torch.linalg.cholesky_ex(moments + torch.diag(pull))
+        damped = moments.clone()
+        damped.diagonal().add_(pull)
+        factor, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             return _Solver(factor, rank, ridge)
         ridge *= 10

@@ -15,7 +15,7 @@ from prunekit.repair.grouped import CHUNK, MOST_GROUPS
 from prunekit.repair.lifetimes import Lifetimes
 from prunekit.repair.settings import RepairSettings
 
-FIT, HELD, RUNNING = 1 / 2, 3 / 8, 1 / 8
+FIT, HELD, RUNNING = 3 / 8, 1 / 2, 1 / 8
 """Shares of the limit: of one layer's fit, of what is kept of all images between passes, and of a batch that runs."""
 SAMPLES = 2
 """Images that show what a pass takes."""
@@ -23,8 +23,10 @@ MOST_IMAGES = 256
 FEWEST_ROWS = 64
 ROOM = 2
 """A running batch takes so many times what its tensors do: operators have buffers of their own."""
-GRAMS = 3
-"""Matrices of a Gram matrix's size that a fit holds."""
+GRAMS = 5
+"""Matrices of a Gram matrix's size that a fit holds: itself, what its factors are made of, the best one so far."""
+OUTPUTS = 9
+"""Float64 values that it holds for each sampled output: as it is, as it should be, and what they are made of."""
 CHUNKS = 3
 """Blocks of rows that a fit of many groups holds."""
 
@@ -84,7 +86,7 @@ def fit_size(layer: Layer, plan: Plan, images: int, item: int, settings: RepairS
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.reading.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
-    return FitSize(GRAMS * gram, sampled + (16 if by_channels else 8) * (wide + 1) + 48 * kept_outputs, most)
+    return FitSize(GRAMS * gram, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most)
 
 
 def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:

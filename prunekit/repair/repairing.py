@@ -69,13 +69,13 @@ def repair(
             if log is not None:
                 log(f"repair: {walk.memory}")
             before = difference(original, masked, walk.judging)
-            saved = {name: tensor.clone() for name, tensor in named_tensors(masked)}
             fitter = walk.run()
             _mask(masked, plan)
             after = difference(original, masked, walk.judging)
     done = _in_model_order(fitter.done, skipped, original)
     if not after < before:
-        _restore(masked, saved)
+        masked = _copy(dense)
+        _mask(masked, plan)
         done = tuple(dropped(layer) for layer in done)
     return _as_given(dense, masked), RepairReport(done, before, after, after < before, walk.memory)
 
@@ -201,12 +201,6 @@ def _require_finite(layer: Layer, sample: Sample) -> None:
             f"repair: layer {layer.weight.rpartition('.')[0]!r} of the dense model gives NaN or Inf on the images; "
             "are they, and the weights, finite?"
         )
-
-
-def _restore(model: nn.Module, saved: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in named_tensors(model):
-            tensor.copy_(saved[name])
 
 
 def _in_model_order(done: list[LayerRepair], skipped: list[LayerRepair], model: nn.Module) -> tuple[LayerRepair, ...]:
