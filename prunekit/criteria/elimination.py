@@ -22,6 +22,9 @@ TRUST = 0.5
 """Exponent of layers' gains: what they are of the repaired network lies between them and no difference at all, as
 repair corrects later what went wrong early."""
 
+GONE = 0.1
+"""Share of a matrix's columns that may have gone before it is made smaller."""
+
 AT_ONCE = 64
 """One of so many labels that are left goes at a time; of wide groups several, as one by one takes too long."""
 
@@ -94,7 +97,7 @@ class _State:
         every = torch.arange(columns, device=gram.device).reshape(len(consumer.labels), -1)
         ridge = torch.full_like(gram[0], RIDGE * float(gram.diagonal()[:-1].mean()) or 1.0)
         ridge[-1] = 0
-        self._inverse = torch.linalg.inv(gram + torch.diag(ridge))
+        self._inverse = _inverse(gram + torch.diag(ridge))
         constant = consumer.weight.new_zeros(len(consumer.weight), 1)
         self._weight = torch.cat([consumer.weight, constant], 1).double()
         self._columns = [every[torch.from_numpy(consumer.labels == label)].reshape(-1) for label in labels]
@@ -104,6 +107,7 @@ class _State:
             for size in np.unique(self._sizes)
         }
         self._place = np.array([np.count_nonzero(self._sizes[:i] == size) for i, size in enumerate(self._sizes)])
+        self._gone = torch.zeros(columns + 1, dtype=torch.bool, device=gram.device)
 
     def costs(self, left: IntArray) -> FloatArray:
         """(len(left),) cost of removing each of these alone."""
@@ -128,8 +132,26 @@ class _State:
         update = torch.linalg.solve(block, self._inverse[columns])
         self._weight -= weights @ update
         self._inverse -= self._inverse[:, columns] @ update
-        self._weight[:, columns] = 0
+        self._gone[columns] = True
+        if int(self._gone.sum()) > GONE * len(self._gone):
+            self._forget()
         return cost
+
+    def _forget(self) -> None:
+        """Leaves out the columns that have gone: nothing asks for them again, and products over them take time."""
+        left = ~self._gone
+        places = left.cumsum(0) - 1
+        self._inverse, self._weight = self._inverse[left][:, left], self._weight[:, left]
+        self._columns = [places[found] for found in self._columns]
+        self._stacked = {size: places[found] for size, found in self._stacked.items()}
+        self._gone = torch.zeros_like(self._gone[left])
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    """Of a symmetric matrix that is positive definite but for rounding errors."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    inverse: Tensor = torch.linalg.inv(matrix) if int(failed) else torch.cholesky_inverse(factor)
+    return inverse
 
 
 def consumers_of(group: ChannelGroup, model: nn.Module, channel_map: ChannelMap, stats: PatchStats) -> list[Consumer]:
