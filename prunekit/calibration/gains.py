@@ -122,14 +122,19 @@ def _halved_group(rows: Tensor, matrix: Tensor, *, each_tap: bool, biased: bool)
 def _taken_over(flat: Tensor, matrix: Tensor, kept: Tensor, *, biased: bool) -> Tensor:
     """(r, d + 1) change of a weight, and of its bias, that leaves only some columns: by least squares."""
     left = torch.cat([kept, kept.new_full((1,), biased)])
-    ridge = torch.full_like(matrix[0], RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0)
-    ridge[-1] = 0
     gone = torch.cat([~kept, kept.new_zeros(1)])
-    solved = torch.linalg.solve((matrix + torch.diag(ridge))[left][:, left], matrix[left][:, gone])  # (kept, gone)
+    solved = torch.linalg.solve(with_ridge(matrix)[left][:, left], matrix[left][:, gone])  # (kept, gone)
     change = torch.zeros(len(flat), len(matrix), dtype=flat.dtype, device=flat.device)
     change[:, gone] = -flat[:, ~kept]
     change[:, left] = flat[:, ~kept] @ solved.T
     return change
+
+
+def with_ridge(matrix: Tensor) -> Tensor:
+    """A Gram matrix with its ridge, which is not on the constant column, the last."""
+    ridge = torch.full_like(matrix[0], RIDGE * float(matrix.diagonal()[:-1].mean()) or 1.0)
+    ridge[-1] = 0
+    return matrix + torch.diag(ridge)
 
 
 def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:

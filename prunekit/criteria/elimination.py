@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.gains import RIDGE, relative_scale
+from prunekit.calibration.gains import relative_scale, with_ridge
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
 from prunekit.catalogue import CRITERIA
 from prunekit.channels import ChannelGroup, ChannelMap
@@ -95,9 +95,7 @@ class _State:
         gram = consumer.gram.double()
         columns = len(gram) - 1
         every = torch.arange(columns, device=gram.device).reshape(len(consumer.labels), -1)
-        ridge = torch.full_like(gram[0], RIDGE * float(gram.diagonal()[:-1].mean()) or 1.0)
-        ridge[-1] = 0
-        self._inverse = _inverse(gram + torch.diag(ridge))
+        self._inverse = _inverse(with_ridge(gram))
         constant = consumer.weight.new_zeros(len(consumer.weight), 1)
         self._weight = torch.cat([consumer.weight, constant], 1).double()
         self._columns = [every[torch.from_numpy(consumer.labels == label)].reshape(-1) for label in labels]

@@ -106,11 +106,6 @@ def _settings(job: JobSettings, device: torch.device) -> list[Any]:
     return [asdict(job.calibration), job.data.batch, job.seed, device.type, _wants_moments(job), _wants_ranks(job)]
 
 
-def needs_activations(job: JobSettings) -> bool:
-    """Whether the criterion of a job looks at activations."""
-    return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(job.prune.criterion).needs)
-
-
 def _wants_moments(job: JobSettings) -> bool:
     return job.calibration.moments == "full" or "moments" in get_criterion(job.prune.criterion).needs
 

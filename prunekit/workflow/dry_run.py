@@ -6,8 +6,9 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
-from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients, needs_activations
+from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import cached_baseline, prepare
+from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
@@ -31,7 +32,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
     stats: ChannelStats | None = None
-    if needs_activations(job):
+    if needs_activations(job.prune.criterion):
         stats = calibrate_model(prepared, prepared.model, log=log).stats
     planned = plan_model(
         prepared.model,

@@ -72,10 +72,15 @@ def in_batches(images: Tensor) -> list[Tensor]:
     return [images[start : start + BATCH] for start in range(0, len(images), BATCH)]
 
 
+def needs_activations(criterion: Criterion) -> bool:
+    """Whether a criterion looks at activations."""
+    return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(criterion).needs)
+
+
 def statistics(model: nn.Module, images: Tensor, criterion: Criterion) -> ChannelStats | None:
     """The activation statistics that a criterion needs; None where it needs none."""
     needs = get_criterion(criterion).needs
-    if {"stats", "moments", "ranks"}.isdisjoint(needs):
+    if not needs_activations(criterion):
         return None
     moments: Moments = "full" if "moments" in needs else "none"
     return collect(model, in_batches(images), images.device, moments=moments, ranks="ranks" in needs)

@@ -24,8 +24,9 @@ from prunekit.planning import Plan
 from prunekit.training import ClampRow, EpochRow, History, fit
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
-from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients, needs_activations
+from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
+from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.pruning import Planned, plan_curves, plan_model
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
@@ -116,7 +117,7 @@ class Journey:
     def _planned(self, dense: nn.Module) -> Planned:
         with self.clock.stage("calibrate"):
             stats: ChannelStats | None = None
-            if self.training or needs_activations(self.job):
+            if self.training or needs_activations(self.job.prune.criterion):
                 stats = calibrate_model(self.prepared, dense, log=self.log).stats
                 stats.save(self.run.path / "statistics")
             gradients = loss_gradients(self.prepared, dense, log=self.log)

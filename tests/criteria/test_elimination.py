@@ -10,9 +10,10 @@ import torch
 from equivalence import image, randomised
 from torch import Tensor, nn
 
+from prunekit.calibration.gains import RIDGE
 from prunekit.calibration.patch_stats import collect_patches
 from prunekit.channels import trace
-from prunekit.criteria.elimination import AT_ONCE, RIDGE, Consumer, consumers_of, eliminate, eliminations
+from prunekit.criteria.elimination import AT_ONCE, Consumer, consumers_of, eliminate, eliminations
 
 CHANNELS, TAPS = 5, 2
 
