@@ -18,8 +18,8 @@ from torchvision.models import VisionTransformer
 import prunekit
 from prunekit import report
 from prunekit.calibration import CalibrationSettings
+from prunekit.calibration.gains import RIDGE
 from prunekit.compaction import compact
-from prunekit.criteria.elimination import RIDGE
 from prunekit.data import DataSettings
 from prunekit.errors import DataError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
