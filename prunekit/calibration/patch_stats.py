@@ -168,7 +168,7 @@ def collect_patches(
 
     Raises:
         UsageError: there are no batches.
-        NonFiniteError: a layer reads NaN or Inf; names the layer.
+        NonFiniteError: a layer reads NaN or Inf; names it, and the weight to blame if one is.
     """
     collector: _Collector | None = None
     with training_mode(model, False):
@@ -189,5 +189,11 @@ def collect_patches(
     found = collector.finished()
     for moments in found:
         if not all(bool(matrix.isfinite().all()) for matrix in moments.grams):
-            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf")
+            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{_blamed(model)}")
     return PatchStats(found)
+
+
+def _blamed(model: nn.Module) -> str:
+    """The first tensor of a model that is to blame, in words; nothing where all are finite."""
+    bad = [name for name, tensor in named_tensors(model) if not bool(torch.isfinite(tensor).all())]
+    return f": {bad[0]!r} of the model is not finite" if bad else ""

@@ -14,6 +14,7 @@ from prunekit.calibration.gains import RIDGE
 from prunekit.calibration.patch_stats import collect_patches
 from prunekit.channels import trace
 from prunekit.criteria.elimination import AT_ONCE, Consumer, consumers_of, eliminate, eliminations
+from prunekit.errors import NonFiniteError
 
 CHANNELS, TAPS = 5, 2
 
@@ -135,3 +136,11 @@ def test_several_labels_of_a_wide_group_go_at_once() -> None:
     outputs = weight @ (wide.T @ wide / len(wide))[:-1, :-1] @ weight.T
     means = weight @ wide[:, :-1].mean(0)
     assert found.errors[-1] == pytest.approx(float(outputs.trace() - means @ means), rel=1e-2)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = randomised(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))).eval()
+    with torch.no_grad():
+        model[0].weight[1, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"layer '2' reads NaN or Inf: '0\.weight' of the model is not finite"):
+        collect_patches(model, [torch.randn(8, 3, 2, 2)], images=8)
