@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.training import recalibrate_batchnorm
-    from prunekit.workflow import finetune, plan_model, prune, sensitivity
+    from prunekit.workflow import explain, finetune, plan_model, prune, sensitivity
 
 __version__ = version("prunekit")
 
@@ -48,6 +48,7 @@ _PLACES = {
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
     "collect_gradients": "prunekit.calibration:collect_gradients",
     "compact": "prunekit.compaction:compact",
+    "explain": "prunekit.workflow:explain",
     "finetune": "prunekit.workflow:finetune",
     "load": "prunekit.compaction:load",
     "load_plan": "prunekit.planning:load_plan",
@@ -92,6 +93,7 @@ __all__ = [
     "clamp_weight_grad",
     "collect_gradients",
     "compact",
+    "explain",
     "finetune",
     "load",
     "load_plan",

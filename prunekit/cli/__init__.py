@@ -10,6 +10,7 @@ import click
 from prunekit.cli.bench import bench_command
 from prunekit.cli.calibrate import calibrate_command
 from prunekit.cli.evaluate import evaluate_command
+from prunekit.cli.explain import explain_command
 from prunekit.cli.finetune import finetune_command
 from prunekit.cli.group import FAILED, INTERRUPTED, ErrorGroup
 from prunekit.cli.inspect import inspect_command
@@ -36,6 +37,7 @@ COMMANDS = (
     sensitivity_command,
     evaluate_command,
     bench_command,
+    explain_command,
     inspect_command,
     list_command,
 )

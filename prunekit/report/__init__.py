@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def write(run_folder: Path, *, state: str | None = None) -> Path:
@@ -31,4 +33,13 @@ def write_sensitivity(run_folder: Path, *, state: str | None = None) -> Path:
     return write_sensitivity_page(Path(run_folder), state)
 
 
-__all__ = ["write", "write_sensitivity"]
+def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
+    """Renders `explain.html` into a folder, which is made; `result` is a `workflow.explain.Explanation` as JSON has it,
+    with the names of its `dense` and `pruned` models.
+    """
+    from prunekit.report.explain import write_explanation_page
+
+    return write_explanation_page(Path(folder), result)
+
+
+__all__ = ["write", "write_explanation", "write_sensitivity"]

@@ -2,6 +2,7 @@
 
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
+from prunekit.workflow.explain import Explanation, explain
 from prunekit.workflow.finetune import RunResult, finetune, prune_job
 from prunekit.workflow.oneshot import Pruned, prune
 from prunekit.workflow.own import Own
@@ -12,6 +13,7 @@ from prunekit.workflow.settings import JobSettings
 
 __all__ = [
     "CalibrationResult",
+    "Explanation",
     "JobSettings",
     "Own",
     "Planned",
@@ -22,6 +24,7 @@ __all__ = [
     "analyse",
     "calibrate",
     "dry_run",
+    "explain",
     "finetune",
     "plan_model",
     "prune",

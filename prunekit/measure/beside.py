@@ -1,0 +1,75 @@
+"""Two ways of running a model timed beside each other, and what the difference supports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from prunekit.measure.latency import paired_ratio
+from prunekit.measure.timing import Timer, alternate
+
+Run = Callable[[], object]
+Times = np.ndarray[Any, Any]
+CALLS_BEFORE = 3
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of paired ratios, and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A model as it is and run another way.
+
+    Attributes:
+        now_ms, other_ms: medians.
+        gain: now over other: above 1 the other way is faster.
+    """
+
+    now_ms: float
+    other_ms: float
+    gain: Ratio
+
+    @property
+    def saved_ms(self) -> float:
+        """What the other way saves; 0 where the interval of the gain does not lie above 1."""
+        return max(0.0, self.now_ms - self.other_ms) if self.gain.low > 1 else 0.0
+
+
+def ratio(reference: Times, other: Times) -> Ratio:
+    """`reference / other` of (N,) times taken in pairs."""
+    return Ratio(*paired_ratio(reference, other))
+
+
+def timer(run: Run, device: torch.device) -> Callable[[], float]:
+    """Makes something to run into something that gives its milliseconds."""
+    return Timer(lambda _: run(), torch.empty(0), device)  # type: ignore[arg-type]
+
+
+def alternately(runs: Sequence[Run], rounds: int, device: torch.device) -> Times:
+    """Milliseconds (runs, rounds) of several ways of running what is warm already, after a few calls of each."""
+    with torch.no_grad():
+        timers = [timer(run, device) for run in runs]
+        for one in timers * CALLS_BEFORE:
+            one()
+        return alternate(timers, rounds)
+
+
+def beside(now: Run, other: Run, rounds: int, device: torch.device) -> Beside:
+    """Times two ways alternately."""
+    times = alternately([now, other], rounds, device)
+    return compared(times[0], times[1])
+
+
+def compared(now: Times, other: Times) -> Beside:
+    """What (N,) paired times of two ways say."""
+    return Beside(float(np.median(now)), float(np.median(other)), ratio(now, other))

@@ -1,0 +1,82 @@
+"""What an operator call multiplies and moves, from its arguments and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from prunekit.nested import gather
+
+aten = torch.ops.aten
+
+
+def macs_of(operator: Any, args: Sequence[Any], named: dict[str, Any], result: Any) -> int | None:
+    """Multiply-accumulates of one call, by the rules of torch's `FlopCounterMode` and those below.
+
+    Returns:
+        0 for an operator that multiplies nothing in the sense of a layer; None for one of attention or recurrence that
+        has no rule.
+    """
+    packet = operator.overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **named, out_val=result)) // 2
+    if packet in _RULES:
+        return _RULES[packet](args)
+    return None if any(part in packet.__name__ for part in ("attention", "encoder_layer", "lstm", "gru", "rnn")) else 0
+
+
+def _scaled_dot_product(args: Sequence[Any]) -> int:
+    """Scores and values, of query (..., L, E), key (..., S, E) and value (..., S, F)."""
+    query, key, value = args[:3]
+    return int(prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
+
+
+def _fused_layer(args: Sequence[Any]) -> int:
+    """A whole attention or encoder layer in one operator: its matrices on every token of (B, L, D), and the scores."""
+    batch, tokens, width = args[0].shape
+    matrices = sum(part.numel() for part in args if isinstance(part, Tensor) and part.dim() == 2)
+    return int(batch * tokens * (matrices + 2 * tokens * width))
+
+
+_RULES: dict[Any, Callable[[Sequence[Any]], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _scaled_dot_product,
+    aten._scaled_dot_product_attention_math_for_mps: _scaled_dot_product,
+    aten._native_multi_head_attention: _fused_layer,
+    aten._transformer_encoder_layer_fwd: _fused_layer,
+}
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator returns another shape of its input's memory, and moves nothing."""
+    aliases = [value.alias_info for value in operator._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def bytes_moved(operator: Any, args: Any, named: Any, result: Any) -> int:
+    """Bytes of all inputs, parameters among them, and results; each counted once, as if caches held nothing else."""
+    if is_view(operator):
+        return 0
+    return sum(_bytes(tensor) for part in (args, named, result) for tensor in gather(part))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; an axis that was expanded is there once."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return 0
+    sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    return int(prod(sizes) * tensor.element_size())
+
+
+def subnormals(value: Any) -> int:
+    """How many numbers of float32 or float64 in nested tensors are subnormal: below the smallest of full precision."""
+    found = 0
+    for tensor in gather(value):
+        if tensor.dtype in (torch.float32, torch.float64) and tensor.layout == torch.strided and not tensor.is_nested:
+            size = tensor.abs()
+            found += int(((size > 0) & (size < torch.finfo(tensor.dtype).tiny)).sum())
+    return found

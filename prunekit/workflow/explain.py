@@ -1,0 +1,165 @@
+"""Why a pruned model is not as fast as its multiply-accumulates say."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.context import paused_garbage_collection, resolve_device, seeded, training_mode
+from prunekit.context import threads as with_threads
+from prunekit.errors import ModelError, UsageError
+from prunekit.measure.beside import Ratio
+from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
+from prunekit.measure.causes import Cause
+from prunekit.nested import gather, map_tensors
+from prunekit.workflow.causes import Search, find_causes
+from prunekit.workflow.runs import Log
+
+NOISY = 0.1
+"""Width of the speedup's interval, as a share of it, above which the figures are called noisy."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where the time of a dense and a pruned model goes, and why the second is not faster.
+
+    Attributes:
+        device, batch, threads: what was measured on.
+        dense_ms, pruned_ms: median of a forward pass of the batch.
+        speedup: dense over pruned, paired.
+        macs_ratio: dense over pruned multiply-accumulates: the ideal.
+        shortfall_ms: of the pruned model's time, beyond the dense one's over that ratio.
+        dense_outside_ms, pruned_outside_ms: not in any operator: Python, dispatch, gaps between kernels.
+        dense_operators_ms, pruned_operators_ms: sum of the medians of all operators.
+        rows: every operator of every module, the pruned model's slowest first.
+        causes: what was found, the most milliseconds first; empty if nothing was.
+        notes: what to know when reading the figures.
+    """
+
+    device: str
+    batch: int
+    threads: int
+    dense_ms: float
+    pruned_ms: float
+    speedup: Ratio
+    macs_ratio: float
+    shortfall_ms: float
+    dense_outside_ms: float
+    pruned_outside_ms: float
+    dense_operators_ms: float
+    pruned_operators_ms: float
+    rows: tuple[OperatorRow, ...]
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+
+
+def explain(
+    dense: nn.Module,
+    pruned: nn.Module,
+    example: tuple[Any, ...],
+    *,
+    threads: int | None = None,
+    device: str | None = None,
+    rounds: int = 15,
+    log: Log = lambda message: None,
+) -> Explanation:
+    """Times two models alternately and operator by operator, and tries what would make the pruned one faster.
+
+    Every cause was measured on this machine: a layer at rounded widths, the model with another memory format, a larger
+    batch, without its masks, with subnormal numbers taken as 0, with fewer threads; or its operators' times beside
+    those of copies and of operators that do nothing. In eval mode, eager, without gradients.
+
+    Args:
+        dense: not changed.
+        pruned: the compact model, or a masked one; not changed.
+        example: positional arguments of `forward`, samples on the first axis of every tensor.
+        threads: of the CPU; None: as many as torch uses now.
+        device: `auto`, `cpu` or a CUDA device, which is timed by events; None: where the pruned model is.
+        rounds: timed forward passes of each model, as it is and by operator; at least 5.
+        log: told what is being measured.
+
+    Raises:
+        UsageError: `example` holds no tensor, there are fewer than 5 rounds, or there is no such device.
+        ModelError: a model does not run on `example`.
+    """
+    if rounds < 5:
+        raise UsageError(f"rounds: expected at least 5, got {rounds}")
+    place = resolve_device(device or str(next(pruned.parameters(), torch.empty(0)).device))
+    inputs = map_tensors(example, lambda tensor: tensor.to(place))
+    batch = next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), 0)
+    if not batch:
+        raise UsageError("example: expected positional arguments of forward with a tensor of samples, got none")
+    dense, pruned = _placed(dense, place), _placed(pruned, place)
+    with (
+        training_mode(dense, False), training_mode(pruned, False), with_threads(threads), seeded(0),
+        paused_garbage_collection(), torch.no_grad(),
+    ):  # fmt: skip
+        _try("dense", dense, inputs)
+        _try("pruned", pruned, inputs)
+        log(f"timing {rounds} rounds of both models, as they are and by operator")
+        found = break_down(dense, pruned, inputs, batch=batch, rounds=rounds, device=place)
+        causes = find_causes(Search(dense, pruned, inputs, batch, place, found), log)
+    return _explanation(found, causes, batch, threads or torch.get_num_threads(), place)
+
+
+def _placed(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model itself where it is on the device already: a copy would be without its hooks."""
+    here = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
+    return model if here else copy.deepcopy(model).to(device)
+
+
+def _try(name: str, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    try:
+        model(*inputs)
+    except Exception as error:  # a model's own code may raise anything
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in gather(inputs))
+        raise ModelError(f"the {name} model does not run on inputs of {shapes}: {reason}") from error
+
+
+def _explanation(
+    found: Breakdown, causes: tuple[Cause, ...], batch: int, threads: int, device: torch.device
+) -> Explanation:
+    return Explanation(
+        device=str(device),
+        batch=batch,
+        threads=threads,
+        dense_ms=found.dense_ms,
+        pruned_ms=found.pruned_ms,
+        speedup=found.speedup,
+        macs_ratio=found.macs_ratio,
+        shortfall_ms=found.shortfall_ms,
+        dense_outside_ms=found.dense_outside_ms,
+        pruned_outside_ms=found.pruned_outside_ms,
+        dense_operators_ms=found.dense_operators_ms,
+        pruned_operators_ms=found.pruned_operators_ms,
+        rows=found.rows,
+        causes=causes,
+        notes=tuple(_notes(found)),
+    )
+
+
+def _notes(found: Breakdown) -> Iterator[str]:
+    width = (found.speedup.high - found.speedup.low) / found.speedup.median
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if width > NOISY:
+        yield (
+            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide, with a load average of {load:.1f} "
+            f"on {cores} cores; an idle machine or more rounds would settle it"
+        )
+    missing = found.pruned_ms - found.pruned_operators_ms - found.pruned_outside_ms
+    if missing > NOISY * found.pruned_ms:
+        yield (
+            f"the pruned model's operators take {found.pruned_operators_ms:.3g} ms, each by its median, of "
+            f"{found.pruned_ms:.3g} ms: {missing:.3g} ms are in neither, because rounds differed that much"
+        )
+    unknown = [row for row in found.rows if row.pruned is not None and row.pruned.macs is None]
+    if unknown:
+        names = ", ".join(sorted({row.operator for row in unknown}))
+        yield f"multiply-accumulates of {names} are not known, and not in the ratio"

@@ -1,0 +1,197 @@
+"""Causes as functions of measured figures: here of made-up ones, on both sides of what shows a cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prunekit.measure import causes
+from prunekit.measure.beside import Beside, Ratio
+from prunekit.measure.breakdown import Breakdown, OperatorRow, Side, joined
+from prunekit.measure.causes.widths import WidthTimes, rounded
+
+PRUNED_MS = 10.0
+
+
+def side(ms: float, macs: float | None = 0, moved: int = 1000, calls: int = 1) -> Side:
+    return Side(ms, calls, macs, moved, macs / moved if macs else None)
+
+
+def rows(pruned: dict[tuple[str, str], Side], dense: dict[tuple[str, str], Side]) -> tuple[OperatorRow, ...]:
+    return joined(dense, pruned, 2.0, PRUNED_MS)
+
+
+def beside(now: float, other: float, spread: float = 0.02) -> Beside:
+    gain = now / other
+    return Beside(now, other, Ratio(gain, gain * (1 - spread), gain * (1 + spread)))
+
+
+NET = rows(
+    {
+        ("conv", "convolution"): side(4, 1e6),
+        ("bn", "native_batch_norm"): side(3),
+        ("", "clone"): side(2, moved=2_000_000),
+    },
+    {("conv", "convolution"): side(8, 2e6), ("bn", "native_batch_norm"): side(4), ("fc", "addmm"): side(1, 5)},
+)
+
+
+def test_rows_say_what_was_reached_of_the_ideal() -> None:
+    found = {(row.module, row.operator): row for row in NET}
+    assert [row.module for row in NET] == ["conv", "bn", "", "fc"]
+    conv, norm, only_dense, only_pruned = (found[key] for key in (
+        ("conv", "convolution"), ("bn", "native_batch_norm"), ("fc", "addmm"), ("", "clone")
+    ))  # fmt: skip
+    assert (conv.speedup, conv.ideal, conv.share, conv.excess_ms) == (2, 2, 0.4, 0)
+    assert (norm.speedup, norm.ideal, norm.excess_ms) == (pytest.approx(4 / 3), None, 1)
+    assert (only_dense.pruned, only_dense.speedup, only_dense.share, only_dense.excess_ms) == (None, None, 0, -0.5)
+    assert (only_pruned.dense, only_pruned.speedup, only_pruned.excess_ms) == (None, None, 2)
+
+
+def test_norms_copies_and_operators_without_macs() -> None:
+    norms = causes.unfused_norms(NET, PRUNED_MS)
+    assert norms is not None
+    assert (norms.ms, norms.modules) == (3, ("bn",))
+    copies = causes.copying(NET, PRUNED_MS)
+    assert copies is not None
+    assert copies.ms == 2
+    assert "1 operator (clone) only copy: 2 ms for 2 MB, at (root)" in copies.evidence
+    assert causes.without_macs(NET, 2.0, PRUNED_MS) is None  # norms and copies are named already
+    pools = rows({("pool", "max_pool2d"): side(3)}, {("pool", "max_pool2d"): side(3)})
+    found = causes.without_macs(pools, 2.0, PRUNED_MS)
+    assert found is not None
+    assert found.ms == 1.5
+    assert "1.00× faster where multiply-accumulates say 2.00×" in found.evidence
+    for look in (causes.unfused_norms, causes.copying):
+        assert look(NET, 1000) is None
+        assert look((), PRUNED_MS) is None
+
+
+def test_memory_bound_is_near_a_copy_and_far_from_the_best_layer() -> None:
+    def copy_ms(moved: float) -> float:
+        return moved / 1e6
+
+    fast, slow = ("conv", "convolution"), ("fc", "addmm")
+    both = {fast: side(2, 100e6, 100_000), slow: side(4, 10e6, 3_000_000)}
+    found = causes.memory_bound(rows(both, {slow: side(6, 30e6)}), copy_ms, 0.001, PRUNED_MS, 1)
+    assert found is not None
+    assert found.modules == ("fc",)
+    assert found.ms == 2  # 4 ms where the ideal leaves 6 / 3
+    for moved, macs in ((1_000_000, 10e6), (3_000_000, 60e6)):  # far below the speed of a copy; near that of the best
+        other = {fast: both[fast], slow: side(4, macs, moved)}
+        assert causes.memory_bound(rows(other, {}), copy_ms, 0.001, PRUNED_MS, 1) is None
+    assert causes.memory_bound(rows(both, {}), copy_ms, 2.0, PRUNED_MS, 1) is None  # an empty operator takes as long
+
+
+def broken_down(outside: float, calls: int) -> Breakdown:
+    one = rows({("a", "relu"): side(6, calls=calls)}, {("a", "relu"): side(8, calls=calls)})
+    return Breakdown(12.0, PRUNED_MS, Ratio(1.2, 1.1, 1.3), 2.0, outside, outside, 8.0, 6.0, 0.01, one, {}, {})
+
+
+def test_launch_bound_is_time_that_channels_do_not_shorten() -> None:
+    found = causes.launch_bound(broken_down(3.0, 100), cuda=False)
+    assert found is not None
+    assert found.ms == pytest.approx(4 - 4 / 2)
+    assert "40 % of the time" in found.evidence
+    assert "torch.compile" in found.fix
+    graphs = causes.launch_bound(broken_down(3.0, 100), cuda=True)
+    assert graphs is not None
+    assert "CUDA graphs" in graphs.fix
+    assert causes.launch_bound(broken_down(0.5, 10), cuda=False) is None
+
+
+def width(up_ms: float, *, step: int = 8, spread: float = 0.01, module: str = "conv") -> WidthTimes:
+    relative = Ratio(up_ms / 2.0, up_ms / 2.0 * (1 - spread), up_ms / 2.0 * (1 + spread))
+    return WidthTimes(module, 4.0, step, (57, 57), (56, 56), (64, 64), 2.0, 1.6, up_ms, relative)
+
+
+def test_widths_are_a_cause_where_more_channels_cost_no_more() -> None:
+    found = causes.off_step_widths([width(2.0), width(1.5, step=16, module="a"), width(3.0, module="b")], PRUNED_MS)
+    assert found is not None
+    assert found.modules == ("a",)
+    assert "prune.round_to=16" in found.fix
+    assert found.ms == pytest.approx(4.0 * (1 - 1.5 / 2))
+    flat = causes.off_step_widths([width(2.0)], PRUNED_MS)
+    assert flat is not None
+    line = 1.6 + 0.4 * (57**2 - 56**2) / (64**2 - 56**2)
+    assert flat.ms == pytest.approx(4.0 * (1 - line / 2.0))
+    for slower in (width(2.2), width(2.0, spread=0.3), replace(width(2.0), down_ms=2.0)):
+        assert causes.off_step_widths([slower], PRUNED_MS) is None
+    assert causes.off_step_widths([], PRUNED_MS) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "dense", "tied", "expected"),
+    [
+        ((57, 64), (64, 64), False, ((56, 64), (64, 64))),
+        ((57, 30), (64, 64), False, ((56, 24), (64, 32))),
+        ((3, 57), (3, 64), False, ((3, 56), (3, 64))),
+        ((57, 10), (60, 10), False, ((56, 10), (60, 10))),
+        ((5, 5), (16, 16), True, None),  # below the first step there is nothing to round down to
+        ((13, 13), (16, 16), True, ((8, 8), (16, 16))),
+        ((56, 64), (64, 64), False, None),
+        ((57, 57), (57, 57), False, None),
+    ],
+)
+def test_pruned_widths_are_rounded(
+    now: tuple[int, int], dense: tuple[int, int], tied: bool, expected: tuple[tuple[int, int], tuple[int, int]] | None
+) -> None:
+    assert rounded(now, dense, 8, tied=tied) == expected
+
+
+def test_a_batch_is_too_small_where_a_larger_one_is_surely_better() -> None:
+    now = Ratio(1.2, 1.1, 1.3)
+    found = causes.small_batch(now, PRUNED_MS, beside(40, 20), 1, 8)
+    assert found is not None
+    assert found.ms == pytest.approx(PRUNED_MS * (1 - 1.2 / 2))
+    assert "a sample takes 2.5 ms there and 10 ms here" in found.evidence
+    assert causes.small_batch(now, PRUNED_MS, beside(40, 20, spread=0.4), 1, 8) is None
+    assert causes.small_batch(now, PRUNED_MS, beside(24, 20), 1, 8) is None
+
+
+def test_another_memory_format() -> None:
+    found = causes.other_layout(beside(10, 5))
+    assert found is not None
+    assert found.ms == 5
+    for none in (None, beside(10, 5, spread=0.6), beside(10, 9.95, spread=0.0), beside(10, 12)):
+        assert causes.other_layout(none) is None
+
+
+def test_subnormal_numbers_need_a_count_and_an_effect() -> None:
+    found = causes.subnormal_numbers({"a": 3, "b": 40}, {"c": 1}, beside(10, 2))
+    assert found is not None
+    assert found.modules == ("b", "a", "c")
+    assert "43 subnormal weights (b, a) and 1 subnormal activation (c)" in found.evidence
+    assert causes.subnormal_numbers({}, {}, beside(10, 2)) is None
+    assert causes.subnormal_numbers({"a": 3}, {}, beside(10, 10)) is None
+    assert causes.subnormal_numbers({"a": 3}, {}, None) is None
+
+
+def test_masks_and_zeros_that_stayed() -> None:
+    found = causes.masks_attached(4, {}, beside(10, 9), 0.0, PRUNED_MS)
+    assert found is not None
+    assert found.ms == 1
+    assert "4 hooks of masks run with every forward pass: without them 9 ms" in found.evidence
+    assert "prunekit.compact" in found.fix
+    zeros = causes.masks_attached(0, {"a": (3, 8), "b": (1, 8)}, None, 2.0, PRUNED_MS)
+    assert zeros is not None
+    assert (zeros.ms, zeros.modules) == (2, ("a", "b"))
+    assert "4 of 16 output channels hold nothing but zeros" in zeros.evidence
+    assert causes.masks_attached(0, {}, None, 0.0, PRUNED_MS) is None
+    assert causes.masks_attached(0, {"a": (1, 8)}, None, 0.01, PRUNED_MS) is None
+
+
+def test_too_many_threads() -> None:
+    fewer = {1: beside(10, 4), 2: beside(10, 6)}
+    found = causes.too_many_threads(4, 2, 1.0, fewer)
+    assert found is not None
+    assert (found.name, found.ms) == ("threads oversubscribed", 6)
+    assert "is void" in found.evidence
+    assert "OMP_NUM_THREADS=1" in found.fix
+    calm = causes.too_many_threads(4, 8, 1.0, fewer)
+    assert calm is not None
+    assert calm.name == "more threads than it has work for"
+    assert "void" not in calm.evidence
+    assert causes.too_many_threads(4, 2, 1.0, {1: beside(10, 12)}) is None
+    assert [causes.crowded(*case) for case in ((4, 2, 0.0), (1, 2, 2.5), (2, 2, 2.0))] == [True, True, False]
