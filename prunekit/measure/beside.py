@@ -14,7 +14,10 @@ from prunekit.measure.timing import Timer, alternate
 
 Run = Callable[[], object]
 Times = np.ndarray[Any, Any]
-CALLS_BEFORE = 3
+ROUNDS, FEWER_ROUNDS, LONG_MS = 9, 5, 400.0
+"""How often each way is timed; less often where a round of all of them takes longer."""
+CALLS_BEFORE, BEFORE_MS = 3, 200.0
+"""Calls of each way before it is timed; fewer where they take longer."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +58,25 @@ def timer(run: Run, device: torch.device) -> Callable[[], float]:
     return Timer(lambda _: run(), torch.empty(0), device)  # type: ignore[arg-type]
 
 
-def alternately(runs: Sequence[Run], rounds: int, device: torch.device) -> Times:
+def alternately(runs: Sequence[Run], device: torch.device) -> Times:
     """Milliseconds (runs, rounds) of several ways of running what is warm already, after a few calls of each."""
     with torch.no_grad():
         timers = [timer(run, device) for run in runs]
-        for one in timers * CALLS_BEFORE:
-            one()
-        return alternate(timers, rounds)
+        round_ms = sum(_ready(one) for one in timers)
+        return alternate(timers, ROUNDS if round_ms <= LONG_MS else FEWER_ROUNDS)
 
 
-def beside(now: Run, other: Run, rounds: int, device: torch.device) -> Beside:
+def _ready(run: Callable[[], float]) -> float:
+    """The milliseconds of the last of a few calls."""
+    times: list[float] = []
+    while len(times) < CALLS_BEFORE and sum(times) < BEFORE_MS:
+        times.append(run())
+    return times[-1]
+
+
+def beside(now: Run, other: Run, device: torch.device) -> Beside:
     """Times two ways alternately."""
-    times = alternately([now, other], rounds, device)
+    times = alternately([now, other], device)
     return compared(times[0], times[1])
 
 

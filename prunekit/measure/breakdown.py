@@ -65,7 +65,8 @@ class Breakdown:
         speedup: dense over pruned, paired.
         macs_ratio: dense over pruned multiply-accumulates.
         dense_outside_ms, pruned_outside_ms: what is left when the operators' times are taken off: Python, dispatch, and
-            on CUDA the gaps between kernels. By the least of all rounds, as other processes only add to it.
+            on CUDA the gaps between kernels. The smaller of the median and the difference between the fastest rounds,
+            because other processes only add to it; 0 where the median's 95 % interval does not lie above 0.
         dense_operators_ms, pruned_operators_ms: sum of the medians of all operators. With the time outside
             it comes near the whole; what is missing then is what other processes took.
         floor_ms: time of an operator on one number.
@@ -125,7 +126,7 @@ def break_down(
     macs = [sum(side.macs or 0 for side in side_by_key.values()) for side_by_key in sides]
     macs_ratio = macs[0] / macs[1] if all(macs) else 1.0
     operators = [sum(side.ms for side in side_by_key.values()) for side_by_key in sides]
-    outside = [max(0.0, float(times[side].min() - times[2 + side].min())) for side in (0, 1)]
+    outside = [_outside(plain, whole) for plain, whole in zip(times[:2], times[2:], strict=True)]
     return Breakdown(
         dense_ms=dense_ms,
         pruned_ms=pruned_ms,
@@ -144,6 +145,12 @@ def break_down(
 
 def _forward(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     return lambda: model(*inputs)
+
+
+def _outside(plain: np.ndarray[Any, Any], operators: np.ndarray[Any, Any]) -> float:
+    """What (N,) whole times surely have beyond the (N,) sums over their operators."""
+    surely = ratio(plain, operators).low > 1
+    return max(0.0, min(float(np.median(plain - operators)), float(plain.min() - operators.min()))) if surely else 0.0
 
 
 def _sides(calls: Mapping[Key, OperatorCalls], passes: Sequence[Mapping[Key, float]], batch: int) -> dict[Key, Side]:

@@ -20,7 +20,6 @@ from prunekit.measure.causes.widths import WidthTimes, rounded
 from prunekit.measure.layers import Layer, Widths
 from prunekit.nested import gather, map_tensors
 
-ROUNDS = 9
 STEPS = (8, 16)
 COPIED = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
 """Bytes moved by the copies that others are compared with: from what fits into the first cache to what fits none."""
@@ -33,7 +32,7 @@ def copy_times(device: torch.device) -> Callable[[float], float]:
     for moved in COPIED:
         source = torch.ones(moved // 8, device=device)
         target = torch.empty_like(source)
-        times.append(float(alternately([partial(target.copy_, source)], ROUNDS, device).min()))
+        times.append(float(alternately([partial(target.copy_, source)], device).min()))
     sizes, logs = np.log(COPIED), np.log(times)
 
     def milliseconds(moved: float) -> float:
@@ -49,7 +48,7 @@ def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.
         return None
     other = copy.deepcopy(model).to(memory_format=torch.channels_last)
     images = map_tensors(inputs, lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
-    return beside(lambda: model(*inputs), lambda: other(*images), ROUNDS, device)
+    return beside(lambda: model(*inputs), lambda: other(*images), device)
 
 
 def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> Beside | None:
@@ -62,7 +61,7 @@ def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> Beside | None:
     with _flushing_restored() as possible, with_threads(1):
         if not possible:
             return None
-        return beside(lambda: run(False), lambda: run(True), ROUNDS, torch.device("cpu"))
+        return beside(lambda: run(False), lambda: run(True), torch.device("cpu"))
 
 
 @contextmanager
@@ -83,7 +82,7 @@ def with_threads_of(counts: Sequence[int], model: nn.Module, inputs: tuple[Any, 
         model(*inputs)
 
     with with_threads(now):
-        return {count: beside(partial(run, now), partial(run, count), ROUNDS, torch.device("cpu")) for count in counts}
+        return {count: beside(partial(run, now), partial(run, count), torch.device("cpu")) for count in counts}
 
 
 def with_larger_batch(
@@ -91,7 +90,7 @@ def with_larger_batch(
 ) -> Beside:
     """The dense beside the pruned model on `times` as many samples; the gain is the speedup."""
     more = map_tensors(inputs, lambda tensor: torch.cat([tensor] * times) if tensor.dim() else tensor)
-    return beside(lambda: dense(*more), lambda: pruned(*more), ROUNDS, device)
+    return beside(lambda: dense(*more), lambda: pruned(*more), device)
 
 
 def mask_hooks(model: nn.Module) -> int:
@@ -114,7 +113,7 @@ def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.devic
         for table in (getattr(module, name) for name in HOOK_TABLES):
             for key in [key for key, hook in table.items() if is_ours(hook)]:
                 del table[key]
-    return beside(lambda: model(*inputs), lambda: bare(*inputs), ROUNDS, device)
+    return beside(lambda: model(*inputs), lambda: bare(*inputs), device)
 
 
 def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> Iterator[WidthTimes]:
@@ -124,7 +123,7 @@ def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device:
     if not found:
         return
     widths = [layer.widths, *(one for _, pair in found for one in pair)]
-    times = alternately([layer.build(pair) for pair in widths], ROUNDS, device)
+    times = alternately([layer.build(pair) for pair in widths], device)
     now, medians = times[0], np.median(times, axis=1)
     for index, (step, (down, up)) in enumerate(found):
         below, above = 1 + 2 * index, 2 + 2 * index
@@ -136,7 +135,7 @@ def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device:
 
 def share_without(layer: Layer, widths: Widths, device: torch.device) -> float:
     """The share of a layer's time that it would not take at smaller widths; 0 where noise would explain it."""
-    found = beside(layer.build(layer.widths), layer.build(widths), ROUNDS, device)
+    found = beside(layer.build(layer.widths), layer.build(widths), device)
     return found.saved_ms / found.now_ms
 
 

@@ -57,9 +57,17 @@ def is_view(operator: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
+def is_idle(operator: Any) -> bool:
+    """Whether an operator neither computes nor moves anything: views, and memory that is not filled."""
+    return is_view(operator) or operator.overloadpacket in _UNFILLED
+
+
+_UNFILLED = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
+
+
 def bytes_moved(operator: Any, args: Any, named: Any, result: Any) -> int:
     """Bytes of all inputs, parameters among them, and results; each counted once, as if caches held nothing else."""
-    if is_view(operator):
+    if is_idle(operator):
         return 0
     return sum(_bytes(tensor) for part in (args, named, result) for tensor in gather(part))
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prunekit.channels.running import ModuleStack
 from prunekit.measure.beside import timer
 from prunekit.measure.layers import Layer, layer_of
-from prunekit.measure.operator_costs import bytes_moved, is_view, macs_of, subnormals
+from prunekit.measure.operator_costs import bytes_moved, is_idle, macs_of, subnormals
 
 Key = tuple[str, str]
 """Path of the innermost module that runs, and the operator's name."""
@@ -80,7 +80,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
-        idle = is_view(func)
+        idle = is_idle(func)
         call = OperatorCalls(
             calls=0 if idle else 1,
             macs=macs_of(func, args, named, result),

@@ -18,7 +18,8 @@ from prunekit.measure.operator_costs import subnormals
 
 LAYERS = 12
 """How many layers are run alone: the slowest."""
-LARGER = 8
+LARGER, LONG_MS = (8, 4, 2), 1500.0
+"""How many times larger a batch is tried: the most at which the dense model may be expected not to take longer."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,9 @@ def _memory_format(search: Search) -> Iterator[Cause | None]:
 
 def _larger_batch(search: Search) -> Iterator[Cause | None]:
     found = search.found
-    larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, LARGER, search.device)
-    yield causes.small_batch(found.speedup, found.pruned_ms, larger, search.batch, LARGER * search.batch)
+    times = next((times for times in LARGER if times * found.dense_ms <= LONG_MS), LARGER[-1])
+    larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, times, search.device)
+    yield causes.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
 
 
 def _fewer_threads(search: Search) -> Cause | None:
@@ -152,5 +154,5 @@ _LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (
     ("masks and channels of zeros", _masks),
     ("subnormal numbers", _small_numbers),
     ("channels last", _memory_format),
-    (f"a batch {LARGER} times as large", _larger_batch),
+    ("a larger batch", _larger_batch),
 )

@@ -99,6 +99,8 @@ def test_launch_bound_is_time_that_channels_do_not_shorten() -> None:
     assert graphs is not None
     assert "CUDA graphs" in graphs.fix
     assert causes.launch_bound(broken_down(0.5, 10), cuda=False) is None
+    noise = replace(broken_down(0.0, 10), pruned_outside_ms=5.0)  # the same Python took the dense model no time
+    assert causes.launch_bound(noise, cuda=False) is None
 
 
 def width(up_ms: float, *, step: int = 8, spread: float = 0.01, module: str = "conv") -> WidthTimes:
