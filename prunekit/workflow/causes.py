@@ -64,7 +64,7 @@ def find_causes(search: Search, log: Callable[[str], None]) -> tuple[Cause, ...]
     """
     log("measuring: fewer threads")
     threads = _fewer_threads(search)
-    if threads is not None and causes.crowded(torch.get_num_threads(), cores(), os.getloadavg()[0]):
+    if threads is not None and causes.crowded(torch.get_num_threads(), cores(), load_average()):
         return (threads,)
     found = [] if threads is None else [threads]
     for name, look in _LOOKS:
@@ -140,12 +140,17 @@ def _fewer_threads(search: Search) -> Cause | None:
     if not search.on_cpu or now == 1:
         return None
     fewer = experiments.with_threads_of(sorted({1, now // 2}), search.pruned, search.inputs, now)
-    return causes.too_many_threads(now, cores(), os.getloadavg()[0], fewer)
+    return causes.too_many_threads(now, cores(), load_average(), fewer)
 
 
 def cores() -> int:
     """Logical cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_average() -> float:
+    """Threads of the whole system that ran or wanted a core over the last minute; 0 where it does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 _LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from prunekit.measure.beside import Ratio
 from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
 from prunekit.measure.causes import Cause
 from prunekit.nested import gather, map_tensors
-from prunekit.workflow.causes import Search, find_causes
+from prunekit.workflow.causes import Search, cores, find_causes, load_average
 from prunekit.workflow.runs import Log
 
 NOISY = 0.1
@@ -110,7 +109,8 @@ def explain(
 
 def _placed(model: nn.Module, device: torch.device) -> nn.Module:
     """The model itself where it is on the device already: a copy would be without its hooks."""
-    here = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
+    where = device if device.index is not None or device.type != "cuda" else torch.device("cuda", 0)
+    here = all(tensor.device == where for tensor in (*model.parameters(), *model.buffers()))
     return model if here else copy.deepcopy(model).to(device)
 
 
@@ -147,11 +147,10 @@ def _explanation(
 
 def _notes(found: Breakdown) -> Iterator[str]:
     width = (found.speedup.high - found.speedup.low) / found.speedup.median
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if width > NOISY:
         yield (
-            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide, with a load average of {load:.1f} "
-            f"on {cores} cores; an idle machine or more rounds would settle it"
+            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide, with a load average of "
+            f"{load_average():.1f} on {cores()} cores; an idle machine or more rounds would settle it"
         )
     missing = found.pruned_ms - found.pruned_operators_ms - found.pruned_outside_ms
     if missing > NOISY * found.pruned_ms:

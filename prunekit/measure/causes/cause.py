@@ -19,7 +19,7 @@ class Cause:
     Attributes:
         name: what tables call it.
         ms: of a forward pass of the pruned model, estimated from what was measured; causes overlap, so that they do not
-            add up.
+            add up. 0 for what was found and makes no difference here.
         evidence: what was measured, in sentences.
         fix: the change to make.
         modules: paths that it was found at, the slowest first; empty for the whole model.

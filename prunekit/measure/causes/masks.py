@@ -34,7 +34,7 @@ def masks_attached(
         gone, total = (sum(pair[axis] for pair in zero_channels.values()) for axis in (0, 1))
         parts.append(
             f"{gone:,} of {total:,} output channels hold nothing but zeros and are computed all the same "
-            f"({some(list(zero_channels))}): {zeros_ms:.3g} ms, by the same layers without them"
+            f"({some(list(zero_channels))}): {zeros_ms:.3g} ms, by running the slowest of these layers without them"
         )
     return Cause(
         name="masks still attached",
