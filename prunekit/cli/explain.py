@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SHOWN = 15
 
 
-@click.command("explain", short_help="Show where a pruned model's time goes, and why it is not faster.")
+@click.command("explain", short_help="Show why a pruned model is not faster.")
 @click.argument("arguments", nargs=-1, metavar="PRUNED [KEY=VALUE]...")
 @click.option("--dense", metavar="MODEL", help="What it is compared with.  [default: what PRUNED was made from]")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in a forward pass.")
