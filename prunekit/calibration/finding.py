@@ -25,6 +25,10 @@ _MOVES = frozenset(
 """Functions whose results hold values of their first argument, each at most once."""
 
 
+RECTIFIED = "rectified"
+"""Stage of what a ReLU makes of the end of a layer's chain."""
+
+
 class _Mark(NamedTuple):
     """On a tensor: which call made its values, and the end of which layer's chain they are."""
 
@@ -44,6 +48,7 @@ class _Draft:
         reads: how often the result of each stage is read.
         rectified: the stage that a ReLU reads.
         normed: number of the norm's call.
+        source: the layer whose rectified end this one reads.
         index: where each value of the output lies at the last stage, once it was moved.
     """
 
@@ -53,6 +58,7 @@ class _Draft:
     reads: Counter[str] = field(default_factory=Counter)
     rectified: str = ""
     normed: int = 0
+    source: int | None = None
     index: Tensor | None = None
 
     def places(self) -> Tensor:
@@ -114,7 +120,7 @@ class _Finder(CallWatch):
     ) -> tuple[int | None, str]:
         operands = self.operands(call)
         if operands is not None:
-            return self._layer(call, operands, result)
+            return self._layer(call, operands, result, _mark(operands.inputs))
         if call.name in _SUMS:
             return self._sum(call, marks)
         if call.name in _PRODUCTS:
@@ -129,14 +135,16 @@ class _Finder(CallWatch):
             return self._move(call, mark, draft)
         if call.name in {"relu", "relu_"}:
             draft.rectified = mark.stage
+            return mark.layer, RECTIFIED
         return None, ""
 
-    def _layer(self, call: Call, operands: Operands, result: Tensor) -> tuple[int | None, str]:
+    def _layer(self, call: Call, operands: Operands, result: Tensor, read: _Mark | None) -> tuple[int | None, str]:
         how = Reading() if operands.transposed else reading(call.name, call.args, call.named)
         if how is None:
             return None, ""
         layer = Layer(operands.weight, operands.bias, call.number, how, call.number, transposed=operands.transposed)
-        self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape))
+        source = read.layer if read is not None and read.stage == RECTIFIED else None
+        self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape, source=source))
         return len(self.drafts) - 1, "layer"
 
     def _norm(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:
@@ -226,7 +234,20 @@ def survey(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterabl
     with finder.watching():
         model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
-    return Survey(tuple(draft.finished(calls[draft.layer.weight]) for draft in finder.drafts), finder.readers)
+    layers = [draft.finished(calls[draft.layer.weight]) for draft in finder.drafts]
+    sources = [
+        None if draft.source is None else _alone(finder.drafts[draft.source], layers[draft.source])
+        for draft in finder.drafts
+    ]
+    return Survey(
+        tuple(replace(layer, source=source) for layer, source in zip(layers, sources, strict=True)), finder.readers
+    )
+
+
+def _alone(draft: _Draft, layer: Layer) -> Layer | None:
+    """A layer whose rectified end is read once, with nothing added to it."""
+    plain = layer.rectified and layer.total is None and layer.calls == 1
+    return layer if plain and draft.reads[RECTIFIED] == 1 else None
 
 
 def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
