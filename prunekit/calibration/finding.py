@@ -120,7 +120,7 @@ class _Finder(CallWatch):
     ) -> tuple[int | None, str]:
         operands = self.operands(call)
         if operands is not None:
-            return self._layer(call, operands, result, _mark(operands.inputs))
+            return self._layer(call, operands, result)
         if call.name in _SUMS:
             return self._sum(call, marks)
         if call.name in _PRODUCTS:
@@ -134,15 +134,16 @@ class _Finder(CallWatch):
         if call.name in _MOVES and len(inputs) == 1 and call.args and call.args[0] is inputs[0]:
             return self._move(call, mark, draft)
         if call.name in {"relu", "relu_"}:
-            draft.rectified = mark.stage
+            draft.rectified = draft.rectified if mark.stage == RECTIFIED else mark.stage
             return mark.layer, RECTIFIED
         return None, ""
 
-    def _layer(self, call: Call, operands: Operands, result: Tensor, read: _Mark | None) -> tuple[int | None, str]:
+    def _layer(self, call: Call, operands: Operands, result: Tensor) -> tuple[int | None, str]:
         how = Reading() if operands.transposed else reading(call.name, call.args, call.named)
         if how is None:
             return None, ""
         layer = Layer(operands.weight, operands.bias, call.number, how, call.number, transposed=operands.transposed)
+        read = _mark(operands.inputs)
         source = read.layer if read is not None and read.stage == RECTIFIED else None
         self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape, source=source))
         return len(self.drafts) - 1, "layer"
@@ -234,20 +235,12 @@ def survey(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterabl
     with finder.watching():
         model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
-    layers = [draft.finished(calls[draft.layer.weight]) for draft in finder.drafts]
-    sources = [
-        None if draft.source is None else _alone(finder.drafts[draft.source], layers[draft.source])
-        for draft in finder.drafts
-    ]
-    return Survey(
-        tuple(replace(layer, source=source) for layer, source in zip(layers, sources, strict=True)), finder.readers
-    )
-
-
-def _alone(draft: _Draft, layer: Layer) -> Layer | None:
-    """A layer whose rectified end is read once, with nothing added to it."""
-    plain = layer.rectified and layer.total is None and layer.calls == 1
-    return layer if plain and draft.reads[RECTIFIED] == 1 else None
+    pairs = [(draft, draft.finished(calls[draft.layer.weight])) for draft in finder.drafts]
+    plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]
+    alone = [of if plain[i] and draft.reads[RECTIFIED] == 1 else None for i, (draft, of) in enumerate(pairs)]
+    sources = [None if draft.source is None else alone[draft.source] for draft, _ in pairs]
+    layers = tuple(replace(layer, source=of) for (_, layer), of in zip(pairs, sources, strict=True))
+    return Survey(layers, finder.readers)
 
 
 def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:

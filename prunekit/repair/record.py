@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,15 +53,8 @@ def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch],
     return found, sum(a < split for a, _, _ in bounds)
 
 
-@dataclass(frozen=True, eq=False)
-class SourceAim:
-    """What a pass takes of the layer before: what it reads wherever some rows of the aimed layer read its output.
-
-    Attributes:
-        layer: the one before.
-        rows: how many rows of the aimed layer to fit on, at most.
-        channels: of its input.
-    """
+class SourceAim(NamedTuple):
+    """What is taken of the layer before: some input channels, wherever some rows of the aimed layer read its output."""
 
     layer: Layer
     rows: int

@@ -93,7 +93,7 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn(self.stem(x)))
-        x = F.relu(self.once(x))
+        x = F.relu(F.relu(self.once(x)))
         out = F.relu(self.twice(x) + x)
         return self.head(F.relu(self.sum(out) + self.also(out)).mean((2, 3)))  # type: ignore[no-any-return]
 
@@ -103,6 +103,7 @@ def test_only_what_one_layer_alone_reads_is_its_source() -> None:
     sources = {name: layer.source.weight for name, layer in found.items() if layer.source is not None}
     assert sources == {"once.weight": "stem.weight"}
     assert found["once.weight"].source == found["stem.weight"]
+    assert found["once.weight"].rectified
 
 
 class Block(nn.Module):
