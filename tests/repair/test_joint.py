@@ -14,6 +14,7 @@ from prunekit.compaction import compact
 from prunekit.measure.verify import verify
 from prunekit.repair import RepairSettings, repair
 from prunekit.repair.joint import Linearised, Pair, conjugate_gradients, gauss_newton
+from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim, batches_of
 
 TAPS, ROWS, COLUMNS, HIDDEN, OUTPUTS = 4, 400, 5, 3, 2
 
@@ -119,6 +120,28 @@ class Block(nn.Module):
         x = F.relu(self.bn0(self.stem(x)))
         x = F.relu(self.conv2(F.relu(self.bn1(self.conv1(x)))) + self.short(x))
         return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [20, 7])
+def test_what_the_layer_before_reads_makes_what_the_layer_reads(size: int) -> None:
+    torch.manual_seed(2)
+    model, images = randomised(Block().double()).eval(), torch.randn(20, 3, 11, 9, dtype=torch.float64)
+    layer = next(found for found in find_layers(model, images[:2]) if found.weight == "conv2.weight")
+    assert layer.source is not None
+    aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, 70, torch.arange(6)))
+    run = LayerPass(model)
+    run.learn((images[:2],))
+    sample = Gathering(run, *batches_of((images,), 0.2, size)).take(aim, layer.source.call, layer.ready + 1)
+    assert sample is not None
+    assert sample.inputs is not None
+    assert sample.paired is not None
+    assert sample.before is not None
+    assert sample.there is not None
+    assert len(sample.there) == int(sample.paired.sum()) < len(sample.paired) / 2
+    before = sample.before.view(*sample.there.shape, -1)
+    made = F.relu(model.bn1((before @ model.conv1.weight.flatten(1).T).flatten(0, 1)[:, :, None, None]))
+    made = made.view(*sample.there.shape, 8) * sample.there[:, :, None]
+    torch.testing.assert_close(made.transpose(1, 2).flatten(1), sample.inputs[sample.paired])
 
 
 def test_fitted_together_layers_come_nearer() -> None:
