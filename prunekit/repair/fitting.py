@@ -127,9 +127,9 @@ class LayerFitter(LayerWeights):
         rows = rows[usable]
         if not len(rows):
             return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
-        spread = float(problem.wanted.var(0).mean())
+        spread = _spread(problem.wanted)
         before = problem.error()
-        if before <= NEGLIGIBLE * max(spread, torch.finfo(torch.float64).tiny):
+        if before <= NEGLIGIBLE * spread:
             return LayerRepair(layer.weight, note="computes what the dense layer does")
         if not bool(problem.now.isfinite().all()):
             return LayerRepair(layer.weight, note="NaN or Inf under masks")
@@ -218,3 +218,9 @@ class LayerFitter(LayerWeights):
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)
         return Change(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
+
+
+def _spread(wanted: Tensor) -> float:
+    """What errors of (N, o) outputs are a share of: their variance, or their mean square if they are constant."""
+    spread = float(wanted.var(0).mean()) or float(wanted.square().mean())
+    return max(spread, torch.finfo(torch.float64).tiny)

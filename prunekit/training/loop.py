@@ -29,10 +29,11 @@ from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
 from prunekit.training.device import autocast, loss_scaler, one_device
 from prunekit.training.history import EpochRow, History
-from prunekit.training.nonfinite import first_non_finite
+from prunekit.training.nonfinite import first_non_finite, non_finite_tensor
 from prunekit.training.optimizers import build_optimizer, build_schedule
 from prunekit.training.progress import Progress
 from prunekit.training.settings import TrainSettings
+from prunekit.training.strides import LongStrides
 
 
 def fit(
@@ -75,9 +76,10 @@ def fit(
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
         UsageError: a gradient clamp's glob matches nothing.
         DataError: an image cannot be read.
-        NonFiniteError: the loss became NaN or Inf; names the first module, the epoch and the step. Gradients that
-            overflow under float16's loss scale are no error: the step is skipped, which `EpochRow.skipped` counts and
-            the schedule does not, and the scale halved. An epoch of nothing else is an error.
+        NonFiniteError: the loss or a weight became NaN or Inf; names the first module, the epoch and the step.
+            Gradients that overflow under float16's loss scale are no error: the step is skipped, which
+            `EpochRow.skipped` counts and the schedule does not, and the scale halved. An epoch of nothing else is an
+            error.
     """
     require_trainable(model)
     model.to(device)
@@ -91,7 +93,10 @@ def fit(
     clamps = Clamps(model, optimizer, settings, scaler)
     best = BestWeights(model, checkpoint)
     bar = Progress(label, settings.epochs * len(train), describe, progress)
-    with seeded(seed), training_mode(model, True), one_device(device, scaler) as accelerator, wrapped, clamps, bar:
+    exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
+    with (
+        seeded(seed), training_mode(model, True), one_device(device, scaler) as accelerator, wrapped, exact, clamps, bar
+    ):  # fmt: skip
         steps = math.ceil(len(train) / settings.accumulate)
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup)
         ready = accelerator.prepare(model, optimizer, schedule)
@@ -155,7 +160,7 @@ class _Run:
         self.bar.epoch(epoch, self.settings.epochs)
         trained, lr, made = self._train(epoch, start)
         training_s = time.perf_counter() - start
-        validated = self._validate()
+        validated = self._validate(f"epoch {epoch}")
         return EpochRow(
             epoch=epoch,
             lr=lr,
@@ -172,7 +177,7 @@ class _Run:
         """Makes the steps of an epoch; with its sums the learning rate of the last one, and how many were not skipped.
 
         Raises:
-            NonFiniteError: all were skipped, or the loss is not finite.
+            NonFiniteError: all were skipped, or the loss or a weight is not finite.
         """
         trained, lr, done, made = _Sums(), 0.0, 0, 0
         self.model.train()
@@ -192,7 +197,24 @@ class _Run:
                 f"epoch {epoch} made no step: no gradient was finite under float16's loss scale, which every skipped "
                 "step halves; try `precision: bf16`, a lower learning rate, or more steps in an epoch"
             )
+        if (tensor := non_finite_tensor(self.model)) is not None:  # the last step, which no loss was computed after
+            raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {epoch}; {self._advice()}")
         return trained, lr, made
+
+    def _finite(self, loss: Tensor, images: Tensor, saying: str) -> float:
+        """A loss as a number.
+
+        Raises:
+            NonFiniteError: it is none; says so with the number for `{}`, and names the first module to blame.
+        """
+        value = loss.item()
+        if not math.isfinite(value):
+            where = first_non_finite(self.model, images)
+            raise NonFiniteError(f"{saying.format(value)}; first not finite: {where}; {self._advice()}")
+        return value
+
+    def _advice(self) -> str:
+        return f"try a lower learning rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up"
 
     def _add_gradient(self, batch: Batch, of: int, sums: _Sums, when: str) -> None:
         """Adds a batch's part of the gradient of the mean loss over `of` images."""
@@ -200,13 +222,7 @@ class _Run:
         with autocast(self.settings.precision, self.device):
             output = self.model(images)
             loss = self._loss(output, labels)
-            value = loss.item()
-            if not math.isfinite(value):
-                where = first_non_finite(self.model, images)
-                raise NonFiniteError(
-                    f"the loss is {value} in {when}; first not finite: {where}; try a lower learning rate "
-                    f"(now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up"
-                )
+            value = self._finite(loss, images, f"the loss is {{}} in {when}")
         self.accelerator.backward(loss * (len(labels) / of))
         sums.add(value, logits(output).detach(), labels)
 
@@ -217,12 +233,14 @@ class _Run:
             loss = loss + weight * F.cross_entropy(head, labels, label_smoothing=smoothing)
         return loss
 
-    def _validate(self) -> _Sums:
+    def _validate(self, when: str) -> _Sums:
         sums = _Sums()
         with training_mode(self.model, False), torch.no_grad():
             for images, labels in self.validation:
-                output, target = logits(self.model(images.to(self.device))), labels.to(self.device)
-                sums.add(F.cross_entropy(output, target).item(), output, target)
+                images, target = images.to(self.device), labels.to(self.device)
+                output = logits(self.model(images))
+                loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
+                sums.add(loss, output, target)
         return sums
 
 

@@ -51,3 +51,12 @@ def first_non_finite(model: nn.Module, images: Tensor) -> str:
     with _FirstNonFinite(model) as watch, torch.no_grad():
         model(images)
     return watch.found or "the loss alone; every module's output is finite"
+
+
+def non_finite_tensor(model: nn.Module) -> str | None:
+    """The first parameter or buffer with a NaN or an Inf in it; None where all are finite."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                return f"{kind} {name!r}"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
     from prunekit.training import loop
 
     left = list(top1)
-    monkeypatch.setattr(loop._Run, "_validate", lambda self: loop._Sums(1.0, left.pop(0), 100))
+    monkeypatch.setattr(loop._Run, "_validate", lambda self, when: loop._Sums(1.0, left.pop(0), 100))
 
 
 @pytest.mark.parametrize(("top1", "best"), [([50, 90, 70], 2), ([50, 90, 90], 3), ([90, 50, 70], 1), ([0, 0, 0], 3)])
@@ -267,6 +268,37 @@ def test_a_non_finite_parameter_is_named() -> None:
 def test_a_diverging_run_is_stopped() -> None:
     with pytest.raises(NonFiniteError, match=r"the loss is (nan|inf) in epoch \d+, step \d+; .*lower learning rate"):
         train(net(), TrainSettings(epochs=20, lr=1e18, warmup=0.0))
+
+
+def test_a_weight_that_the_last_step_spoils_is_named() -> None:
+    model = net()
+    steps = len(splits().train) // 16
+
+    @contextmanager
+    def spoiled(optimizer: Optimizer) -> Iterator[None]:
+        made = itertools.count(1)
+
+        def spoil(*_: Any) -> None:
+            if next(made) == steps:
+                model[5].weight.data[1, 2] = math.inf
+
+        handle = optimizer.register_step_post_hook(spoil)
+        yield
+        handle.remove()
+
+    with pytest.raises(NonFiniteError, match=r"parameter '5.weight' is NaN or Inf after epoch 1; try a lower learning"):
+        train(model, TrainSettings(epochs=1, lr=0.01), wrap_optimizer=spoiled)
+
+
+def test_a_validation_loss_that_is_not_finite_is_an_error() -> None:
+    class Overflows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if self.training else x * math.inf
+
+    model = net()
+    model[3] = Overflows()
+    with pytest.raises(NonFiniteError, match=r"the validation loss is nan in epoch 1; first not finite: .* '3'"):
+        train(model, TrainSettings(epochs=1, lr=0.01))
 
 
 def test_a_frozen_model_is_refused() -> None:
