@@ -102,7 +102,7 @@ def gauss_newton(pair: Pair, weights: Weights, steps: int) -> tuple[Weights, flo
         The weights, and the mean squared error on held-out rows before and after.
     """
     fitting, judging = pair.split()
-    some = fitting.inputs[:: len(fitting.inputs) // len(fitting.rest) + 1]  # one of each row's positions is enough
+    some = fitting.inputs[:: len(fitting.inputs) // len(fitting.rest)]  # one of each row's positions is enough
     factor, now = _factor(products(some, some)), Linearised(fitting, weights)
     before = after = Linearised(judging, weights).error
     for _ in range(steps):
