@@ -149,5 +149,5 @@ def _text(result: dict[str, Any]) -> str:
     ]
     if speedups:
         parts.append(table(("against the first", *WHERE, "dtype", "speedup", "95 % interval"), speedups, text))
-    parts += [*unstable(result["latency"], result["speedup"]), *result["notes"], surroundings(result["machine"])]
-    return "\n\n".join(parts)
+    remarks = [*unstable(result["latency"], result["speedup"]), *result["notes"], surroundings(result["machine"])]
+    return "\n\n".join([*parts, "\n".join(remarks)])

@@ -70,7 +70,8 @@ def doubts(values: Times, contention: Contention | None) -> list[str]:
         values: (N,) times or ratios, in the order in which they were taken.
         contention: what else ran; None where it does not matter.
     """
-    found = [_oversubscribed(contention) if contention is not None else "", _wide(values), _drift(values)]
+    void = _oversubscribed(contention) if contention is not None else ""
+    found = [void] if void else [_wide(values), _drift(values)]  # what is void needs no other reason
     return [reason for reason in found if reason]
 
 

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import torch
 
+RESOLUTION = 2**24
+"""Bytes of resident memory below which what allocators and libraries keep for themselves decides."""
 RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
 
 
 class PeakMemory:
     """What a session and one forward take, at the peak, above what was taken when this object was made.
 
-    On CUDA that is what torch's allocator handed out; on the CPU the resident memory of the process, where Linux tells,
-    so make it in a process of its own: it gives freed memory back to the system, and starts its peak anew.
+    On CUDA that is what torch's allocator handed out; on the CPU the growth of the process's resident memory, where
+    Linux tells, so make it in a process of its own: it gives freed memory back to the system, and starts its peak anew.
 
     Args:
         device: "cpu", "cuda" or "cuda:n".
@@ -28,11 +30,12 @@ class PeakMemory:
         self.before = self._settle()
 
     def of(self, run: Callable[[], object]) -> int | None:
-        """Bytes, once more running what was built meanwhile; None where the system does not tell."""
+        """Bytes, once more running what was built meanwhile; None where the system does not tell, or not exactly."""
         if self.before is None or self._settle() is None:
             return None
         run()
-        return max(0, self._peak() - self.before)
+        found = self._peak() - self.before
+        return found if self.device.type == "cuda" or found >= RESOLUTION else None
 
     def _settle(self) -> int | None:
         gc.collect()

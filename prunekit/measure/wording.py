@@ -29,10 +29,13 @@ def doubtful(row: Row) -> str:
 
 
 def unstable(latency: Iterable[Row], speedup: Iterable[Row]) -> list[str]:
-    """A line for each figure that supports no claim, with the reasons."""
+    """A line for figures that support no claim, with the reasons: one for those that share setting and reasons."""
     named = [(f"latency of {row['model']}", row) for row in latency if doubtful(row)]
     named += [(f"speedup of {row['model']}", row) for row in speedup if doubtful(row)]
-    return [f"unstable: {name} ({where(row)}): {'; '.join(row['doubts'])}" for name, row in named]
+    together: dict[tuple[str, str], list[str]] = {}
+    for name, row in named:
+        together.setdefault((where(row), "; ".join(row["doubts"])), []).append(name)
+    return [f"unstable ({place}): {', '.join(names)}: {why}" for (place, why), names in together.items()]
 
 
 def failed(failures: Iterable[Row]) -> list[str]:

@@ -113,7 +113,7 @@ def test_finetune_prints_the_result_and_writes_the_report(
     report = tmp_path / "runs" / "small" / "now" / "report.html"
     assert f"Report: {report}" in result.stdout
     assert '<span class="state finished">finished</span>' in report.read_text()
-    assert "speedup of pruned (eager, cpu, batch 1, 1 thread, float32): too few repeats" in report.read_text()
+    assert "unstable (eager, cpu, batch 1, 1 thread, float32): speedup of pruned: too few repeats" in report.read_text()
     assert load(report.parent / "recipe.yaml") == load(recipe)
 
 

@@ -51,12 +51,7 @@ def test_a_class_that_only_this_process_has_is_timed_here() -> None:
 
 def test_a_users_own_file_reaches_the_other_process(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "import os\nimport torch\nHOME = os.environ.get('PRUNEKIT_TEST_HOME')\n"
-        "class Mine(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        assert x.is_contiguous() and os.getpid() >= 0\n"
-        "        return super().forward(x)\n"
-        "def build():\n    return Mine(4, 4)\n"
+        "import torch\nclass Mine(torch.nn.Linear):\n    pass\ndef build():\n    return Mine(4, 4)\n"
     )
     report = measure_latency({"mine": load_factory(f"{tmp_path / 'mine.py'}:build")}, (4,), QUICK, [CPU])
     assert [row["model"] for row in report.rows] == ["mine"]

@@ -41,5 +41,6 @@ def test_peak_memory_is_what_was_added_at_the_peak() -> None:
     held = torch.ones(size // 4)
     found = peak.of(lambda: torch.ones(size // 4).sum())
     assert found is not None
-    assert 2 * size <= found < 2.2 * size
+    assert 1.9 * size < found < 2.2 * size  # resident pages, of 2 * size bytes
     assert held.sum() > 0
+    assert PeakMemory("cpu").of(lambda: torch.ones(100)) is None
