@@ -3,7 +3,7 @@
 from prunekit.measure.accuracy import Accuracy, accuracy, wilson_interval
 from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
 from prunekit.measure.settings import LatencySettings
-from prunekit.measure.size import count_macs, count_parameters, size_bytes
+from prunekit.measure.size import count_bytes, count_macs, count_parameters, size_bytes
 
 __all__ = [
     "Accuracy",
@@ -11,6 +11,7 @@ __all__ = [
     "LatencySettings",
     "accuracy",
     "compare_latency",
+    "count_bytes",
     "count_macs",
     "count_parameters",
     "measure_latency",

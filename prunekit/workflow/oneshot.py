@@ -60,6 +60,8 @@ def prune(
     *,
     macs: float | None = None,
     channels: float | None = None,
+    params: float | None = None,
+    size_mb: float | None = None,
     criterion: Criterion | None = None,
     scope: Scope | None = None,
     round_to: int = 1,
@@ -87,11 +89,14 @@ def prune(
             calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
             tensors or (images, ...) each, such as a DataLoader.
         macs: share of the multiply-accumulates that may be left, above 0 and below 1.
-        channels: share of the channels that may be left; exactly one of `macs` and `channels` is given.
+        channels: share of the channels that may be left.
+        params: share of the parameters that may be left.
+        size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file. At least one of these four is
+            given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
             collected from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; or `per_mac`, ranked by
-            score for each multiply-accumulate.
+            score for each multiply-accumulate, or whatever else the budget counts.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
         exclude: globs over module paths whose output channels stay.
@@ -112,7 +117,7 @@ def prune(
     """
     criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
     settings = PruneSettings(
-        budget=BudgetSettings(channels=channels, macs=macs),
+        budget=BudgetSettings(channels, macs, params, size_mb),
         criterion=criterion,
         scope=scope or ("per_mac" if criterion == "elimination" else "uniform"),
         round_to=round_to,
