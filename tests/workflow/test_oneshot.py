@@ -90,6 +90,17 @@ def test_the_model_given_stays_as_it_is() -> None:
     assert done.model.conv1.out_channels < 16
 
 
+def test_subnormal_weights_of_the_compact_model_are_set_to_zero_and_said() -> None:
+    model = randomised(Net()).eval()
+    with torch.no_grad():
+        model.head.weight[2] = 1e-40  # 8 inputs, of which as many are left as `stem` has
+    done = prunekit.prune(model, (torch.zeros(1, 3, 8, 8),), macs=0.6)
+    left = done.plan.widths()["stem"][0]
+    assert done.model.head.weight[2].tolist() == [0.0] * left
+    assert done.notes == (f"{left} subnormal numbers in 1 tensors set to 0; outputs change by {0:.1e}",)
+    assert model.head.weight[2, 0] > 0
+
+
 def test_a_loader_is_the_same_as_its_images() -> None:
     model, images = randomised(Net()).eval(), torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, torch.zeros(48)), batch_size=10)
