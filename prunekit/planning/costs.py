@@ -92,7 +92,7 @@ class CostModel:
         widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1).astype(np.float64)
         products = widths[:, self.factors].prod(axis=2)
         result: Numbers = np.rint(products @ self.constants + self.base)
-        return result.reshape(*counts.shape[:-1], -1)
+        return result.reshape(*counts.shape[:-1], self.base.size)
 
 
 def cost_model(channel_map: ChannelMap, parts: list[Part], resources: list[list[Term]]) -> CostModel:

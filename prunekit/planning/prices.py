@@ -14,8 +14,10 @@ ROUNDS = 3
 """How often a budget is spent per price: what a channel costs depends on its neighbours' widths in the plan before."""
 
 
-def priced(parts: list[Part], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]) -> Labels:
-    """Counts by score over price, where the price is in the units of the budget by which the most is kept.
+def priced(
+    parts: list[Part], scores: Scores, budgets: Budgets, spend: Callable[[list[Scores]], Labels]
+) -> list[Labels]:
+    """Counts by score over price, once for each budget, in whose units the price is.
 
     Where the scores are what a group's error rises by, and never fall along the order in which its labels go, removing
     the lowest first is the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham &
@@ -25,8 +27,7 @@ def priced(parts: list[Part], scores: Scores, budgets: Budgets, spend: Callable[
         scores: (n_labels,) comparable between groups.
         spend: a number for each label of every part -> counts within all budgets that keep the highest.
     """
-    plans = [_in_units_of(index, parts, scores, budgets, spend) for index in range(len(budgets.names))]
-    return max(plans, key=lambda counts: _kept(parts, scores, counts))
+    return [_in_units_of(index, parts, scores, budgets, spend) for index in range(len(budgets.names))]
 
 
 def _in_units_of(
@@ -47,10 +48,3 @@ def _prices(parts: list[Part], budgets: Budgets, counts: Labels) -> Scores:
     sizes = np.array([part.labels.size for part in parts])
     prices: Scores = (budgets.left(whole) - budgets.left(none)) / sizes[:, None]
     return np.maximum(prices, 1e-12)
-
-
-def _kept(parts: list[Part], scores: Scores, counts: Labels) -> tuple[int, float]:
-    """How many labels without a finite score a choice keeps, and the sum of the finite ones."""
-    kept = np.concatenate([scores[part.labels[:count]] for part, count in zip(parts, counts, strict=True)])
-    finite = np.isfinite(kept)
-    return int(np.count_nonzero(~finite)), float(kept[finite].sum())

@@ -15,6 +15,8 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError, UsageError
 from prunekit.planning.budgets import Budgets, asked_for, budgets_of, check_met, in_words
+from prunekit.planning.exchange import Worth, are_few, improved
+from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
 from prunekit.planning.select import Part, Scores, free_parts
@@ -22,6 +24,9 @@ from prunekit.planning.settings import SHARES, BudgetSettings, PruneSettings, Sc
 
 GRID = 4096
 """Steps of the uniform share that the search may choose from."""
+
+STARTS = 2
+"""Of the plans that prices lead to, so many are improved: the best. All of them where there are few widths."""
 
 Ladder = Callable[[int], Labels]
 """Step -> number of labels kept of each part; never fewer at a higher step."""
@@ -62,11 +67,18 @@ def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, 
 
 
 def _chosen(parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
+    """Counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found."""
     if scope == "uniform":
         return _highest(parts, *_uniform(parts), budgets)
     if scope == "global":
         return _highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)
-    return priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))
+    worth = Worth.of(parts, scores)
+    found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+    found += by_multipliers(parts, worth, budgets)
+    found += [_highest(parts, *_uniform(parts), budgets), np.array([part.counts[0] for part in parts])]
+    distinct = {tuple(counts.tolist()): counts for counts in found}.values()
+    starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
+    return max((improved(parts, worth, budgets, counts) for counts in starts), key=worth)
 
 
 def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> Labels:

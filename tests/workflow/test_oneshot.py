@@ -72,6 +72,15 @@ def test_images_that_are_too_few_or_none(images: Any, message: str) -> None:
     assert isinstance(caught.value, UsageError)
 
 
+def test_several_budgets_are_met_together() -> None:
+    model = randomised(Net()).eval()
+    done = prunekit.prune(model, (torch.zeros(1, 3, 8, 8),), macs=0.7, params=0.6, size_mb=0.006, scope="per_mac")
+    tensors = [*done.model.parameters(), *done.model.buffers()]
+    assert sum(p.numel() for p in done.model.parameters()) <= 0.6 * sum(p.numel() for p in model.parameters())
+    assert 0.005 < sum(tensor.nbytes for tensor in tensors) / 1e6 <= 0.006
+    assert done.plan.provenance["binding"] == "size_mb"
+
+
 def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:
     model, images = randomised(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PlanError):
