@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from prunekit.calibration.finding import find_layers
 from prunekit.calibration.layers import Call, CallWatch, Layer
 from prunekit.calibration.patches import gram, gram_bytes, sampled_rows
+from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
 
@@ -56,7 +57,9 @@ class PatchStats:
 class _Collector(CallWatch):
     """Adds up moments of the layers of one forward pass after another."""
 
-    def __init__(self, model: nn.Module, layers: tuple[Layer, ...], norms: Iterable[str], limit: int) -> None:
+    def __init__(
+        self, model: nn.Module, layers: tuple[Layer, ...], norms: Iterable[str], columns: Mapping[int, int]
+    ) -> None:
         super().__init__(model, norms)
         self.found: dict[int, LayerMoments] = {}
         self.batch_rows = 0
@@ -64,7 +67,7 @@ class _Collector(CallWatch):
         self._ends: dict[int, list[Tensor]] = {}
         self._layers = {layer.call: layer for layer in layers}
         self._finals = {layer.end: layer for layer in layers}
-        self._limit = limit
+        self._columns = columns
 
     def call(self, call: Call) -> Any:
         """Takes a layer's input as it is called, and the end of its chain as that is made."""
@@ -86,28 +89,54 @@ class _Collector(CallWatch):
         reading, rows = layer.reading, self._rows(layer, output)
         spatial = tuple(output.shape[2:]) if reading.kernel else ()
         width = weight.shape[1]
-        wide = gram_bytes(width * reading.taps) * reading.groups > self._limit
-        read = reading.centres if wide else reading.patches
+        taps = self._columns[layer.call] // width
+        read = reading.patches if taps == reading.taps else reading.centres
         parts = []
         for group in range(reading.groups):
             channels = torch.arange(group * width, (group + 1) * width, device=inputs.device)
             parts.append(gram(read(reading.channels(inputs, channels), rows, spatial)) * len(rows))
         known = self.found.get(layer.call)
-        sums = parts if known is None else [a + b for a, b in zip(known.grams, parts, strict=True)]
+        sums = parts if known is None else [a.add_(b) for a, b in zip(known.grams, parts, strict=True)]
         count = len(rows) + (0 if known is None else known.rows)
         none = torch.zeros(0, dtype=torch.float64)
-        self.found[layer.call] = LayerMoments(layer, tuple(sums), 1 if wide else reading.taps, none, count)
+        self.found[layer.call] = LayerMoments(layer, tuple(sums), taps, none, count)
 
     def finished(self) -> tuple[LayerMoments, ...]:
+        """The moments of all batches; once, at the end."""
         return tuple(
             replace(
                 moments,
-                grams=tuple(total / moments.rows for total in moments.grams),
+                grams=tuple(total.div_(moments.rows) for total in moments.grams),  # in place: they are large
                 variance=torch.cat(self._ends[call]).double().var(0),
             )
             for call, moments in sorted(self.found.items())
             if call in self._ends
         )
+
+
+def _columns(layers: Iterable[Layer], tensors: Mapping[str, Tensor], limit: int) -> dict[int, int]:
+    """Columns of each layer's Gram matrices by its call: those of whole patches, or of the centres of the largest."""
+    widths = {layer.call: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
+    found = {layer.call: widths[layer.call] * layer.reading.taps for layer in layers}
+    size = {layer.call: layer.reading.groups * gram_bytes(found[layer.call]) for layer in layers}
+    for layer in sorted(layers, key=lambda layer: size[layer.call], reverse=True):
+        if sum(size.values()) <= limit:
+            break
+        found[layer.call] = widths[layer.call]
+        size[layer.call] = layer.reading.groups * gram_bytes(widths[layer.call])
+    return found
+
+
+def _stated(layers: Sequence[Layer], columns: Mapping[int, int]) -> str:
+    """What the Gram matrices will take, in words."""
+    if not layers:
+        return "no layer that can be followed reads channels that may go"
+    sizes = [layer.reading.groups * gram_bytes(columns[layer.call]) / 2**20 for layer in layers]
+    largest = layers[sizes.index(max(sizes))]
+    return (
+        f"Gram matrices of the patches of {len(layers)} layers take {sum(sizes):,.0f} MiB, the largest "
+        f"{max(sizes):,.0f} MiB ({largest.weight.rpartition('.')[0]}, {columns[largest.call]:,} columns)"
+    )
 
 
 def collect_patches(
@@ -119,11 +148,13 @@ def collect_patches(
     rows: int = ROWS,
     images: int = 1024,
     memory_bytes: int = 2**31,
+    log: Callable[[str], None] | None = None,
 ) -> PatchStats:
     """Runs a model over batches, in eval mode without gradients, and sums the Gram matrices of its layers' inputs.
 
     Memory: `gram_bytes(channels * taps)` for each layer and group, 8 * 4609^2 = 170 MB for 512 channels and a 3 x 3
-    kernel; one that would take more than `memory_bytes` has only the centres of its patches, 8 * 513^2 = 2 MB.
+    kernel. Where all would take more than `memory_bytes`, the largest have only the centres of their patches, 8 * 513^2
+    = 2 MB each, until the rest fits.
 
     Args:
         model: the dense model.
@@ -132,11 +163,12 @@ def collect_patches(
         inputs: weight and axis of the inputs, of those of the layers to look at; None: all.
         rows: positions sampled of each layer over `images` images.
         images: how many there will be: only the share of each batch in `rows` depends on it.
-        memory_bytes: limit for one layer.
+        memory_bytes: limit for all Gram matrices together.
+        log: gets a line on the memory that they take before they are collected.
 
     Raises:
         UsageError: there are no batches.
-        NonFiniteError: a layer reads NaN or Inf; names the layer.
+        NonFiniteError: a layer reads NaN or Inf; names it, and the weight to blame if one is.
     """
     collector: _Collector | None = None
     with training_mode(model, False):
@@ -145,7 +177,10 @@ def collect_patches(
             if collector is None:
                 layers = find_layers(model, values[:2], norms)
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
-                collector = _Collector(model, wanted, norms, memory_bytes)
+                columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
+                if log is not None:
+                    log(_stated(wanted, columns))
+                collector = _Collector(model, wanted, norms, columns)
             collector.batch, collector.batch_rows = index, max(len(values), round(rows * len(values) / images))
             with collector.watching():
                 model(values)
@@ -154,5 +189,11 @@ def collect_patches(
     found = collector.finished()
     for moments in found:
         if not all(bool(matrix.isfinite().all()) for matrix in moments.grams):
-            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf")
+            raise NonFiniteError(f"layer {moments.layer.weight.rpartition('.')[0]!r} reads NaN or Inf{_blamed(model)}")
     return PatchStats(found)
+
+
+def _blamed(model: nn.Module) -> str:
+    """The first tensor of a model that is to blame, in words; nothing where all are finite."""
+    bad = [name for name, tensor in named_tensors(model) if not bool(torch.isfinite(tensor).all())]
+    return f": {bad[0]!r} of the model is not finite" if bad else ""

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.collector import first_tensor
-from prunekit.errors import UsageError
+from prunekit.errors import DataError, UsageError
 from prunekit.repair.record import Batch
+
+FLAT = 1e-13
+"""Variance among samples, as a share of the mean square, that is no more than float32's rounding."""
 
 
 def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch]) -> float:
@@ -21,6 +24,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch]) -> 
 
     Raises:
         UsageError: the output holds no floating-point tensor, or one of another shape.
+        DataError: the dense model's output is the same for all samples, so that nothing can be judged by it.
     """
     squares, count, sums, total = 0.0, 0, torch.zeros(()), torch.zeros(())
     for batch in batches:
@@ -34,7 +38,12 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch]) -> 
         count += len(want)
         sums, total = sums.to(want) + want.sum(0), total.to(want) + want.square().sum(0)
     around = total if count == 1 else total - sums.square() / count
-    return squares / max(float(around.sum()), torch.finfo(torch.float64).tiny)
+    if float(around.sum()) <= FLAT * float(total.sum()):  # NaN passes: where it came from is found out later
+        raise DataError(
+            f"calibration: the dense model's output is the same for all {count} images that judge the repair; "
+            "expected images that differ, preprocessed as the model wants them"
+        )
+    return squares / float(around.sum())
 
 
 def _output(model: nn.Module, batch: Batch) -> Tensor:

@@ -124,9 +124,9 @@ class LayerFitter:
         rows = rows[usable]
         if not len(rows):
             return LayerRepair(layer.weight, note="the norm behind it has no factor but 0")
-        spread = float(problem.wanted.var(0).mean())
+        spread = _spread(problem.wanted)
         before = problem.error()
-        if before <= NEGLIGIBLE * max(spread, torch.finfo(torch.float64).tiny):
+        if before <= NEGLIGIBLE * spread:
             return LayerRepair(layer.weight, note="computes what the dense layer does")
         if not bool(problem.now.isfinite().all()):
             return LayerRepair(layer.weight, note="NaN or Inf under masks")
@@ -241,3 +241,9 @@ class LayerFitter:
             weight[rows[:, None], columns[None]] += addition
         norm = self._modules[layer.norm] if layer.norm is not None else None
         add_bias(layer, self._tensors, norm, rows, change.bias)
+
+
+def _spread(wanted: Tensor) -> float:
+    """What errors of (N, o) outputs are a share of: their variance, or their mean square if they are constant."""
+    spread = float(wanted.var(0).mean()) or float(wanted.square().mean())
+    return max(spread, torch.finfo(torch.float64).tiny)

@@ -84,7 +84,7 @@ def require_images(images: Tensor | Inputs) -> Inputs:
     """Checks calibration images before anything is computed on them; returns all positional inputs.
 
     Raises:
-        DataError: no tensors, fewer than 8 images, or not as many of each input.
+        DataError: no tensors, fewer than 8 images, or not as many of each input; NaN or Inf in one of them.
     """
     inputs = images if isinstance(images, tuple) else (images,)
     for tensor in inputs:
@@ -100,6 +100,10 @@ def require_images(images: Tensor | Inputs) -> Inputs:
         )
     if len({len(tensor) for tensor in inputs}) > 1:
         raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
+    for tensor in inputs:
+        if not bool(torch.isfinite(tensor).all()):
+            first = int((~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[0])
+            raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
     return inputs
 
 

@@ -168,12 +168,15 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
         return None
     images = calibration_images(prepared)
     with threads(job.threads):
-        found = patch_statistics(model.to(prepared.device), images, chart, job.repair, job.prune.exclude)
+        found = patch_statistics(
+            model.to(prepared.device),
+            images,
+            chart,
+            job.repair,
+            job.prune.exclude,
+            log=lambda line: log(f"calibration: {line}; on {len(images)} training images"),
+        )
     model.cpu()
-    log(
-        f"calibration: Gram matrices of the patches of {len(found.layers)} layers on {len(images)} training images, "
-        f"{found.nbytes / 2**20:.0f} MiB"
-    )
     for problem in too_few_rows(found):
         log(f"calibration: {problem}")
     return found

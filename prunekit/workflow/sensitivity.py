@@ -133,9 +133,8 @@ def sensitivity(
         chosen_groups(chart, groups)
         chart = settle(model, chart, _halved, examples).channel_map
     chosen = chosen_groups(chart, groups)
-    stats = patch_statistics(model, calibration, chart, groups=chosen)
-    size = f"Gram matrices of {len(stats.layers)} layers, {stats.nbytes / 1e6:.1f} MB"
-    log(f"sensitivity: {len(chosen)} channel groups; {size}, from {len(calibration)} images")
+    about = f"sensitivity: {len(chosen)} channel groups, {len(calibration)} images"
+    stats = patch_statistics(model, calibration, chart, groups=chosen, log=lambda line: log(f"{about}; {line}"))
     found = eliminations(model, chart, stats, chosen)
     curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
     orders = {group.name: _order(group, model, chart, curves) for group in chosen}

@@ -14,6 +14,7 @@ from prunekit.calibration.gains import RIDGE
 from prunekit.calibration.patch_stats import collect_patches
 from prunekit.channels import trace
 from prunekit.criteria.elimination import AT_ONCE, Consumer, consumers_of, eliminate, eliminations
+from prunekit.errors import NonFiniteError
 
 CHANNELS, TAPS = 5, 2
 
@@ -92,12 +93,26 @@ def test_consumers_are_found_by_labels_on_the_input_side() -> None:
 def test_above_the_limit_only_the_centres_are_taken() -> None:
     model = randomised(Net().double()).eval()
     x = image()[0].double()
-    stats = collect_patches(model, [x], rows=64, images=2, memory_bytes=1000)
+    said: list[str] = []
+    stats = collect_patches(model, [x], rows=64, images=2, memory_bytes=1000, log=said.append)
+    assert len(said) == 1
+    assert f"patches of {len(stats.layers)} layers take 0 MiB" in said[0]
     left = next(moments for moments in stats.layers if moments.layer.weight == "left.weight")
     assert left.taps == 1
     assert left.grams[0].shape == (7, 7)
     chart = trace(model, (x,))
     assert all(np.isfinite(each.errors).all() for each in eliminations(model, chart, stats).values())
+
+
+def test_the_largest_give_way_until_the_rest_fits() -> None:
+    model = randomised(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 2, 3))).double().eval()
+    x = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    whole = collect_patches(model, [x], images=2)
+    assert [len(moments.grams[0]) for moments in whole.layers] == [3 * 9 + 1, 8 * 9 + 1, 4 * 9 + 1]
+    less = collect_patches(model, [x], images=2, memory_bytes=whole.nbytes - 1)
+    assert [len(moments.grams[0]) for moments in less.layers] == [3 * 9 + 1, 8 + 1, 4 * 9 + 1]
+    for one, other in zip(whole.layers[::2], less.layers[::2], strict=True):
+        torch.testing.assert_close(one.grams, other.grams, rtol=0, atol=0)
 
 
 def test_streamed_moments_are_those_of_one_batch() -> None:
@@ -121,3 +136,11 @@ def test_several_labels_of_a_wide_group_go_at_once() -> None:
     outputs = weight @ (wide.T @ wide / len(wide))[:-1, :-1] @ weight.T
     means = weight @ wide[:, :-1].mean(0)
     assert found.errors[-1] == pytest.approx(float(outputs.trace() - means @ means), rel=1e-2)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = randomised(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))).eval()
+    with torch.no_grad():
+        model[0].weight[1, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"layer '2' reads NaN or Inf: '0\.weight' of the model is not finite"):
+        collect_patches(model, [torch.randn(8, 3, 2, 2)], images=8)

@@ -159,6 +159,12 @@ def test_refused_input() -> None:
     plan = planned(model, "conv2.weight", [1])
     with pytest.raises(DataError, match="at least 8 images"):
         repair(model, plan, IMAGES[:4])
+    spoiled = IMAGES.clone()
+    spoiled[3, 1, 2, 0] = torch.inf
+    with pytest.raises(DataError, match="sample 3 holds NaN or Inf"):
+        repair(model, plan, spoiled)
+    with pytest.raises(DataError, match=r"output is the same for all .* images that judge"):
+        repair(model, plan, torch.ones_like(IMAGES))
     with torch.no_grad():
         model.conv1.weight[0] = torch.nan
     with pytest.raises(NonFiniteError, match="'conv1'"):

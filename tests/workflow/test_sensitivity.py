@@ -21,7 +21,7 @@ from prunekit.calibration import CalibrationSettings
 from prunekit.calibration.gains import RIDGE
 from prunekit.compaction import compact
 from prunekit.data import DataSettings
-from prunekit.errors import DataError, NonFiniteError, PlanError, UsageError
+from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
@@ -153,7 +153,7 @@ def test_heads_have_curves_though_attention_uses_its_projections_without_calling
         (["text"], (), DataError, "expected batches of images.* got str"),
         (pictures(), ("c",), PlanError, "groups: 'c' matches no channel group; expected one of"),
         (pictures(), ("head",), PlanError, "groups: 'head' matches no channel group"),
-        (torch.full((8, 3, 6, 6), torch.nan), (), NonFiniteError, "reads NaN or Inf"),
+        (torch.full((8, 3, 6, 6), torch.nan), (), DataError, "sample 0 holds NaN or Inf"),
     ],
 )
 def test_what_cannot_be_analysed(images: Any, groups: Any, error: type[Exception], message: str) -> None:
