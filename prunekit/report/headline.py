@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prunekit.measure.wording import doubtful
 from prunekit.report import numbers
 
 MODELS = ("dense", "control", "pruned")
@@ -64,7 +65,7 @@ def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     if rows:
         row = next((row for row in rows if row.get("device") == "cpu"), rows[0])
         interval = numbers.interval(row.get("low"), row.get("high"))
-        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}"
+        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}{doubtful(row)}"
         yield Tile("Speedup", numbers.factor(row["median"]), where)
 
 
@@ -105,6 +106,18 @@ def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
         end = "" if found.get("kept") else ": no better, so nothing was changed"
         layers = f"{found.get('refitted')} of {found.get('layers')} layers refitted"
         yield f"output error on held-out images {errors} of its variance{end}; {layers}"
+
+
+def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
+    """What a plan leaves of each budget, a line each: shares of the dense model, and megabytes."""
+    for name, found in plan.get("budgets", {}).items():
+        binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
+        if name.endswith("_mb"):
+            sizes = (numbers.size(1e6 * found[key]) for key in ("left", "asked", "dense"))
+            yield "{}: {} left, at most {} asked for, of {}{}".format(name, *sizes, binds)
+        else:
+            left, asked = (numbers.share(found[key], 2) for key in ("left", "asked"))
+            yield f"{name}: {left} left, at most {asked} asked for{binds}"
 
 
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
+from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.evidence import needs_activations
@@ -25,6 +26,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     Raises:
         UsageError: data, model or budget do not fit.
     """
+    devices("auto", job.latency)
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
     feasible(chart, job.prune)
@@ -49,6 +51,8 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
         "trained": trained,
         "macs_before": settled.macs(),
         "macs_after": settled.macs(planned.plan.keep),
+        "budgets": planned.plan.provenance["budgets"],
+        "binding": planned.plan.provenance["binding"],
         "channels_removed": planned.plan.removed,
         "groups": len(settled.groups),
         "locks": len(settled.locks),

@@ -17,13 +17,16 @@ from prunekit.measure import (
     LatencyReport,
     accuracy,
     compare_latency,
+    count_bytes,
     count_macs,
     count_parameters,
     size_bytes,
 )
 from prunekit.measure.verify import Verification
+from prunekit.measure.wording import doubtful, failed, unstable, where
 from prunekit.training import EpochRow
 from prunekit.workflow.activations import missed_targets
+from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.pruning import Planned
 from prunekit.workflow.runs import Log, RunFolder, environment
@@ -75,18 +78,17 @@ def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Mo
             "params": count_parameters(model),
             "macs": count_macs(model, example),
             "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
+            "tensor_bytes": count_bytes(model),
         }
         log(f"test: {name} {found.top1:.2f} % [{found.low:.2f}, {found.high:.2f}] of {found.n_test} images")
-    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-    latency = compare_latency(dense, pruned, prepared.splits.sample_shape, prepared.job.latency, devices)
+    settings = prepared.job.latency
+    latency = compare_latency(dense, pruned, prepared.splits.sample_shape, settings, devices("auto", settings))
     write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:
-        log(
-            f"latency: {row['median']:.2f}x the dense model's speed [{row['low']:.2f}, {row['high']:.2f}] "
-            f"({row['device']}, {row['runtime']}, batch {row['batch']}, threads: {row['threads']})"
-        )
-    for note in latency.notes:
+        interval = f"[{row['low']:.2f}, {row['high']:.2f}]{doubtful(row)}"
+        log(f"latency: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
+    for note in [*unstable(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
     return Measured(figures, accuracies, latency)
 
@@ -107,6 +109,7 @@ def metrics(
         "accuracy": {name: asdict(found) for name, found in measured.accuracies.items()},
         "sparsity": {"weights": share.weights, "channels": share.channels},
         "plan": {
+            **{key: planned.plan.provenance[key] for key in ("budgets", "binding")},
             "macs_left": chart.macs(planned.plan.keep) / chart.macs(),
             "free_parameter_share": chart.free_share(n for n in chart.labels if not n.endswith(_STATISTICS)),
             "trial_max_relative_difference": planned.max_relative_difference,
@@ -115,6 +118,8 @@ def metrics(
         "latency": [dict(row) for row in measured.latency.rows],
         "speedup": [dict(row) for row in measured.latency.speedup],
         "latency_notes": list(measured.latency.notes),
+        "latency_failures": [dict(row) for row in measured.latency.failures],
+        "machine": dict(measured.latency.machine),
         "parity": {
             "max_relative_difference": proof.max_relative_difference,
             "inputs": proof.inputs,
@@ -140,12 +145,20 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
             f"budget channels {channels}: {1 - share.channels:.4f} of the free channels are left; some groups are at "
             "the fewest that min_channels, round_to, ratios or their size allow"
         )
-    left = measured.models["pruned"]["macs"] / measured.models["dense"]["macs"]
-    if job.prune.budget.macs is not None and left > job.prune.budget.macs:
-        found.append(f"budget macs {job.prune.budget.macs}: {left:.4f} of the dense model's MACs are left")
+    dense, pruned = measured.models["dense"], measured.models["pruned"]
+    for name, asked, what in (
+        ("macs", job.prune.budget.macs, "MACs are"),
+        ("params", job.prune.budget.params, "parameters are"),
+    ):
+        if asked is not None and pruned[name] / dense[name] > asked:
+            found.append(f"budget {name} {asked}: {pruned[name] / dense[name]:.4f} of the dense model's {what} left")
+    size_mb = job.prune.budget.size_mb
+    if size_mb is not None and pruned["tensor_bytes"] / 1e6 > size_mb:
+        found.append(f"budget size_mb {size_mb}: parameters and buffers take {pruned['tensor_bytes'] / 1e6:.4f} MB")
     for row in measured.latency.speedup:
-        if row["high"] < 1:
-            found.append(f"the pruned model is slower on {row['device']} at batch {row['batch']}: {row['median']:.2f}x")
+        if row["high"] < 1 and row["stable"]:
+            found.append(f"the pruned model is slower ({where(row)}): {row['median']:.2f}x")
+    found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
     return found + missed_targets(measured.activations)
 
 

@@ -279,13 +279,18 @@ def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
 
 
 def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
-    row = {"device": "cpu", "batch": 1, "median": 0.9, "low": 0.85, "high": 0.95}
+    where = {"runtime": "eager", "device": "cpu", "batch": 1, "threads": 1, "dtype": "float32"}
+    row = {**where, "median": 0.9, "low": 0.85, "high": 0.95, "stable": True}
     models = {"dense": {"macs": 100}, "pruned": {"macs": 46}}
     measured = Measured(models, {}, LatencyReport((), (row,), (), ()))
     by_macs = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
     assert [text.split(":")[0] for text in by_macs] == [
         "budget macs 0.45",
-        "the pruned model is slower on cpu at batch 1",
+        "the pruned model is slower (eager, cpu, batch 1, 1 thread, float32)",
+    ]
+    noisy = LatencyReport((), ({**row, "stable": False},), (), (), failures=({**where, "reason": "outputs differ"},))
+    assert shortfalls(replace(measured, latency=noisy), Sparsity(weights=0.5, channels=0.5), job(tmp_path))[1:] == [
+        "latency not measured: eager, cpu, batch 1, 1 thread, float32: outputs differ"
     ]
     halves = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(channels=0.5)))
     quick = replace(measured, latency=LatencyReport((), ({**row, "high": 1.2},), (), ()))
@@ -295,6 +300,12 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
     assert shortfalls(replace(quick, activations=masks), Sparsity(weights=0.5, channels=0.5), halves) == [
         "activations target 70.0%: b has 71.2% zeros on the test images",
         "activations target 70.0%: c has 50.0% zeros on the test images",
+    ]
+    several = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(params=0.5, size_mb=2.0)))
+    sizes = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "tensor_bytes": 2_100_000}}
+    assert shortfalls(replace(quick, models=sizes), Sparsity(weights=0.5, channels=0.5), several) == [
+        "budget params 0.5: 0.6000 of the dense model's parameters are left",
+        "budget size_mb 2.0: parameters and buffers take 2.1000 MB",
     ]
     assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
 
