@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prunekit.measure.latency import paired_ratio
+from prunekit.measure.evidence import paired_ratio
 from prunekit.measure.timing import Timer, alternate
 
 Run = Callable[[], object]
@@ -55,7 +55,7 @@ def ratio(reference: Times, other: Times) -> Ratio:
 
 def timer(run: Run, device: torch.device) -> Callable[[], float]:
     """Makes something to run into something that gives its milliseconds."""
-    return Timer(lambda _: run(), torch.empty(0), device)  # type: ignore[arg-type]
+    return Timer(run, device)
 
 
 def alternately(runs: Sequence[Run], device: torch.device) -> Times:

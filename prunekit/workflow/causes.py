@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
+from prunekit.deploy import fold_batchnorm
+from prunekit.errors import PrunekitError
 from prunekit.measure import causes, experiments
+from prunekit.measure.beside import beside
 from prunekit.measure.breakdown import Breakdown
 from prunekit.measure.causes import Cause
 from prunekit.measure.layers import Layer
+from prunekit.measure.machine import cores
 from prunekit.measure.operator_costs import subnormals
 
 LAYERS = 12
@@ -79,8 +83,22 @@ def _overheads(search: Search) -> Iterator[Cause | None]:
     yield causes.launch_bound(found, cuda=not search.on_cpu)
     yield causes.memory_bound(found.rows, copies, found.floor_ms, found.pruned_ms, search.batch)
     yield causes.copying(found.rows, found.pruned_ms)
-    yield causes.unfused_norms(found.rows, found.pruned_ms)
     yield causes.without_macs(found.rows, found.macs_ratio, found.pruned_ms)
+
+
+def _norms(search: Search) -> Iterator[Cause | None]:
+    found = search.found
+    shown = causes.unfused_norms(found.rows, found.pruned_ms, None)
+    if shown is None or not search.on_cpu:
+        yield shown
+        return
+    try:
+        folded = fold_batchnorm(search.pruned, search.inputs).model
+    except PrunekitError:  # what cannot be folded has its time alone
+        yield shown
+        return
+    gain = beside(lambda: search.pruned(*search.inputs), lambda: folded(*search.inputs), search.device)
+    yield causes.unfused_norms(found.rows, found.pruned_ms, gain)
 
 
 def _widths(search: Search) -> Iterator[Cause | None]:
@@ -143,18 +161,14 @@ def _fewer_threads(search: Search) -> Cause | None:
     return causes.too_many_threads(now, cores(), load_average(), fewer)
 
 
-def cores() -> int:
-    """Logical cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def load_average() -> float:
-    """Threads of the whole system that ran or wanted a core over the last minute; 0 where it does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    """Threads of the whole system that ran or wanted a core over the last minute."""
+    return float(psutil.getloadavg()[0])
 
 
 _LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (
     ("operators beside copies and beside operators that do nothing", _overheads),
+    ("BatchNorm folded", _norms),
     ("the slowest layers at rounded widths", _widths),
     ("masks and channels of zeros", _masks),
     ("subnormal numbers", _small_numbers),

@@ -16,8 +16,9 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.measure.beside import Ratio
 from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
 from prunekit.measure.causes import Cause
+from prunekit.measure.machine import cores
 from prunekit.nested import gather, map_tensors
-from prunekit.workflow.causes import Search, cores, find_causes, load_average
+from prunekit.workflow.causes import Search, find_causes, load_average
 from prunekit.workflow.runs import Log
 
 NOISY = 0.1

@@ -50,7 +50,7 @@ def test_rows_say_what_was_reached_of_the_ideal() -> None:
 
 
 def test_norms_copies_and_operators_without_macs() -> None:
-    norms = causes.unfused_norms(NET, PRUNED_MS)
+    norms = causes.unfused_norms(NET, PRUNED_MS, None)
     assert norms is not None
     assert (norms.ms, norms.modules) == (3, ("bn",))
     copies = causes.copying(NET, PRUNED_MS)
@@ -63,9 +63,16 @@ def test_norms_copies_and_operators_without_macs() -> None:
     assert found is not None
     assert found.ms == 1.5
     assert "1.00× faster where multiply-accumulates say 2.00×" in found.evidence
-    for look in (causes.unfused_norms, causes.copying):
-        assert look(NET, 1000) is None
-        assert look((), PRUNED_MS) is None
+    for nothing, ms in ((NET, 1000), ((), PRUNED_MS)):
+        assert causes.unfused_norms(nothing, ms, None) is causes.copying(nothing, ms) is None
+
+
+def test_norms_that_were_folded_count_by_what_it_saved() -> None:
+    found = causes.unfused_norms(NET, PRUNED_MS, beside(10, 8))
+    assert found is not None
+    assert found.ms == 2
+    assert "folded, the model runs in 8 ms in place of 10 ms: 1.25× [" in found.evidence
+    assert causes.unfused_norms(NET, PRUNED_MS, beside(10, 10)) is None
 
 
 def test_memory_bound_is_near_a_copy_and_far_from_the_best_layer() -> None:

@@ -49,5 +49,5 @@ def other_layout(channels_last: Beside | None) -> Cause | None:
             f"with channels last {channels_last.other_ms:.3g} ms in place of {channels_last.now_ms:.3g} ms: "
             f"{gain.median:.2f}× [{gain.low:.2f}, {gain.high:.2f}], measured alternately"
         ),
-        fix="model.to(memory_format=torch.channels_last), and the images too",
+        fix="prunekit.channels_last(model, example), and the images in that format too",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import OperatorRow
 from prunekit.measure.causes.cause import LEAST, Cause, plural, spent
 
@@ -13,20 +14,38 @@ NORMS = frozenset(
 )
 
 
-def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause | None:
-    """BatchNorm takes time that would be none inside the layer before it; all of it is counted."""
+def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: Beside | None) -> Cause | None:
+    """BatchNorm takes time that would be none inside the layer before it.
+
+    Args:
+        folded: the pruned model as it is, and with its norms folded; None where that was not done: then all of their
+            time counts.
+    """
     found = [row for row in rows if row.operator in NORMS and row.pruned is not None]
     ms = spent(found)
-    if ms < LEAST * pruned_ms:
+    if ms < LEAST * pruned_ms or (folded is not None and folded.saved_ms < LEAST * folded.now_ms):
         return None
     calls = sum(row.pruned.calls for row in found if row.pruned is not None)
     return Cause(
         name="un-fused BatchNorm",
-        ms=ms,
-        evidence=f"{plural(calls, 'operator')} for BatchNorm: {ms:.3g} ms, {100 * ms / pruned_ms:.0f} % of the time",
+        ms=ms if folded is None else folded.saved_ms,
+        evidence=(
+            f"{plural(calls, 'operator')} for BatchNorm: {ms:.3g} ms, {100 * ms / pruned_ms:.0f} % of the time"
+            f"{_effect(folded)}"
+        ),
         fix=(
-            "fold them into the convolutions before them: torch.nn.utils.fusion.fuse_conv_bn_eval, or a runtime that "
+            "prunekit.fold_batchnorm(model, example), which folds them into the layers before them; or a runtime that "
             "does so: ONNX Runtime, OpenVINO"
         ),
         modules=tuple(row.module for row in found),
+    )
+
+
+def _effect(folded: Beside | None) -> str:
+    if folded is None:
+        return ""
+    gain = folded.gain
+    return (
+        f"; folded, the model runs in {folded.other_ms:.3g} ms in place of {folded.now_ms:.3g} ms: "
+        f"{gain.median:.2f}× [{gain.low:.2f}, {gain.high:.2f}]"
     )

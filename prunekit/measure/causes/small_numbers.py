@@ -37,6 +37,6 @@ def subnormal_numbers(
             f"{' and '.join(counts)}; taken as 0 the model runs in {flushed.other_ms:.3g} ms in place of "
             f"{flushed.now_ms:.3g} ms: {gain.median:.2f}× [{gain.low:.2f}, {gain.high:.2f}]{here}"
         ),
-        fix="torch.set_flush_denormal(True) in the process that runs the model, or set such weights to 0",
+        fix="prunekit.flush_subnormals(model, example) for weights, torch.set_flush_denormal(True) for activations",
         modules=tuple(dict.fromkeys((*found[0], *found[1]))),
     )
