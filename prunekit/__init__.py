@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prunekit.calibration import collect as calibrate
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
+    from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
     from prunekit.errors import PrunekitError
     from prunekit.masking import (
         ActivationMasks,
@@ -44,11 +45,14 @@ _PLACES = {
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
+    "channels_last": "prunekit.deploy:channels_last",
     "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
     "collect_gradients": "prunekit.calibration:collect_gradients",
     "compact": "prunekit.compaction:compact",
     "finetune": "prunekit.workflow:finetune",
+    "flush_subnormals": "prunekit.deploy:flush_subnormals",
+    "fold_batchnorm": "prunekit.deploy:fold_batchnorm",
     "load": "prunekit.compaction:load",
     "load_plan": "prunekit.planning:load_plan",
     "masked": "prunekit.masking:masked",
@@ -88,11 +92,14 @@ __all__ = [
     "StatsCollector",
     "calibrate",
     "calibrate_thresholds",
+    "channels_last",
     "clamp_activation_grad",
     "clamp_weight_grad",
     "collect_gradients",
     "compact",
     "finetune",
+    "flush_subnormals",
+    "fold_batchnorm",
     "load",
     "load_plan",
     "masked",

@@ -1,4 +1,4 @@
-"""What an operator costs, by the labels that it depends on."""
+"""What an operator costs, and a tensor takes up, by the labels that it depends on."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ class MacTerm:
     operator: str
     constant: float
     factors: tuple[Labels, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a model's file holds a tensor: bytes of one element, and whether it is a parameter or a buffer."""
+
+    element_bytes: int
+    parameter: bool

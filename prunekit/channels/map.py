@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.constraints import EqualParts, LockRecord
-from prunekit.channels.costs import MacTerm
+from prunekit.channels.costs import MacTerm, Stored
 from prunekit.channels.joint import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.norms import Norm
@@ -94,6 +94,7 @@ class ChannelMap:
         norms: module path -> over which labels the module takes statistics; masked runs let it see kept ones only.
         joint: labels that two others decide on, which lie on the same axes: (n, 3), rows of the label itself, that of
             its whole head, and that of its position in all heads; it is kept if both are. They are in no group.
+        stored: name -> how the model's file holds the tensor.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -107,6 +108,7 @@ class ChannelMap:
     norms: Mapping[str, Norm] = field(default_factory=dict)
     sizes: tuple[SizeAttribute, ...] = ()
     joint: Labels = field(default_factory=NOT_JOINT.copy)
+    stored: Mapping[str, Stored] = field(default_factory=dict)
 
     def completed(self, keep: Keep) -> Keep:
         """A choice among the labels of the groups, bool (n_labels,), with what follows from it for joint labels."""

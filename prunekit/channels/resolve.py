@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
 from prunekit.channels.copying import named_tensors
-from prunekit.channels.costs import MacTerm
+from prunekit.channels.costs import MacTerm, Stored
 from prunekit.channels.joint import numbered
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
@@ -24,25 +24,27 @@ TOGETHER = "all channels of this axis hang together: none can go alone"
 
 def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
     """Resolves a trace of a model into its channel map."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
-    return build(Resolved(trace, (), (), np.zeros(0, dtype=np.int64)), shapes)
+    tensors = dict(named_tensors(model))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    stored = {name: Stored(t.element_size(), isinstance(t, nn.Parameter)) for name, t in tensors.items()}
+    return build(Resolved(trace, (), (), np.zeros(0, dtype=np.int64)), shapes, stored)
 
 
 def with_locks(channel_map: ChannelMap, records: Iterable[LockRecord]) -> ChannelMap:
     """A new map in which further labels, of the trace's own numbering, are locked."""
     source = channel_map.traced
-    return build(replace(source, extra=(*source.extra, *records)), channel_map.shapes)
+    return build(replace(source, extra=(*source.extra, *records)), channel_map.shapes, channel_map.stored)
 
 
 def with_constraints(channel_map: ChannelMap, constraints: Iterable[EqualParts]) -> ChannelMap:
     """A new map in which further labels, of the trace's own numbering, go in equal numbers."""
     source = channel_map.traced
-    return build(replace(source, extra=(*source.extra, *constraints)), channel_map.shapes)
+    return build(replace(source, extra=(*source.extra, *constraints)), channel_map.shapes, channel_map.stored)
 
 
 def with_ties(channel_map: ChannelMap) -> ChannelMap:
     """A new map that leaves no constraint out."""
-    return build(replace(channel_map.traced, ties=True), channel_map.shapes)
+    return build(replace(channel_map.traced, ties=True), channel_map.shapes, channel_map.stored)
 
 
 def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:
@@ -56,7 +58,7 @@ def _renumbered(sizes: Iterable[SizeAttribute], final: Labels) -> tuple[SizeAttr
     return tuple(replace(size, labels=final[size.labels]) for size in sizes)
 
 
-def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> ChannelMap:
+def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored]) -> ChannelMap:
     """Locks, resolves constraints to a fixpoint, renumbers the classes and groups them.
 
     Args:
@@ -64,7 +66,7 @@ def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> ChannelMap
     """
     trace = source.trace
     axes = _Axes(trace)
-    constraints, stated, heads, records = _least_locked(source, axes)
+    constraints, sizes, heads, records = _least_locked(source, axes)
     positions = heads
     if any(isinstance(constraint, Contracted) for constraint in constraints):
         positions, _ = _resolved(trace, source.extra, axes, constraints, whole_heads=False)
@@ -83,9 +85,10 @@ def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]]) -> ChannelMap
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
             for term in trace.flow.macs
         ),
-        source=replace(source, final=final, stated=bool(stated)),
+        source=replace(source, final=final, stated=bool(sizes)),
         norms=resolved(trace.norms.norms, final),
-        sizes=_renumbered([*_of_groups(trace, final), *stated, *source.sizes], final),
+        sizes=_renumbered([*_of_groups(trace, final), *sizes, *source.sizes], final),
+        stored=stored,
     )
 
 

@@ -84,6 +84,7 @@ def _dry_run(job: JobSettings, own: Own, console: Console) -> None:
 
 
 def _plan(plan: dict[str, Any]) -> str:
+    from prunekit.report.headline import budgeted
     from prunekit.report.numbers import change, count
 
     before, after = plan["macs_before"], plan["macs_after"]
@@ -100,6 +101,7 @@ def _plan(plan: dict[str, Any]) -> str:
         [
             f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
             f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
+            *(f"Budget {text}" for text in budgeted(plan)),
             table(("layer", "kind", "in", "out", "MACs", "parameters"), rows, text=("kind",)),
         ]
     )
@@ -127,7 +129,7 @@ def _run(job: JobSettings, own: Own, console: Console, *, training: bool) -> lis
 
 def _headline(metrics: dict[str, Any], folder: Path) -> str:
     from prunekit.measure.wording import doubtful, where
-    from prunekit.report.headline import clamped, compared, masked, models, reference, repaired
+    from prunekit.report.headline import budgeted, clamped, compared, masked, models, reference, repaired
     from prunekit.report.numbers import factor, interval
 
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
@@ -135,6 +137,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         f"Speedup ({where(row)}): {factor(row['median'])} {interval(row['low'], row['high'])}{doubtful(row)}"
         for row in metrics["speedup"]
     ]
+    budgets = [f"Budget {text}" for text in budgeted(metrics.get("plan", {}))]
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
@@ -143,6 +146,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     return "\n".join(
         [
             table(("", *models(metrics), f"pruned against {reference(metrics)}"), rows),
+            *budgets,
             *speedups,
             *repairs,
             *masks,

@@ -21,6 +21,7 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.substitutes import Heads, heads_of, set_heads
+from prunekit.compaction.folded import folds_of, kept_of_folded, with_folds
 from prunekit.context import seeded
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models import ModelSettings, build_model
@@ -46,16 +47,17 @@ def save(
 
     Args:
         folder: made, or replaced once the new one is whole.
-        model: the compact model.
+        model: the compact model, its norms folded or not.
         plan: what it was compacted with.
         input_shapes: of the example inputs, with the batch axis.
         build: how the dense model is built; None when only the caller's own code can do it, who then hands the
             dense model to `load`.
         extra: further facts for readers of the manifest (classes, data settings), as JSON values.
     """
-    kept = {
-        name: [None if index is None else index.tolist() for index in axes] for name, axes in plan.kept_indices.items()
-    }
+    folds = folds_of(model)
+    indices = kept_of_folded(plan.kept_indices, folds)
+    kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
+    shapes = kept_of_folded(plan.channel_map.shapes, folds)
     with atomic_folder(Path(folder)) as temporary:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(model)}
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
@@ -67,7 +69,8 @@ def save(
             "attention_heads": {path: list(entry) for path, entry in heads_of(model).items()},
             "attributes": attribute_values(model, plan.channel_map, plan.keep),
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
-            "dense_shapes": {name: list(plan.channel_map.shapes[name]) for name in kept},
+            "dense_shapes": {name: list(shapes[name]) for name in kept},
+            "folded_norms": folds,
             "example": {"shapes": input_shapes},
             "provenance": dict(plan.provenance),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -149,7 +152,7 @@ def _dense(
     folder: Path, manifest: dict[str, Any], model: nn.Module | Callable[[], nn.Module] | None, names: Set[str]
 ) -> nn.Module:
     if isinstance(model, nn.Module):
-        return model
+        return _folded(folder, manifest, model)
     if model is None and not manifest.get("build"):
         raise ModelError(
             f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; "
@@ -157,11 +160,19 @@ def _dense(
         )
     with seeded(0):
         with suppress(Exception), init_empty_weights(include_buffers=False):
-            empty = _construct(folder, manifest, model)
+            empty = _folded(folder, manifest, _construct(folder, manifest, model))
             if {name for name, _ in named_tensors(empty)} == names:
                 return empty
         # a constructor that looks at its weights, or ties them: empty ones do not stay tied
-        return _construct(folder, manifest, model)
+        return _folded(folder, manifest, _construct(folder, manifest, model))
+
+
+def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:
+    """The dense model without the norms that were folded."""
+    try:
+        return with_folds(dense, manifest.get("folded_norms"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: folded_norms: does not fit the model: {error}") from error
 
 
 def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Module] | None) -> nn.Module:

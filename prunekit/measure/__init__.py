@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
     from prunekit.measure.settings import LatencySettings
-    from prunekit.measure.size import count_macs, count_parameters, size_bytes
+    from prunekit.measure.size import count_bytes, count_macs, count_parameters, size_bytes
     from prunekit.measure.top1 import Accuracy, accuracy, wilson_interval
 
 _PLACES = {
@@ -20,6 +20,7 @@ _PLACES = {
     "LatencySettings": "prunekit.measure.settings",
     "accuracy": "prunekit.measure.top1",
     "compare_latency": "prunekit.measure.latency",
+    "count_bytes": "prunekit.measure.size",
     "count_macs": "prunekit.measure.size",
     "count_parameters": "prunekit.measure.size",
     "measure_latency": "prunekit.measure.latency",
@@ -40,6 +41,7 @@ __all__ = [
     "LatencySettings",
     "accuracy",
     "compare_latency",
+    "count_bytes",
     "count_macs",
     "count_parameters",
     "measure_latency",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from prunekit.channels.copying import named_tensors
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 
@@ -27,6 +28,11 @@ def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
 def count_parameters(model: nn.Module) -> int:
     """Number of parameter elements; a parameter that two modules share counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared ones once: a weights file is larger by its header alone."""
+    return sum(tensor.nbytes for _, tensor in named_tensors(model))
 
 
 def size_bytes(path: Path) -> int:

@@ -92,17 +92,44 @@ def verify(
     return Verification(worst, seen)
 
 
+def largest_difference(
+    model: nn.Module, changed: nn.Module, example: tuple[Any, ...], *, tolerance: float = TOLERANCE
+) -> float:
+    """Largest relative difference of the outputs of two models in eval mode, in float64 on the CPU.
+
+    Args:
+        model: the reference.
+        changed: what should compute the same.
+        example: positional inputs of `forward`.
+        tolerance: largest relative difference that counts as equal.
+
+    Raises:
+        VerificationError: they differ by more, or one output holds NaN.
+        ModelError: the model does not run in float64, see `channels.precision`.
+    """
+    inputs = as_double(example, noise=False)
+    precision, want = _in_double(doubled(model, to_double), inputs)
+    difference, reason = _difference(want, _run(doubled(changed, to_double), inputs, precision))
+    if not difference <= tolerance:
+        raise VerificationError(f"{type(model).__name__} and its changed copy differ: {reason}")
+    return difference
+
+
 def _expected(masked: nn.Module, plan: Plan, inputs: tuple[Any, ...]) -> tuple[Precision, Any]:
     """The first way of running the masked model in float64 that its code lets through, and what it computes."""
+    with NarrowNorms(masked, plan.channel_map, plan.keep):
+        return _in_double(masked, inputs)
+
+
+def _in_double(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Precision, Any]:
     failures = []
     for precision in AS_DOUBLE:
         try:
-            with NarrowNorms(masked, plan.channel_map, plan.keep):
-                return precision, _run(masked, inputs, precision)
+            return precision, _run(model, inputs, precision)
         except Exception as error:  # whatever the model's own code makes of a type that it does not expect
             failures.append(error)
     raise ModelError(
-        f"{type(masked).__name__} does not run in float64, in which masked and compact model are compared: "
+        f"{type(model).__name__} does not run in float64, in which models are compared: "
         f"{type(failures[0]).__name__}: {failures[0]}; expected code that takes the type of its inputs"
     ) from failures[0]
 

@@ -1,6 +1,6 @@
 """Plans: which channels stay, and how a budget decides it."""
 
-from prunekit.planning.curves import MeasuredPoint, SensitivityCurve, cumulated, per_mac
+from prunekit.planning.curves import MeasuredPoint, SensitivityCurve, cumulated
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.select import free_parts, labels_matching
 from prunekit.planning.settings import BudgetSettings, Criterion, PruneSettings
@@ -18,5 +18,4 @@ __all__ = [
     "labels_matching",
     "load_plan",
     "make_plan",
-    "per_mac",
 ]

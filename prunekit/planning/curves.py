@@ -1,4 +1,4 @@
-"""Sensitivity curves as plain data, what they say, and importance for each multiply-accumulate."""
+"""Sensitivity curves as plain data, and what they say."""
 
 from __future__ import annotations
 
@@ -117,31 +117,3 @@ def cumulated(channel_map: ChannelMap, scores: Scores) -> dict[str, SensitivityC
         if np.isfinite(scores[order]).all():
             found[group.name] = SensitivityCurve(order, np.cumsum(scores[order]))
     return found
-
-
-def per_mac(channel_map: ChannelMap, scores: Scores, keep: Keep | None = None) -> Scores:
-    """Scores over the MACs that one label of the group costs, so that ranking all of them saves MACs at least loss.
-
-    Where the scores are what a group's error rises by, and never fall along the order in which its labels go, removing
-    the lowest first is the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham &
-    Gersho 1988). MACs are linear around `keep`: neighbours' widths multiply.
-
-    Args:
-        channel_map: of the model.
-        scores: (n_labels,) comparable between groups.
-        keep: the plan around which MACs are counted; None: the dense model.
-    """
-    result = np.array(scores, dtype=np.float64)
-    around = np.ones(channel_map.n_labels, dtype=bool) if keep is None else keep
-    for group in channel_map.groups:
-        if np.isfinite(result[group.labels]).any():
-            result[group.labels] /= max(1.0, _macs_each(channel_map, group.labels, around))
-    return result
-
-
-def _macs_each(channel_map: ChannelMap, labels: Labels, around: Keep) -> float:
-    """MACs that a label of a group costs, on average over those that are there."""
-    with_all, with_none = around.copy(), around.copy()
-    with_all[labels], with_none[labels] = True, False
-    all_left, none_left = (channel_map.macs(channel_map.completed(keep)) for keep in (with_all, with_none))
-    return (all_left - none_left) / labels.size

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from prunekit.artifacts import atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
-from prunekit.channels.costs import MacTerm
+from prunekit.channels.costs import MacTerm, Stored
 from prunekit.channels.joint import NOT_JOINT
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
@@ -118,6 +118,7 @@ class Plan:
             "provenance": dict(self.provenance),
             "widths": {name: list(width) for name, width in self.widths().items()},
             "shapes": {name: list(shape) for name, shape in chart.shapes.items()},
+            "stored": {name: [how.element_bytes, how.parameter] for name, how in chart.stored.items()},
             "locks": [[lock.reason, lock.module, lock.operator, lock.channels] for lock in chart.locks],
             "activations": [list(key) for key, _ in activations],
             "sizes": [[size.module, size.name, size.position] for size in chart.sizes],
@@ -192,6 +193,7 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
             for i, (path, name, position) in enumerate(text.get("sizes", []))
         ),
         joint=joint,
+        stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
     )
 
 

@@ -28,16 +28,26 @@ Criterion = Literal[
     "obd",
     "random",
 ]
+Megabytes = Annotated[float, Gt(0)]
 Scope = Literal["uniform", "global", "per_mac"]
-"""Of each group the same share; the lowest scores of all groups; or the lowest for each MAC that they cost."""
+"""Of each group the same share; the lowest scores of all groups; or the lowest for what they cost: MACs, where the
+budget is one of MACs, and else whatever the budget that binds counts."""
+SHARES = ("channels", "macs", "params")
+"""Budgets that are shares of the dense model."""
 
 
 @dataclass(frozen=True)
 class BudgetSettings:
-    """What may be left, as a share of the dense model; exactly one is given."""
+    """What may be left; at least one is given, and a plan meets all of them."""
 
     channels: Share | None = None
+    """Share of the channels that are not locked."""
     macs: Share | None = None
+    """Share of the multiply-accumulates of one sample."""
+    params: Share | None = None
+    """Share of the parameters."""
+    size_mb: Megabytes | None = None
+    """Bytes of all parameters and buffers as they are saved, in units of 10^6."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From scores and a budget to a plan: uniform over the groups or ranked globally, by channels or by MACs."""
+"""From scores and budgets to a plan: uniform over the groups, ranked globally, or by what each channel costs."""
 
 from __future__ import annotations
 
@@ -14,84 +14,111 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError, UsageError
-from prunekit.planning.curves import per_mac
+from prunekit.planning.budgets import Budgets, asked_for, budgets_of, check_met, in_words
+from prunekit.planning.exchange import Worth, are_few, improved
+from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
+from prunekit.planning.prices import priced
 from prunekit.planning.select import Part, Scores, free_parts
-from prunekit.planning.settings import PruneSettings, Scope
+from prunekit.planning.settings import SHARES, BudgetSettings, PruneSettings, Scope
 
 GRID = 4096
 """Steps of the uniform share that the search may choose from."""
 
-ROUNDS = 3
-"""How often a budget is spent per MAC: what a channel costs depends on its neighbours' widths in the plan before."""
+STARTS = 2
+"""Of the plans that prices lead to, so many are improved: the best. All of them where there are few widths."""
 
 Ladder = Callable[[int], Labels]
 """Step -> number of labels kept of each part; never fewer at a higher step."""
 
 
 def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, *, seed: int = 0) -> Plan:
-    """Chooses the labels to keep so that the budget is met and the kept scores are the highest.
+    """Chooses the labels to keep so that every budget is met and the kept scores are the highest.
 
     Args:
         channel_map: of the model.
         scores: one importance for each label, float (n_labels,); comparable between groups but for scope `uniform`.
-        settings: budget, scope, rounding, exclusions and ratios.
+        settings: budgets, scope, rounding, exclusions and ratios.
         seed: noted in the plan; the solver itself draws nothing.
 
+    Returns:
+        The plan. Its provenance says under `budgets` what of each was asked for and is left, and under `binding` which
+        of them is used up the most.
+
     Raises:
-        PlanError: the budget cannot be met (the least possible is named), nothing would be removed, or a glob
+        PlanError: a budget cannot be met (the least possible is named), nothing would be removed, or a glob
             matches no module.
         NonFiniteError: a score is NaN.
         UsageError: a setting is out of range.
     """
     _check(settings)
     _check_scores(channel_map, scores)
-    keep: Keep | None = None
-    for _ in range(ROUNDS if settings.scope == "per_mac" else 1):
-        ranked = per_mac(channel_map, scores, keep) if settings.scope == "per_mac" else scores
-        keep = _chosen(channel_map, ranked, settings)
-    assert keep is not None
-    origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
-    return Plan(channel_map, keep, _plain(origin))
-
-
-def _chosen(channel_map: ChannelMap, scores: Scores, settings: PruneSettings) -> Keep:
     parts = free_parts(channel_map, scores, settings)
     if not parts:
         raise PlanError("no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons")
-    ladder, top = _uniform(parts) if settings.scope == "uniform" else _global(parts, scores)
-    cost, target, name = _cost(channel_map, parts, settings)
-    least = cost(ladder(0))
-    if least > target:
-        raise PlanError(
-            f"budget {name}: at most {target:.4g} was asked for, but locks, exclusions, ratios, min_channels and "
-            f"round_to leave no less than {least:.4g} of the dense model; raise the budget or relax these"
-        )
+    budgets = budgets_of(channel_map, parts, settings)
+    check_met(channel_map, scores, parts, budgets, settings)
+    counts = _chosen(parts, scores, budgets, settings.scope)
+    keep = _keep(channel_map, parts, counts)
+    if keep.all():
+        raise PlanError(_removes_nothing(budgets, settings))
+    origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
+    return Plan(channel_map, keep, _plain(origin | budgets.found(counts)))
+
+
+def _chosen(parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
+    """Counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found."""
+    if scope == "uniform":
+        return _highest(parts, *_uniform(parts), budgets)
+    if scope == "global":
+        return _highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)
+    worth = Worth.of(parts, scores)
+    found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+    found += by_multipliers(parts, worth, budgets)
+    found += [_highest(parts, *_uniform(parts), budgets), np.array([part.counts[0] for part in parts])]
+    distinct = {tuple(counts.tolist()): counts for counts in found}.values()
+    starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
+    return max((improved(parts, worth, budgets, counts) for counts in starts), key=worth)
+
+
+def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
+    """The highest step of a ladder that fits, and what more of single parts does."""
     low, high = 0, top
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if cost(ladder(middle)) <= target else (low, middle - 1)
-    counts = _fill(parts, ladder(low), lambda candidate: cost(candidate) <= target)
-    keep = _keep(channel_map, parts, counts)
-    if keep.all():
-        raise PlanError(
-            f"the plan removes nothing: budget {name} {target:.4g} leaves the whole model, or "
-            f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"
-        )
-    return keep
+        low, high = (middle, high) if budgets.fits(ladder(middle)) else (low, middle - 1)
+    return _fill(parts, ladder(low), budgets.fits)
+
+
+def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
+    asked = ", ".join(f"{name} {value:.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True))
+    whole = "".join(
+        f" (which has {in_words(name, float(dense))})"
+        for name, dense in zip(budgets.names, budgets.dense, strict=True)
+        if name not in SHARES
+    )
+    return (
+        f"the plan removes nothing: budget {asked} leaves the whole model{whole}, or "
+        f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"
+    )
 
 
 def _check(settings: PruneSettings) -> None:
-    budget = settings.budget
-    if (budget.macs is None) == (budget.channels is None):
-        raise UsageError("budget: expected exactly one of macs and channels, each the share that may be left")
-    shares = {"macs": budget.macs, "channels": budget.channels} | {
-        f"ratios[{k!r}]": v for k, v in settings.ratios.items()
-    }
+    budget = asked_for(settings.budget)
+    if not budget:
+        names = ", ".join(asdict(BudgetSettings()))
+        raise UsageError(f"budget: expected at least one of {names}, each the most that may be left; got none")
+    shares = {name: value for name, value in budget.items() if name in SHARES}
+    shares |= {f"ratios[{k!r}]": v for k, v in settings.ratios.items()}
     problems = [
         f"{name}: expected a share above 0 and at most 1, got {share!r}"
         for name, share in shares.items()
-        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1)
+        if not (isinstance(share, (int, float)) and 0 < share <= 1)
+    ]
+    problems += [
+        f"{name}: expected a number of megabytes (10^6 bytes) above 0, got {value!r}"
+        for name, value in budget.items()
+        if name not in SHARES and not (isinstance(value, (int, float)) and 0 < value < np.inf)
     ]
     problems += [
         f"{name}: expected a whole number of at least 1, got {value!r}"
@@ -137,39 +164,16 @@ def _uniform(parts: list[Part]) -> tuple[Ladder, int]:
     return ladder, GRID
 
 
-def _global(parts: list[Part], scores: Scores) -> tuple[Ladder, int]:
-    """The highest scores of all parts together."""
+def _global(parts: list[Part], ranks: list[Scores]) -> tuple[Ladder, int]:
+    """The highest of all parts together, by what is given for the labels of each."""
     owner = np.concatenate([np.full(part.labels.size, index) for index, part in enumerate(parts)])
-    ranked = owner[np.argsort(-np.concatenate([scores[part.labels] for part in parts]), kind="stable")]
+    ranked = owner[np.argsort(-np.concatenate(ranks), kind="stable")]
 
     def ladder(step: int) -> Labels:
         wanted = np.bincount(ranked[:step], minlength=len(parts))
         return np.array([part.at_most(count) for part, count in zip(parts, wanted, strict=True)])
 
     return ladder, int(ranked.size)
-
-
-def _cost(
-    channel_map: ChannelMap, parts: list[Part], settings: PruneSettings
-) -> tuple[Callable[[Labels], float], float, str]:
-    """What a choice of counts costs as a share of the dense model, and how much it may."""
-    budget = settings.budget
-    if budget.macs is not None:
-        dense = channel_map.macs()
-        return lambda counts: channel_map.macs(_keep(channel_map, parts, counts)) / dense, budget.macs, "macs"
-    sizes = np.array([part.labels.size for part in parts])
-    weight = np.array([part.channels for part in parts])
-    assert budget.channels is not None
-    if settings.scope != "uniform":
-        return lambda counts: float((weight * counts).sum() / (weight * sizes).sum()), budget.channels, "channels"
-    free = np.array([len(part.counts) > 1 for part in parts])
-    floor = np.array([part.at_most(0) for part in parts]) / sizes
-
-    def worst(counts: Labels) -> float:
-        above = (counts / sizes)[free & (counts / sizes > floor)]
-        return float(above.max()) if above.size else 0.0
-
-    return worst, budget.channels, "channels"
 
 
 def _fill(parts: list[Part], counts: Labels, fits: Callable[[Labels], bool]) -> Labels:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from prunekit.data.settings import DataSettings
+from prunekit.planning import BudgetSettings
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
 from prunekit.repair.settings import FEWEST_IMAGES
@@ -73,7 +75,9 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
     budget = prune.get("budget")
     if not isinstance(budget, Mapping):
         return
-    yield from _exactly_one(budget, ("prune", "budget"), ("channels", "macs"))
+    names = [each.name for each in fields(BudgetSettings)]
+    if all(budget.get(name) is None for name in names):
+        yield ("prune", "budget"), f"expected at least one of {', '.join(map(repr, names))}, got none"
 
 
 def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:

@@ -108,6 +108,18 @@ def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield f"output error on held-out images {errors} of its variance{end}; {layers}"
 
 
+def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
+    """What a plan leaves of each budget, a line each: shares of the dense model, and megabytes."""
+    for name, found in plan.get("budgets", {}).items():
+        binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
+        if name.endswith("_mb"):
+            sizes = (numbers.size(1e6 * found[key]) for key in ("left", "asked", "dense"))
+            yield "{}: {} left, at most {} asked for, of {}{}".format(name, *sizes, binds)
+        else:
+            left, asked = (numbers.share(found[key], 2) for key in ("left", "asked"))
+            yield f"{name}: {left} left, at most {asked} asked for{binds}"
+
+
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
     """What activation masks do on the test images, in a line, where the run had any."""
     found = metrics.get("activations")

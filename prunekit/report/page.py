@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
-from prunekit.report.headline import compared, masked, models, reference, repaired, tiles
+from prunekit.report.headline import budgeted, compared, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
 FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
@@ -60,6 +60,7 @@ def render(run: Run, state: str | None = None) -> str:
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
         skipped=_skipped(run.history),
+        budgets=list(budgeted(run.metrics.get("plan", {}))),
         masked=list(masked(run.metrics)),
         repaired=list(repaired(run.metrics)),
         repair=_records(run.repair),

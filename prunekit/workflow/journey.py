@@ -18,6 +18,7 @@ from prunekit.calibration import ChannelStats
 from prunekit.channels import ChannelMap
 from prunekit.compaction import compact, save
 from prunekit.data import batches, describe_corrupt
+from prunekit.deploy import flush_subnormals
 from prunekit.masking import masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
@@ -213,7 +214,10 @@ class Journey:
         results.write_events(self.run.path / "tensorboard" / name, rows)
 
     def _compact(self, pruned: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
-        small = compact(pruned, plan)
+        flushed = flush_subnormals(compact(pruned, plan), self.prepared.example_inputs)
+        small = flushed.model
+        if flushed.counts:
+            self.log(f"compact: {flushed}")
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)

@@ -16,6 +16,7 @@ from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion
+from prunekit.deploy.subnormals import Flushed, flush_subnormals
 from prunekit.errors import DataError
 from prunekit.measure.verify import verify
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
@@ -42,7 +43,8 @@ class Pruned:
         max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
             and of the outputs where it was repaired.
         repair: what the repair did; None without.
-        notes: what the calibration was short of, in sentences.
+        notes: what the calibration was short of, and what was set to 0 in the compact model as too small for full
+            precision, in sentences.
     """
 
     model: nn.Module
@@ -60,6 +62,8 @@ def prune(
     *,
     macs: float | None = None,
     channels: float | None = None,
+    params: float | None = None,
+    size_mb: float | None = None,
     criterion: Criterion | None = None,
     scope: Scope | None = None,
     round_to: int = 1,
@@ -87,11 +91,14 @@ def prune(
             calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
             tensors or (images, ...) each, such as a DataLoader.
         macs: share of the multiply-accumulates that may be left, above 0 and below 1.
-        channels: share of the channels that may be left; exactly one of `macs` and `channels` is given.
+        channels: share of the channels that may be left.
+        params: share of the parameters that may be left.
+        size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file. At least one of these four is
+            given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
             collected from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; or `per_mac`, ranked by
-            score for each multiply-accumulate.
+            score for each multiply-accumulate, or whatever else the budget counts.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
         exclude: globs over module paths whose output channels stay.
@@ -112,7 +119,7 @@ def prune(
     """
     criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
     settings = PruneSettings(
-        budget=BudgetSettings(channels=channels, macs=macs),
+        budget=BudgetSettings(channels, macs, params, size_mb),
         criterion=criterion,
         scope=scope or ("per_mac" if criterion == "elimination" else "uniform"),
         round_to=round_to,
@@ -125,7 +132,9 @@ def prune(
         if repair:
             raise DataError("repair: expected images to repair from, a tensor or a loader; got a tuple of inputs")
         planned = _planned(model, data, settings, given)
-        return Pruned(planned.compact, planned.plan, planned.scores, planned.max_relative_difference)
+        flushed = flush_subnormals(planned.compact, data)
+        difference = planned.max_relative_difference
+        return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
     seen = gathered(data, images)
     seen = seen.to(next((parameter.device for parameter in model.parameters()), seen.device))
     return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
@@ -154,11 +163,17 @@ def _prune_on(
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
     notes = _notes(settings.criterion, given.stats, patches)
     if repairing is None:
-        return Pruned(planned.compact, plan, scores, difference, notes=notes)
+        flushed = flush_subnormals(planned.compact, (images[:2],))
+        return Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
     masked, report = repair_masked(model, plan, images, repairing)
-    small = compact(masked, plan)
-    proof = verify(masked, small, plan, [(images[:8],)])
-    return Pruned(small, plan, scores, max(difference, proof.max_relative_difference), masked, report, notes)
+    flushed = flush_subnormals(compact(masked, plan), (images[:2],))
+    proof = verify(masked, flushed.model, plan, [(images[:8],)])
+    difference, notes = max(difference, proof.max_relative_difference), notes + _said(flushed)
+    return Pruned(flushed.model, plan, scores, difference, masked, report, notes)
+
+
+def _said(flushed: Flushed) -> tuple[str, ...]:
+    return (str(flushed),) if flushed.counts else ()
 
 
 def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:

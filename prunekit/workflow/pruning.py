@@ -21,6 +21,7 @@ from prunekit.criteria.elimination import outputs_reading
 from prunekit.errors import UsageError
 from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, make_plan
 from prunekit.planning.select import Scores
+from prunekit.planning.settings import Scope
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +131,10 @@ def plan_curves(planned: Planned, patches: PatchStats) -> dict[str, SensitivityC
 
 
 def feasible(channel_map: ChannelMap, settings: PruneSettings) -> Plan:
-    """A plan from equal scores: shows, before anything is trained, whether the budget can be met.
+    """A plan from equal scores: shows, before anything is trained, whether the budgets can be met.
 
     Raises:
-        PlanError: it cannot.
+        PlanError: they cannot.
     """
-    return make_plan(channel_map, np.ones(channel_map.n_labels), settings)
+    scope: Scope = "global" if settings.scope == "per_mac" else settings.scope  # as wide, and quicker
+    return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope))

@@ -17,6 +17,7 @@ from prunekit.measure import (
     LatencyReport,
     accuracy,
     compare_latency,
+    count_bytes,
     count_macs,
     count_parameters,
     size_bytes,
@@ -77,6 +78,7 @@ def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Mo
             "params": count_parameters(model),
             "macs": count_macs(model, example),
             "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
+            "tensor_bytes": count_bytes(model),
         }
         log(f"test: {name} {found.top1:.2f} % [{found.low:.2f}, {found.high:.2f}] of {found.n_test} images")
     settings = prepared.job.latency
@@ -107,6 +109,7 @@ def metrics(
         "accuracy": {name: asdict(found) for name, found in measured.accuracies.items()},
         "sparsity": {"weights": share.weights, "channels": share.channels},
         "plan": {
+            **{key: planned.plan.provenance[key] for key in ("budgets", "binding")},
             "macs_left": chart.macs(planned.plan.keep) / chart.macs(),
             "free_parameter_share": chart.free_share(n for n in chart.labels if not n.endswith(_STATISTICS)),
             "trial_max_relative_difference": planned.max_relative_difference,
@@ -142,9 +145,16 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
             f"budget channels {channels}: {1 - share.channels:.4f} of the free channels are left; some groups are at "
             "the fewest that min_channels, round_to, ratios or their size allow"
         )
-    left = measured.models["pruned"]["macs"] / measured.models["dense"]["macs"]
-    if job.prune.budget.macs is not None and left > job.prune.budget.macs:
-        found.append(f"budget macs {job.prune.budget.macs}: {left:.4f} of the dense model's MACs are left")
+    dense, pruned = measured.models["dense"], measured.models["pruned"]
+    for name, asked, what in (
+        ("macs", job.prune.budget.macs, "MACs are"),
+        ("params", job.prune.budget.params, "parameters are"),
+    ):
+        if asked is not None and pruned[name] / dense[name] > asked:
+            found.append(f"budget {name} {asked}: {pruned[name] / dense[name]:.4f} of the dense model's {what} left")
+    size_mb = job.prune.budget.size_mb
+    if size_mb is not None and pruned["tensor_bytes"] / 1e6 > size_mb:
+        found.append(f"budget size_mb {size_mb}: parameters and buffers take {pruned['tensor_bytes'] / 1e6:.4f} MB")
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:
             found.append(f"the pruned model is slower ({where(row)}): {row['median']:.2f}x")

@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.channels import ChannelMap, trace
 from prunekit.criteria.elimination import hull_slopes
-from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, cumulated, make_plan, per_mac
+from prunekit.planning import BudgetSettings, PruneSettings, SensitivityCurve, cumulated, make_plan
 from prunekit.planning.curves import fewest_within, kept_counts, rank_correlation
 from prunekit.planning.select import Scores
 
@@ -77,9 +77,6 @@ def test_a_group_without_a_curve_stays_whole() -> None:
     channel_map = chart()
     found = curves(channel_map, 0)[:1]
     scores = scores_of(channel_map, found)
-    ranked = per_mac(channel_map, scores)
-    assert np.isinf(np.delete(ranked, found[0].labels)).all()
-    assert np.isfinite(ranked[found[0].labels]).all()
     plan = make_plan(channel_map, scores, PruneSettings(BudgetSettings(macs=0.8), scope="per_mac"))
     assert [name for name, (kept, dense) in plan.widths().items() if kept < dense] == list(
         cumulated(channel_map, scores)
@@ -93,14 +90,6 @@ def test_curves_come_back_from_scores() -> None:
     for one, other in zip(found, again.values(), strict=True):
         assert one.labels.tolist() == other.labels.tolist()
         np.testing.assert_allclose(one.errors, other.errors)
-
-
-def test_macs_of_a_label_are_those_it_costs_around_a_plan() -> None:
-    """conv3x3 from 3 channels to 4 and 1x1 back, on 4x4 pixels: (27 + 3) * 16 MACs a channel."""
-    channel_map = chart()
-    group = next(group for group in channel_map.groups if group.labels.size == 4)
-    scores = np.ones(channel_map.n_labels)
-    np.testing.assert_allclose(per_mac(channel_map, scores)[group.labels], 1 / (30 * 16))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -21,6 +21,7 @@ from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, l
 from prunekit.planning.select import Scores
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
+BUDGETS = ("macs", "channels", "params", "size_mb")
 
 
 class Blocks(nn.Module):
@@ -58,7 +59,7 @@ def random_scores(channel_map: ChannelMap, seed: int = 0) -> Scores:
 
 
 def plan(seed: int = 0, name: str = "blocks", **options: Any) -> Plan:
-    budget = BudgetSettings(**{key: options.pop(key) for key in ("macs", "channels") if key in options})
+    budget = BudgetSettings(**{key: options.pop(key) for key in BUDGETS if key in options})
     return make_plan(chart(name), random_scores(chart(name), seed), PruneSettings(budget=budget, **options))
 
 
@@ -268,8 +269,11 @@ def test_budgets_that_cannot_be(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "exactly one of macs and channels"),
-        ({"macs": 0.5, "channels": 0.5}, "exactly one of macs and channels"),
+        ({}, "budget: expected at least one of channels, macs, params, size_mb, .*; got none"),
+        ({"params": 1.5}, "params: expected a share above 0 and at most 1, got 1.5"),
+        ({"size_mb": 0}, r"size_mb: expected a number of megabytes \(10\^6 bytes\) above 0, got 0"),
+        ({"size_mb": "5 MB"}, "size_mb: expected a number of megabytes .* got '5 MB'"),
+        ({"size_mb": float("inf"), "macs": 7}, "macs: expected a share .*; size_mb: expected .* got inf"),
         ({"macs": 0.0}, "macs: expected a share above 0 and at most 1, got 0.0"),
         ({"macs": float("nan")}, "macs: expected a share .* got nan"),
         ({"macs": "half"}, "macs: expected a share .* got 'half'"),

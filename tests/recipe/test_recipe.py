@@ -90,6 +90,10 @@ def test_yaml_merge_keys_are_merged_and_located(tmp_path: Path) -> None:
     [
         ("seed=3", {"seed": 3}),
         ("prune.budget={channels: 0.5}", {"prune": PruneSettings(budget=BudgetSettings(channels=0.5))}),
+        (
+            "prune.budget={params: 0.4, size_mb: 12, macs: 0.5}",
+            {"prune": PruneSettings(budget=BudgetSettings(macs=0.5, params=0.4, size_mb=12.0))},
+        ),
         ("prune.ratios.layer1.*.conv1=0.5", {"prune": PruneSettings(ratios={"layer1.*.conv1": 0.5})}),
         ("baseline.lr=1e-2", {"baseline": TrainSettings(lr=0.01)}),
         ("model.arguments.width=2", {"model": ModelSettings("resnet18", "torchvision", {"width": 2}, "IMAGENET1K_V1")}),
@@ -144,7 +148,7 @@ jobs = st.builds(
     activations=st.none() | activations,
     prune=st.builds(
         PruneSettings,
-        budget=st.builds(BudgetSettings, channels=st.floats(0.01, 1)),
+        budget=st.builds(BudgetSettings, channels=st.floats(0.01, 1), size_mb=st.none() | positive),
         exclude=st.lists(texts, max_size=3).map(tuple),
         ratios=st.dictionaries(texts, st.floats(0.01, 1), max_size=2),
     ),

@@ -210,6 +210,11 @@ def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path
     assert "has not finished" not in text
 
 
+def test_budgets_are_shown_with_what_is_left(tmp_path: Path) -> None:
+    page = Page(write(write_run(tmp_path / "runs" / "budgets", groups=2)).read_text(encoding="utf-8"))
+    assert "Budget macs: 44.95 % left, at most 45.00 % asked for." in page.text["result"]
+
+
 def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "short", groups=4)
     (run / "metrics.json").write_text(json.dumps({**metrics(), "shortfalls": ["kept 52.0 % of the MACs, asked 45 %"]}))

@@ -301,6 +301,12 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
         "activations target 70.0%: b has 71.2% zeros on the test images",
         "activations target 70.0%: c has 50.0% zeros on the test images",
     ]
+    several = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(params=0.5, size_mb=2.0)))
+    sizes = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "tensor_bytes": 2_100_000}}
+    assert shortfalls(replace(quick, models=sizes), Sparsity(weights=0.5, channels=0.5), several) == [
+        "budget params 0.5: 0.6000 of the dense model's parameters are left",
+        "budget size_mb 2.0: parameters and buffers take 2.1000 MB",
+    ]
     assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
 
 

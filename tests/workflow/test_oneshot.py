@@ -72,6 +72,15 @@ def test_images_that_are_too_few_or_none(images: Any, message: str) -> None:
     assert isinstance(caught.value, UsageError)
 
 
+def test_several_budgets_are_met_together() -> None:
+    model = randomised(Net()).eval()
+    done = prunekit.prune(model, (torch.zeros(1, 3, 8, 8),), macs=0.7, params=0.6, size_mb=0.006, scope="per_mac")
+    tensors = [*done.model.parameters(), *done.model.buffers()]
+    assert sum(p.numel() for p in done.model.parameters()) <= 0.6 * sum(p.numel() for p in model.parameters())
+    assert 0.005 < sum(tensor.nbytes for tensor in tensors) / 1e6 <= 0.006
+    assert done.plan.provenance["binding"] == "size_mb"
+
+
 def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:
     model, images = randomised(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PlanError):
@@ -88,6 +97,17 @@ def test_the_model_given_stays_as_it_is() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert done.plan.widths()["stem"] == (8, 8)
     assert done.model.conv1.out_channels < 16
+
+
+def test_subnormal_weights_of_the_compact_model_are_set_to_zero_and_said() -> None:
+    model = randomised(Net()).eval()
+    with torch.no_grad():
+        model.head.weight[2] = 1e-40  # 8 inputs, of which as many are left as `stem` has
+    done = prunekit.prune(model, (torch.zeros(1, 3, 8, 8),), macs=0.6)
+    left = done.plan.widths()["stem"][0]
+    assert done.model.head.weight[2].tolist() == [0.0] * left
+    assert done.notes == (f"{left} subnormal numbers in 1 tensors set to 0; outputs change by {0:.1e}",)
+    assert model.head.weight[2, 0] > 0
 
 
 def test_a_loader_is_the_same_as_its_images() -> None:

@@ -81,8 +81,8 @@ def test_the_journey_step_by_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "exactly one of macs and channels"),
-        ({"macs": 0.5, "channels": 0.5}, "exactly one of macs and channels"),
+        ({}, "budget: expected at least one of channels, macs, params, size_mb"),
+        ({"params": 2, "size_mb": -1}, "params: expected a share .*; size_mb: expected a number of megabytes"),
         ({"macs": 1.5}, "macs: expected a share above 0 and at most 1, got 1.5"),
         ({"channels": 0.0}, "channels: expected a share above 0"),
         ({"macs": 0.5, "round_to": 0}, "round_to: expected a whole number of at least 1, got 0"),

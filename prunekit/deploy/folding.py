@@ -1,0 +1,115 @@
+"""BatchNorm folded into the convolution or linear layer before it (Jacob et al., 2018)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.differences import TOLERANCE
+from prunekit.channels.doubled import doubled, to_double
+from prunekit.compaction.folded import FoldedNorm, set_folds
+from prunekit.context import seeded
+from prunekit.deploy.foldable import Pair, foldable
+from prunekit.measure.verify import largest_difference
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """What `fold_batchnorm` returns.
+
+    Attributes:
+        model: a new one, in eval mode.
+        norms: path of each folded norm -> path of the layer that does its work.
+        kept: path of each other norm that ran -> why it stays.
+        max_relative_difference: of the outputs on the example, in float64.
+    """
+
+    model: nn.Module
+    norms: dict[str, str]
+    kept: dict[str, str]
+    max_relative_difference: float
+
+
+def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, tolerance: float = TOLERANCE) -> Folded:
+    """Folds every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
+
+    What is left computes the same in eval mode with one operator and one pass over the activations less for each norm.
+    It is for inference: no statistics are left that training could update. Folders of folded models are written and
+    read as others are; `prunekit.verify` compares with the masked model before folding, not after.
+
+    Args:
+        model: not changed.
+        example_inputs: positional arguments of `forward`; layers are found by running the model on them.
+        tolerance: largest relative difference of the outputs, in float64, that counts as equal.
+
+    Raises:
+        VerificationError: the folded model computes something else.
+    """
+    found = foldable(model, example_inputs)
+    kept, pairs = dict(found.kept), []
+    for pair in found.pairs:
+        reason = _more_than_a_norm(model.get_submodule(pair.norm), pair)
+        if reason:
+            kept[pair.norm] = reason
+        else:
+            pairs.append(pair)
+    double = _folded(doubled(model, to_double), pairs)
+    difference = largest_difference(model, double, example_inputs, tolerance=tolerance)
+    own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+    folded = _folded(with_tensors(model, own), pairs).eval()
+    return Folded(folded, {pair.norm: pair.layer for pair in pairs}, kept, difference)
+
+
+def _more_than_a_norm(module: nn.Module, pair: Pair) -> str:
+    """Why a module is not a norm with, at most, its parts in a row behind it; empty where it is one."""
+    if not isinstance(module, _BatchNorm):
+        return f"{type(module).__name__} is no BatchNorm of torch"
+    norm = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    with seeded(0), torch.no_grad():
+        values = torch.randn(pair.shape, dtype=torch.float64)
+        want = norm(values.clone())
+        scale, shift = _scale_and_shift(norm)
+        by_channel = [-1, *(1,) * (values.dim() - 2)]
+        got = FoldedNorm(norm, pair.layer)(values * scale.view(by_channel) + shift.view(by_channel))
+    same = isinstance(want, Tensor) and want.shape == got.shape and torch.allclose(want, got, rtol=1e-9, atol=1e-9)
+    return "" if same else f"{type(module).__name__} does more than a norm and its parts behind it"
+
+
+def _scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+    """(channels,) each, in float64."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.double()
+    shift = -norm.running_mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.double()
+
+
+@torch.no_grad()
+def _folded(model: nn.Module, pairs: list[Pair]) -> nn.Module:
+    """Folds norms in place, computing in float64."""
+    norms = [model.get_submodule(pair.norm) for pair in pairs]
+    set_folds(model, {pair.norm: pair.layer for pair in pairs})
+    for pair, norm in zip(pairs, norms, strict=True):
+        assert isinstance(norm, _BatchNorm)
+        layer, (scale, shift) = model.get_submodule(pair.layer), _scale_and_shift(norm)
+        weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
+        weight.copy_(_scaled(weight.double(), scale, transposed=pair.transposed))
+        bias.copy_(bias.double() * scale + shift)
+    return model
+
+
+def _scaled(weight: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:
+    """A weight with each output multiplied by its scale, (outputs, ...) or (inputs, outputs of a group, ...)."""
+    if not transposed:
+        return weight * scale.view(-1, *(1,) * (weight.dim() - 1))
+    groups = scale.numel() // weight.shape[1]
+    by_group = weight.reshape(groups, -1, *weight.shape[1:])  # (groups, inputs of one, outputs of one, ...)
+    return (by_group * scale.view(groups, 1, -1, *(1,) * (weight.dim() - 2))).flatten(0, 1)

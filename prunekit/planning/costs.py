@@ -1,0 +1,185 @@
+"""What a choice of widths costs: sums of products of widths, exact at any counts, many choices at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prunekit.channels import ChannelMap
+from prunekit.channels.labels import Labels
+from prunekit.planning.select import Part
+
+Term = tuple[float, tuple[Labels, ...]]
+"""A constant times the kept labels of every factor."""
+Numbers = NDArray[np.float64]
+
+
+def terms_of(channel_map: ChannelMap, parts: Iterable[Part], resource: str) -> list[Term]:
+    """A resource as a sum of products: `macs`, `params`, `bytes` of all tensors, or `channels` of the parts."""
+    match resource:
+        case "macs":
+            return [(term.constant, term.factors) for term in channel_map.mac_terms]
+        case "params":
+            return [_entries(channel_map, name) for name, how in channel_map.stored.items() if how.parameter]
+        case "bytes":
+            sized = ((how.element_bytes, _entries(channel_map, name)) for name, how in channel_map.stored.items())
+            return [(size * constant, factors) for size, (constant, factors) in sized]
+        case "channels":
+            return [(part.channels, (part.labels,)) for part in parts]
+    raise ValueError(resource)
+
+
+def _entries(channel_map: ChannelMap, name: str) -> Term:
+    """The number of entries of a tensor."""
+    axes = list(zip(channel_map.shapes[name], channel_map.labels[name], strict=True))
+    whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
+    return float(whole), tuple(labels for _, labels in axes if labels is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    """How many labels of a factor are kept, by the counts of one part, or of two where labels are joint.
+
+    Attributes:
+        parts: the second is the same as the first where there is one.
+        table: (size,) of kept labels; (sizes of both) where there are two.
+    """
+
+    parts: tuple[int, int]
+    table: Labels
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """Costs of choices of counts, for several resources at once.
+
+    A cost is a sum of products of widths, and a width a sum of table entries, one for each part that it depends on: so
+    neighbours' widths multiply, and labels that lie on an axis several times, or are joint, count as often as they do.
+
+    Attributes:
+        tables: (entries,) all lookups' tables in a row.
+        at: (lookups,) where each one's begins.
+        first, second: (lookups,) the parts whose counts it takes.
+        stride: (lookups,) of the first part's count; 0 where there is one part.
+        starts: (widths,) the first lookup of each width.
+        fixed: (widths,) what of each width no part decides.
+        factors: (terms, most factors) widths, one beyond the last where a term has fewer.
+        constants: (terms, resources)
+        base: (resources,) what depends on no part.
+    """
+
+    tables: Labels
+    at: Labels
+    first: Labels
+    second: Labels
+    stride: Labels
+    starts: Labels
+    fixed: Labels
+    factors: Labels
+    constants: Numbers
+    base: Numbers
+
+    def __call__(self, counts: Labels) -> Numbers:
+        """Whole numbers, (..., resources), of counts (..., parts)."""
+        flat = counts.reshape(-1, counts.shape[-1])
+        if not self.starts.size:
+            return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
+        kept = self.tables[self.at + flat[:, self.first] * self.stride + flat[:, self.second]]
+        widths = self.fixed + np.add.reduceat(kept, self.starts, axis=1)
+        widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1).astype(np.float64)
+        products = widths[:, self.factors].prod(axis=2)
+        result: Numbers = np.rint(products @ self.constants + self.base)
+        return result.reshape(*counts.shape[:-1], self.base.size)
+
+
+def cost_model(channel_map: ChannelMap, parts: list[Part], resources: list[list[Term]]) -> CostModel:
+    """Compiles terms of several resources into tables over the parts' counts."""
+    reading = _Reading.of(channel_map, parts)
+    number: dict[bytes, int] = {}
+    found: list[tuple[int, list[_Lookup]]] = []
+    rows: dict[tuple[int, ...], Numbers] = {}
+    for resource, terms in enumerate(resources):
+        for constant, factors in terms:
+            free: list[int] = []
+            for factor in factors:
+                index = number.setdefault(factor.tobytes(), len(found))
+                if index == len(found):
+                    found.append(reading.width(factor))
+                fixed, lookups = found[index]
+                constant, free = (constant, [*free, index]) if lookups else (constant * fixed, free)
+            row = rows.setdefault(tuple(sorted(free)), np.zeros(len(resources)))
+            row[resource] += constant
+    return _compiled(found, rows, len(resources))
+
+
+def _compiled(
+    found: list[tuple[int, list[_Lookup]]], rows: Mapping[tuple[int, ...], Numbers], resources: int
+) -> CostModel:
+    used = sorted({index for row in rows for index in row})
+    place = {index: position for position, index in enumerate(used)}
+    lookups = [lookup for index in used for lookup in found[index][1]]
+    most = max((len(row) for row in rows), default=0)
+    terms = {row: constants for row, constants in rows.items() if row}
+    factors = np.full((len(terms), most), len(used), dtype=np.int64)
+    for i, row in enumerate(terms):
+        factors[i, : len(row)] = [place[index] for index in row]
+    sizes = [lookup.table.size for lookup in lookups]
+    return CostModel(
+        tables=np.concatenate([lookup.table.reshape(-1) for lookup in lookups] or [np.zeros(0, dtype=np.int64)]),
+        at=np.cumsum([0, *sizes[:-1]]) if sizes else np.zeros(0, dtype=np.int64),
+        first=np.array([lookup.parts[0] for lookup in lookups], dtype=np.int64),
+        second=np.array([lookup.parts[1] for lookup in lookups], dtype=np.int64),
+        stride=np.array([lookup.table.shape[1] if lookup.table.ndim > 1 else 0 for lookup in lookups], dtype=np.int64),
+        starts=np.cumsum([0, *(len(found[index][1]) for index in used)], dtype=np.int64)[:-1],
+        fixed=np.array([found[index][0] for index in used], dtype=np.int64),
+        factors=factors,
+        constants=np.array(list(terms.values())).reshape(len(terms), resources),
+        base=rows.get((), np.zeros(resources)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """Which part decides on each label, and at what count.
+
+    Attributes:
+        owner: (n_labels,) index of its part, -1 for labels that stay.
+        rank: (n_labels,) it is kept where its part keeps more than that.
+        sizes: of the parts.
+    """
+
+    channel_map: ChannelMap
+    owner: Labels
+    rank: Labels
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, channel_map: ChannelMap, parts: list[Part]) -> _Reading:
+        owner, rank = np.full(channel_map.n_labels, -1), np.zeros(channel_map.n_labels, dtype=np.int64)
+        for index, part in enumerate(parts):
+            owner[part.labels], rank[part.labels] = index, np.arange(part.labels.size)
+        return cls(channel_map, owner, rank, [part.labels.size for part in parts])
+
+    def width(self, factor: Labels) -> tuple[int, list[_Lookup]]:
+        """How many labels of a factor always stay, and the tables of those that parts decide on."""
+        deciding = self.channel_map.deciding(factor.reshape(-1))
+        one, other = deciding[0], deciding[-1]
+        alone = self.owner[other] < 0  # such as 0, where one label decides
+        one, other = np.where(self.owner[one] < 0, other, one), np.where(alone, one, other)
+        stays = self.owner[one] < 0
+        pairs = np.stack([one, other], axis=1)[~stays]
+        return int(np.count_nonzero(stays)), list(self._lookups(pairs))
+
+    def _lookups(self, pairs: Labels) -> Iterator[_Lookup]:
+        owners = self.owner[pairs]
+        for first, second in np.unique(owners, axis=0):
+            here = pairs[(owners == (first, second)).all(axis=1)]
+            shape = (self.sizes[first] + 1,) if first == second else (self.sizes[first] + 1, self.sizes[second] + 1)
+            table = np.zeros(shape, dtype=np.int64)
+            np.add.at(table, tuple(self.rank[here].T[: len(shape)] + 1), 1)
+            for axis in range(len(shape)):
+                table = np.cumsum(table, axis=axis)
+            yield _Lookup((int(first), int(second)), table)

@@ -1,0 +1,83 @@
+"""Widths by Lagrange multipliers: the most kept scores less a price for what they cost, where that meets a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from prunekit.channels.labels import Labels
+from prunekit.planning.budgets import Budgets
+from prunekit.planning.costs import Numbers
+from prunekit.planning.exchange import Worth
+from prunekit.planning.select import Part
+
+SWEEPS = 3
+"""Over all parts, at one price: what a part costs depends on its neighbours' widths."""
+BISECTIONS = 16
+CHEAPEST, DEAREST = -30.0, 10.0
+"""Logarithms of the price of one whole budget, in units of all scores."""
+BLENDS = {2: (0.25, 0.5, 0.75), 3: (0.5,), 4: (0.5,)}
+"""By the number of budgets: shares of one of two in a price, beside each budget alone."""
+
+
+def by_multipliers(parts: list[Part], worth: Worth, budgets: Budgets) -> Iterator[Labels]:
+    """The counts that keep the most, of those within the budgets that were found, for each blend of them.
+
+    Args:
+        worth: concave in each part's count: the labels of a part go by their scores.
+    """
+    for weights in _blends(budgets.asked.size):
+        low, high = CHEAPEST, DEAREST
+        counts = np.array([part.counts[-1] for part in parts])
+        best: Labels | None = None
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            price = worth.total * np.exp(middle) * weights / budgets.asked
+            counts = _at_price(parts, worth, budgets, price, counts)
+            if budgets.fits(counts):
+                best = counts if best is None or worth(counts) > worth(best) else best
+                high = middle
+            else:
+                low = middle
+        if best is not None:
+            yield best
+
+
+def _blends(budgets: int) -> Iterator[Numbers]:
+    single = np.eye(budgets)
+    yield from single
+    for one in range(budgets):
+        for other in range(one):
+            yield from (share * single[one] + (1 - share) * single[other] for share in BLENDS[budgets])
+
+
+def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers, counts: Labels) -> Labels:
+    """Counts from which no part alone does better at a price, as far as sweeps get."""
+    counts = counts.copy()
+    for _ in range(SWEEPS):
+        before = counts.copy()
+        for index, part in enumerate(parts):
+            if part.counts.size > 1:
+                cost = _cost_at(part.counts, index, counts, budgets, price)
+                counts[index] = part.counts[int(np.argmax(worth.kept[index][part.counts] - cost))]
+        if np.array_equal(before, counts):
+            break
+    return counts
+
+
+def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price: Numbers) -> Numbers:
+    """What each count of one part costs at a price: a parabola, as a width meets itself at most once."""
+    points = wanted if wanted.size < 3 else wanted[[0, wanted.size // 2, -1]]
+    trials = np.repeat(counts[None], points.size, axis=0)
+    trials[:, index] = points
+    cost: Numbers = budgets.left(trials) @ price
+    return cost if wanted.size < 3 else _parabola(points, cost, wanted)
+
+
+def _parabola(points: Labels, values: Numbers, at: Labels) -> Numbers:
+    """Through three points, by Newton's divided differences."""
+    (a, b, c), (u, v, w) = points.astype(float), values
+    first, second = (v - u) / (b - a), (w - v) / (c - b)
+    result: Numbers = u + (at - a) * (first + (at - b) * (second - first) / (c - a))
+    return result

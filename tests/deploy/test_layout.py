@@ -1,0 +1,68 @@
+"""Other layouts and flushed numbers: what is computed stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import Net, assert_unchanged, difference, image, randomised, snapshot
+from torch import nn
+
+import prunekit
+from prunekit.deploy import count_subnormals, flush_subnormals_in_place
+from prunekit.errors import VerificationError
+
+
+def net() -> nn.Module:
+    parts = {"a": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "b": nn.Conv2d(4, 5, 3)}
+    return randomised(Net(lambda net, x: net.b(net.norm(net.a(x)).relu()), **parts)).eval()
+
+
+def test_weights_lie_channels_last_and_outputs_too() -> None:
+    model = net()
+    before = snapshot(model)
+    moved = prunekit.channels_last(model, image())
+    assert_unchanged(model, before)
+    assert_unchanged(moved, before)
+    assert moved.a.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not model.a.weight.is_contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        want, got = model(*image()), moved(*image())
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    assert difference(want, got) < 1e-5
+
+
+def test_code_that_looks_at_strides_is_found_out() -> None:
+    parts = {"a": nn.Conv2d(3, 4, 3)}
+    model = Net(lambda net, x: net.a(x) * float(net.a.weight.stride()[1]), **parts)
+    with pytest.raises(VerificationError, match="Net and its changed copy differ"):
+        prunekit.channels_last(model, image())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_subnormal_numbers_are_counted_and_set_to_zero(dtype: torch.dtype) -> None:
+    model = net().to(dtype)
+    tiny = torch.finfo(dtype).tiny
+    with torch.no_grad():
+        model.a.weight[0, 0, 0] = torch.tensor([tiny / 2, -tiny / 4, tiny], dtype=dtype)
+        model.norm.running_mean[1] = tiny / 2
+        model.norm.num_batches_tracked.fill_(1)
+    assert count_subnormals(model) == {"a.weight": 2, "norm.running_mean": 1}
+    before = snapshot(model)
+    if dtype is torch.float32:
+        flushed = prunekit.flush_subnormals(model, image())
+        assert flushed.counts == {"a.weight": 2, "norm.running_mean": 1}
+        assert flushed.max_relative_difference < 1e-30
+        assert flushed.model.a.weight[0, 0, 0].tolist() == [0, 0, tiny]
+        assert_unchanged(model, before)
+    assert flush_subnormals_in_place(model) == {"a.weight": 2, "norm.running_mean": 1}
+    assert count_subnormals(model) == {}
+    changed = [name for name, tensor in snapshot(model).items() if not torch.equal(tensor, before[name])]
+    assert changed == ["a.weight", "norm.running_mean"]
+
+
+def test_a_model_without_subnormal_numbers_is_left_bit_for_bit() -> None:
+    model = net()
+    flushed = prunekit.flush_subnormals(model, image())
+    assert flushed.counts == {}
+    assert flushed.max_relative_difference == 0
+    assert_unchanged(flushed.model, snapshot(model))

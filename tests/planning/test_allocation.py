@@ -1,0 +1,136 @@
+"""Plans by price against every plan there is, on nets small enough to try them all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from prunekit.channels import ChannelMap, trace
+from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, make_plan
+from prunekit.planning.budgets import budgets_of
+from prunekit.planning.exchange import Worth, improved
+from prunekit.planning.select import Scores
+
+
+class Chain(nn.Module):
+    """Convolutions in a row, each as wide as the next is deep; a shortcut around all but the first, or none."""
+
+    def __init__(self, widths: list[int], kernels: list[int], shortcut: bool) -> None:
+        super().__init__()
+        between = zip([3, *widths[:-1]], widths, kernels, strict=True)
+        self.layers = nn.ModuleList(nn.Conv2d(a, b, kernel, padding=kernel // 2) for a, b, kernel in between)
+        self.back = nn.Conv2d(widths[-1], widths[0], 1) if shortcut else None
+        self.head = nn.Linear(widths[0] if shortcut else widths[-1], 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.layers[0](x).relu()
+        for layer in self.layers[1:]:
+            x = layer(x if self.back is not None else nn.functional.avg_pool2d(x, 2)).relu()
+        if self.back is not None:
+            x = self.back(x) + first
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def scored(channel_map: ChannelMap, generator: np.random.Generator) -> Scores:
+    """Scores of which some groups' are much larger than others'."""
+    scores = np.full(channel_map.n_labels, np.inf)
+    for group in channel_map.groups:
+        scores[group.labels] = generator.lognormal(0, 1, group.labels.size) * generator.lognormal(0, 1)
+    return scores
+
+
+def kept(plan: Plan, scores: Scores) -> float:
+    return float(sum(scores[g.labels][plan.keep[g.labels]].sum() for g in plan.channel_map.groups))
+
+
+def optimum(channel_map: ChannelMap, scores: Scores, wanted: PruneSettings) -> float:
+    """The most that any plan keeps within the budgets, by trying them all; 0 where none is."""
+    parts = free_parts(channel_map, scores, wanted)
+    every = np.stack(np.meshgrid(*[part.counts for part in parts], indexing="ij"), -1).reshape(-1, len(parts))
+    worth = sum(np.r_[0, np.cumsum(scores[part.labels])][every[:, i]] for i, part in enumerate(parts))
+    return float((worth * budgets_of(channel_map, parts, wanted).fits(every)).max())
+
+
+sizes = st.lists(st.integers(3, 8), min_size=2, max_size=4) | st.lists(st.integers(3, 40), min_size=2, max_size=2)
+budgets = st.fixed_dictionaries(
+    {"macs": st.floats(0.25, 0.85)},
+    optional={"params": st.floats(0.25, 0.85), "channels": st.floats(0.4, 0.9)},
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(sizes, st.booleans(), budgets, st.sampled_from([1, 1, 2]), st.integers(0, 10**6))
+def test_within_one_percent_of_the_best_plan_there_is(
+    widths: list[int], shortcut: bool, budget: dict[str, float], round_to: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    kernels = [int(kernel) for kernel in generator.choice([1, 3], len(widths))]
+    channel_map = trace(Chain(widths, kernels, shortcut), (torch.zeros(1, 3, 16, 16),))
+    scores = scored(channel_map, generator)
+    wanted = PruneSettings(BudgetSettings(**budget), scope="per_mac", round_to=round_to)
+    best, whole = optimum(channel_map, scores, wanted), float(scores[np.isfinite(scores)].sum())
+    assume(0 < best < whole)  # else the budget cannot be met, or takes nothing
+    plan = make_plan(channel_map, scores, wanted)
+    assert kept(plan, scores) >= 0.99 * best
+    assert kept(plan, scores) <= best * (1 + 1e-12)
+    assert all(found["left"] <= found["asked"] for found in plan.provenance["budgets"].values())
+    assert np.array_equal(plan.keep, make_plan(channel_map, scores, wanted).keep)
+
+
+def two_budgets() -> tuple[ChannelMap, Scores, PruneSettings]:
+    channel_map = trace(Chain([24, 32, 40, 24], [3, 3, 3, 3], True), (torch.zeros(1, 3, 16, 16),))
+    scores = scored(channel_map, np.random.default_rng(2))
+    return channel_map, scores, PruneSettings(BudgetSettings(macs=0.45, params=0.45), scope="per_mac")
+
+
+def test_exchange_only_ever_keeps_more_and_stops_where_no_exchange_helps() -> None:
+    channel_map, scores, wanted = two_budgets()
+    parts = free_parts(channel_map, scores, wanted)
+    worth, limits = Worth.of(parts, scores), budgets_of(channel_map, parts, wanted)
+    narrow = np.array([part.counts[0] for part in parts])
+    found = improved(parts, worth, limits, narrow)
+    assert limits.fits(found)
+    assert worth(found) > worth(narrow)
+    for wider in range(len(parts)):
+        for narrower in range(len(parts)):
+            other = found.copy()
+            other[wider] += 1
+            other[narrower] -= wider != narrower
+            allowed = all(count in part.counts for count, part in zip(other, parts, strict=True))
+            assert not allowed or not limits.fits(other) or worth(other) <= worth(found) * (1 + 1e-9)
+    assert np.array_equal(improved(parts, worth, limits, found), found)
+
+
+def test_what_is_worth_everything_goes_last() -> None:
+    channel_map, scores, wanted = two_budgets()
+    groups = {group.name: group.labels for group in channel_map.groups}
+    scores[groups["layers.1"]] = np.inf
+    plan = make_plan(channel_map, scores, wanted)
+    assert plan.keep[groups["layers.1"]].all()
+    tight = make_plan(channel_map, scores, PruneSettings(BudgetSettings(macs=0.02), scope="per_mac"))
+    assert 0 < tight.keep[groups["layers.1"]].sum() < groups["layers.1"].size
+    assert all(kept == 1 for name, (kept, _) in tight.widths().items() if name != "layers.1")
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_equal_scores_spend_the_budget(value: float) -> None:
+    channel_map, scores, wanted = two_budgets()
+    plan = make_plan(channel_map, np.full_like(scores, value), wanted)
+    assert max(found["left"] / found["asked"] for found in plan.provenance["budgets"].values()) > 0.95
+
+
+def test_a_joint_plan_of_two_budgets_keeps_more_than_the_tighter_plan_of_either() -> None:
+    """A plan priced by one resource alone spends the other badly."""
+    channel_map, scores, wanted = two_budgets()
+    both = kept(make_plan(channel_map, scores, wanted), scores)
+    alone = [
+        make_plan(channel_map, scores, PruneSettings(BudgetSettings(macs=macs, params=params), scope="per_mac"))
+        for macs, params in ((0.45, None), (None, 0.45))
+    ]
+    assert both <= min(kept(plan, scores) for plan in alone) + 1e-9
+    halfway = make_plan(channel_map, scores, PruneSettings(BudgetSettings(macs=0.45, params=0.45), scope="global"))
+    assert both > kept(halfway, scores)
