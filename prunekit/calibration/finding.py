@@ -25,6 +25,10 @@ _MOVES = frozenset(
 """Functions whose results hold values of their first argument, each at most once."""
 
 
+RECTIFIED = "rectified"
+"""Stage of what a ReLU makes of the end of a layer's chain."""
+
+
 class _Mark(NamedTuple):
     """On a tensor: which call made its values, and the end of which layer's chain they are."""
 
@@ -44,6 +48,7 @@ class _Draft:
         reads: how often the result of each stage is read.
         rectified: the stage that a ReLU reads.
         normed: number of the norm's call.
+        source: the layer whose rectified end this one reads.
         index: where each value of the output lies at the last stage, once it was moved.
     """
 
@@ -53,6 +58,7 @@ class _Draft:
     reads: Counter[str] = field(default_factory=Counter)
     rectified: str = ""
     normed: int = 0
+    source: int | None = None
     index: Tensor | None = None
 
     def places(self) -> Tensor:
@@ -128,7 +134,8 @@ class _Finder(CallWatch):
         if call.name in _MOVES and len(inputs) == 1 and call.args and call.args[0] is inputs[0]:
             return self._move(call, mark, draft)
         if call.name in {"relu", "relu_"}:
-            draft.rectified = mark.stage
+            draft.rectified = draft.rectified if mark.stage == RECTIFIED else mark.stage
+            return mark.layer, RECTIFIED
         return None, ""
 
     def _layer(self, call: Call, operands: Operands, result: Tensor) -> tuple[int | None, str]:
@@ -136,7 +143,9 @@ class _Finder(CallWatch):
         if how is None:
             return None, ""
         layer = Layer(operands.weight, operands.bias, call.number, how, call.number, transposed=operands.transposed)
-        self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape))
+        read = _mark(operands.inputs)
+        source = read.layer if read is not None and read.stage == RECTIFIED else None
+        self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape, source=source))
         return len(self.drafts) - 1, "layer"
 
     def _norm(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:
@@ -226,7 +235,12 @@ def survey(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterabl
     with finder.watching():
         model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
-    return Survey(tuple(draft.finished(calls[draft.layer.weight]) for draft in finder.drafts), finder.readers)
+    pairs = [(draft, draft.finished(calls[draft.layer.weight])) for draft in finder.drafts]
+    plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]
+    alone = [of if plain[i] and draft.reads[RECTIFIED] == 1 else None for i, (draft, of) in enumerate(pairs)]
+    sources = [None if draft.source is None else alone[draft.source] for draft, _ in pairs]
+    layers = tuple(replace(layer, source=of) for (_, layer), of in zip(pairs, sources, strict=True))
+    return Survey(layers, finder.readers)
 
 
 def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:

@@ -42,6 +42,7 @@ class Layer:
             permutations, slices.
         gain: (outputs,) what a parameter multiplies it by before `total`.
         rows: of its output, see `Reading`, in the forward pass that found it.
+        source: the layer whose rectified end is all that this one reads, and which nothing else reads.
     """
 
     weight: str
@@ -58,6 +59,7 @@ class Layer:
     moves: tuple[int, ...] = ()
     gain: Tensor | None = field(default=None, compare=False)
     rows: int = 0
+    source: Layer | None = None
 
     @property
     def axes(self) -> tuple[int, int]:

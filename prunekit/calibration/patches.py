@@ -47,14 +47,37 @@ class Reading:
 
     def spatial(self, inputs: Tensor) -> tuple[int, ...]:
         """Spatial sizes of the output for an input."""
+        return self.spatial_of(tuple(inputs.shape[2:]))
+
+    def spatial_of(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Spatial sizes of the output for an input of such spatial sizes."""
         if not self.kernel:
             return ()
-        sizes = zip(inputs.shape[2:], self.kernel, self.stride, self.padding, self.dilation, strict=True)
-        return tuple((n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, stride, pad, step in sizes)
+        axes = zip(sizes, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, stride, pad, step in axes)
 
     def rows_of(self, inputs: Tensor) -> int:
         """Number of rows of the output for an input."""
         return len(inputs) * prod(self.spatial(inputs)) if self.kernel else inputs.numel() // inputs.shape[-1]
+
+    def places(self, rows: Tensor, spatial: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(N, taps) which positions of the input each row reads, as rows of what made it; and whether they are there.
+
+        Args:
+            rows: of the output.
+            spatial, sizes: spatial sizes of the output and of the input. What is padding has some position of it.
+        """
+        found = (rows // prod(spatial))[:, None].expand(-1, self.taps)
+        there = torch.ones_like(found, dtype=torch.bool)
+        if not self.kernel:
+            return rows[:, None], there
+        taps = torch.unravel_index(torch.arange(self.taps, device=rows.device), self.kernel)
+        starts = torch.unravel_index(rows % prod(spatial), spatial)
+        for i, size in enumerate(sizes):
+            at = starts[i][:, None] * self.stride[i] - self.padding[i] + taps[i] * self.dilation[i]
+            there &= (at >= 0) & (at < size)
+            found = found * size + at.clamp(0, size - 1)
+        return found, there
 
     def outputs(self, output: Tensor, rows: Tensor) -> Tensor:
         """(N, channels): the given rows of a tensor shaped like the output."""

@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from prunekit.cli.models import ModelOptions, all_targets, refuse_idle_overrides
-from prunekit.cli.options import (
-    common_options,
-    device_option,
-    model_options,
-    output_option,
-    seed_option,
-    split_overrides,
-)
+from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
 from prunekit.cli.output import Console, check_folder, save, table
+from prunekit.errors import nearest
+from prunekit.measure.settings import DtypeName, MemoryFormat, RuntimeName
+
+Callback = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
+WHERE = ("device", "runtime", "batch", "threads")
+TIMES = ("median_ms", "p10_ms", "p90_ms", "p99_ms")
 
 
 def _counts(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     parts = value.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"expected positive whole numbers with commas between them, got {value!r}")
-    return tuple(int(part) for part in parts)
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _names(allowed: tuple[str, ...]) -> Callback:
+    def names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+        parts = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+        for part in parts:
+            if part not in allowed:
+                raise click.BadParameter(f"{part!r}: {nearest(part, allowed)}")
+        return parts
+
+    return names
+
+
+def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, **options: Any) -> Callable[..., Any]:
+    shown = f"{what}: {', '.join(allowed)}."
+    return click.option(name, default=default, show_default=True, callback=_names(allowed), help=shown, **options)
 
 
 @click.command("bench", short_help="Time one or more models beside each other.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL]... [KEY=VALUE]...")
+@_list_option("--runtime", "eager", get_args(RuntimeName), "What runs the models, each in a process of its own")
 @click.option("--batch", default="1,16", show_default=True, callback=_counts, help="Batch sizes.")
 @click.option("--threads", default="1", show_default=True, callback=_counts, help="CPU thread counts.")
+@click.option("--device", default="auto", metavar="auto|cpu,cuda[:n]", help="Where to run.  [default: auto]")
+@_list_option("--dtype", "fp32", get_args(DtypeName), "What the models compute in")
+@_list_option("--memory-format", "contiguous", get_args(MemoryFormat), "Layout in torch's own runtimes")
 @click.option("--repeats", default=30, show_default=True, type=click.IntRange(min=5), help="Timed runs of each.")
 @click.option(
     "--max-latency-ms",
     type=click.FloatRange(min=0, min_open=True),
-    help="Exit with 1 when the last model's median is above this, for any batch, thread count or device.",
+    help="Exit with 1 when the last model is not shown to be this fast in any setting: the median, or where it is "
+    "unstable the whole interval.",
 )
 @model_options
-@device_option
 @seed_option
 @output_option("bench.json.")
 @common_options
 def bench_command(
     arguments: tuple[str, ...],
+    runtime: tuple[RuntimeName, ...],
     batch: tuple[int, ...],
     threads: tuple[int, ...],
+    device: str,
+    dtype: tuple[DtypeName, ...],
+    memory_format: tuple[MemoryFormat, ...],
     repeats: int,
     max_latency_ms: float | None,
-    device: str | None,
     output: Path | None,
     as_json: bool,
     **options: Any,
@@ -56,7 +79,10 @@ def bench_command(
 
     MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; --model adds your
     own as the first, or takes the place of a recipe's model. A latency is that of the whole batch. Without --device the
-    CPU is timed, and CUDA where there is one.
+    CPU is timed, and CUDA where there is one. Lists are combined as far as their parts go together.
+
+    Every runtime is checked against eager float32 first; where it differs, it is not timed and the exit code is 1.
+    A figure that the samples do not support is marked unstable, with what would settle it.
     """
     console = Console(as_json)
     check_folder(output)
@@ -64,37 +90,64 @@ def bench_command(
     refuse_idle_overrides(overrides, targets, options["data"])
     from prunekit.measure import LatencySettings
     from prunekit.workflow.bench import bench as measure
-    from prunekit.workflow.bench import too_slow
+    from prunekit.workflow.bench import devices, too_slow
 
+    settings = LatencySettings(batch, threads, repeats, runtime, dtype, memory_format)
     with console.running():
-        models = all_targets(targets, overrides, ModelOptions(**options))
-        result = measure(models, LatencySettings(batch, threads, repeats), device or "auto")
+        devices(device, settings)  # before models are built, which may take long
+        result = measure(all_targets(targets, overrides, ModelOptions(**options)), settings, device)
     slow = [] if max_latency_ms is None else too_slow(result["latency"], max_latency_ms)
-    payload = result if max_latency_ms is None else {**result, "max_latency_ms": max_latency_ms, "passed": not slow}
+    passed = not slow and not result["failures"]
+    payload = result if max_latency_ms is None else {**result, "max_latency_ms": max_latency_ms, "passed": passed}
     save(payload, output, "bench.json", console)
     console.result(payload, _text(result))
-    for row in slow:
-        where = f"{row['model']} on {row['device']}, batch {row['batch']}, threads {row['threads']}"
-        console.log(f"prunekit: too slow: {where}: {row['median_ms']:.3g} ms > {max_latency_ms:g} ms")
-    if slow:
+    _complain(result["failures"], slow, max_latency_ms, console)
+    if not passed:
         click.get_current_context().exit(1)
 
 
-def _text(result: dict[str, Any]) -> str:
-    from prunekit.report.numbers import digits, factor, interval
+def _complain(failures: list[Any], slow: list[Any], max_latency_ms: float | None, console: Console) -> None:
+    from prunekit.measure.wording import failed, where
 
-    where = ("device", "runtime", "batch", "threads")
-    times = ("median_ms", "p10_ms", "p90_ms", "p99_ms")
+    for line in failed(failures):
+        console.log(f"prunekit: error: not measured: {line}")
+    for row in slow:
+        doubt = "" if row["stable"] else f", unstable: 95 % up to {row['high_ms']:.3g} ms"
+        found = f"{row['median_ms']:.3g} ms{doubt}; the limit is {max_latency_ms:g} ms"
+        console.log(f"prunekit: too slow: {row['model']} ({where(row)}): {found}")
+
+
+def _text(result: dict[str, Any]) -> str:
+    from prunekit.measure.wording import computed, doubtful, surroundings, unstable
+    from prunekit.report.numbers import digits, factor, interval, size
+
     rows = [
-        (row["model"], *(row[key] for key in where), row["dtype"], *(digits(row[key]) for key in times))
+        (
+            row["model"],
+            *(row[key] for key in WHERE),
+            computed(row),
+            digits(row["median_ms"]),
+            interval(row["low_ms"], row["high_ms"]) + doubtful(row),
+            *(digits(row[key]) for key in TIMES[1:]),
+            digits(row["samples_per_s"]),
+            size(row["peak_memory_bytes"]),
+        )
         for row in result["latency"]
     ]
-    text = ("device", "runtime", "dtype")
-    parts = [table(("model", *where, "dtype", "median ms", "p10", "p90", "p99"), rows, text)]
+    text = ("device", "runtime", "dtype", "95 % interval")
+    headings = ("median ms", "95 % interval", "p10", "p90", "p99", "samples/s", "peak memory")
+    parts = [table(("model", *WHERE, "dtype", *headings), rows, text)] if rows else []
     speedups = [
-        (row["model"], *(row[key] for key in where), factor(row["median"]), interval(row["low"], row["high"]))
+        (
+            row["model"],
+            *(row[key] for key in WHERE),
+            computed(row),
+            factor(row["median"]),
+            interval(row["low"], row["high"]) + doubtful(row),
+        )
         for row in result["speedup"]
     ]
     if speedups:
-        parts.append(table(("against the first", *where, "speedup", "95 % interval"), speedups, text))
-    return "\n\n".join([*parts, *result["notes"]])
+        parts.append(table(("against the first", *WHERE, "dtype", "speedup", "95 % interval"), speedups, text))
+    remarks = [*unstable(result["latency"], result["speedup"]), *result["notes"], surroundings(result["machine"])]
+    return "\n\n".join([*parts, "\n".join(remarks)])

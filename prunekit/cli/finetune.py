@@ -128,12 +128,13 @@ def _run(job: JobSettings, own: Own, console: Console, *, training: bool) -> lis
 
 
 def _headline(metrics: dict[str, Any], folder: Path) -> str:
+    from prunekit.measure.wording import doubtful, where
     from prunekit.report.headline import budgeted, clamped, compared, masked, models, reference, repaired
     from prunekit.report.numbers import factor, interval
 
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
     speedups = [
-        f"Speedup on {row['device']}, batch {row['batch']}: {factor(row['median'])} {interval(row['low'], row['high'])}"
+        f"Speedup ({where(row)}): {factor(row['median'])} {interval(row['low'], row['high'])}{doubtful(row)}"
         for row in metrics["speedup"]
     ]
     budgets = [f"Budget {text}" for text in budgeted(metrics.get("plan", {}))]

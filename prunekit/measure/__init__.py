@@ -1,9 +1,39 @@
-"""Measuring: accuracy, size, MACs and latency, each with its unit and its uncertainty."""
+"""Measuring: accuracy, size, MACs and latency, each with its unit and its uncertainty.
 
-from prunekit.measure.accuracy import Accuracy, accuracy, wilson_interval
-from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
-from prunekit.measure.settings import LatencySettings
-from prunekit.measure.size import count_bytes, count_macs, count_parameters, size_bytes
+Names are imported on first use (PEP 562): a process that only times a model starts without the rest.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
+    from prunekit.measure.settings import LatencySettings
+    from prunekit.measure.size import count_bytes, count_macs, count_parameters, size_bytes
+    from prunekit.measure.top1 import Accuracy, accuracy, wilson_interval
+
+_PLACES = {
+    "Accuracy": "prunekit.measure.top1",
+    "LatencyReport": "prunekit.measure.latency",
+    "LatencySettings": "prunekit.measure.settings",
+    "accuracy": "prunekit.measure.top1",
+    "compare_latency": "prunekit.measure.latency",
+    "count_bytes": "prunekit.measure.size",
+    "count_macs": "prunekit.measure.size",
+    "count_parameters": "prunekit.measure.size",
+    "measure_latency": "prunekit.measure.latency",
+    "size_bytes": "prunekit.measure.size",
+    "wilson_interval": "prunekit.measure.top1",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'prunekit.measure' has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
+
 
 __all__ = [
     "Accuracy",

@@ -4,58 +4,60 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from prunekit.context import threads as with_threads
+from prunekit.errors import RunError
+from prunekit.export import export_onnx
+from prunekit.measure.choosing import choose
+from prunekit.measure.evidence import doubts, median_interval, paired_ratio
+from prunekit.measure.isolated import Outcome, measure_apart
+from prunekit.measure.machine import clock_mhz, surroundings
+from prunekit.measure.measuring import Failed, Job, Timed, plain_tensors
+from prunekit.measure.runtimes import RUNTIMES, Source, sample_of
 from prunekit.measure.settings import LatencySettings
-from prunekit.measure.timing import Timer, alternate, warm_up
 
 Row = dict[str, Any]
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class LatencyReport:
     """What was timed.
 
+    Every row has the keys of its setting: runtime, device, batch, threads, dtype, memory_format; and `stable`, with the
+    reasons in `doubts` where it is not: such a figure supports no claim.
+
     Attributes:
-        rows: one per model and setting: model, device, runtime, batch, threads, dtype, and the milliseconds of one
-            forward of the whole batch: median_ms, p10_ms, p90_ms, p99_ms.
-        speedup: one per setting and model after the first: model, device, runtime, batch, threads, and how many times
-            faster than the first: median of the paired ratios, low and high of its 95 % interval.
+        rows: one per model and setting, with the milliseconds of one forward of the whole batch: median_ms with its
+            95 % interval low_ms to high_ms, p10_ms, p90_ms, p99_ms; samples_per_s; peak_memory_bytes of the model
+            (None where it cannot be had); repeats, and warm_up calls before them.
+        speedup: one per setting and model after the first: how many times faster than the first: median of the paired
+            ratios, low and high of its 95 % interval.
         samples: the milliseconds behind each row, in the order they were taken; `samples[i]` belongs to `rows[i]`.
         notes: what could not be measured here.
+        failures: settings of which nothing is reported, because outputs differ or something failed, with a `reason`.
+        machine: what it was measured on: see `machine.surroundings`, and `clock_mhz_after`.
     """
 
     rows: tuple[Row, ...]
     speedup: tuple[Row, ...]
     samples: tuple[tuple[float, ...], ...]
     notes: tuple[str, ...]
+    failures: tuple[Row, ...] = ()
+    machine: Row = field(default_factory=dict)
 
     def sample_rows(self) -> Iterator[Row]:
-        """Every sample as a row of its own: model, device, runtime, batch, threads, dtype, ms."""
-        keys = ("model", "device", "runtime", "batch", "threads", "dtype")
+        """Every sample as a row of its own: model, device, runtime, batch, threads, dtype, memory_format, ms."""
+        keys = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
         for row, samples in zip(self.rows, self.samples, strict=True):
             yield from ({key: row[key] for key in keys} | {"ms": ms} for ms in samples)
-
-
-@dataclass(frozen=True)
-class _Setting:
-    device: torch.device
-    batch: int
-    threads: int
-    dtype: torch.dtype
-
-    def row(self) -> Row:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return {
-            "device": str(self.device), "runtime": "eager", "batch": self.batch, "threads": self.threads, "dtype": dtype
-        }  # fmt: skip
 
 
 def compare_latency(
@@ -64,10 +66,9 @@ def compare_latency(
     sample_shape: Sequence[int],
     settings: LatencySettings,
     devices: Sequence[torch.device],
-    dtype: torch.dtype = torch.float32,
 ) -> LatencyReport:
     """`measure_latency` of two models, named "dense" and "pruned"; the speedup is dense over pruned."""
-    return measure_latency({"dense": dense, "pruned": compact}, sample_shape, settings, devices, dtype)
+    return measure_latency({"dense": dense, "pruned": compact}, sample_shape, settings, devices)
 
 
 def measure_latency(
@@ -75,81 +76,103 @@ def measure_latency(
     sample_shape: Sequence[int],
     settings: LatencySettings,
     devices: Sequence[torch.device],
-    dtype: torch.dtype = torch.float32,
 ) -> LatencyReport:
-    """Times copies of the models in eval and inference mode, on random input.
+    """Times copies of the models in eval and inference mode, on random input, each runtime in a process of its own.
 
-    Every model is warmed up until its times are stable; then each round times every model once, in an order that is
-    turned round each time. Threads apply to the CPU; another device is timed with the first thread count alone.
+    In each setting every model is checked against its own outputs in eager float32, then warmed up until its times are
+    stable; then each round times every model once, in an order that is turned round each time.
 
     Args:
         models: name -> model; the first is what the others' speedup is relative to.
         sample_shape: shape of one input without the batch, such as (3, 224, 224).
-        settings: batches, CPU threads, and how many rounds.
+        settings: runtimes, batches, CPU threads, dtypes, memory formats, and how many rounds.
         devices: where to time; CUDA is timed with its own events, every run synchronised.
-        dtype: of parameters and input.
+
+    Raises:
+        UsageError: a runtime is not installed, or cannot do anything of what is asked; nothing was measured.
     """
-    rows: list[Row] = []
-    speedup: list[Row] = []
-    samples: list[tuple[float, ...]] = []
-    for device in devices:
-        copies = {name: copy.deepcopy(model).to(device, dtype).eval() for name, model in models.items()}
-        for setting in _settings(settings, device, dtype):
-            times = _time(copies, sample_shape, setting, settings.repeats)  # (models, rounds)
-            rows += [{"model": name} | setting.row() | _percentiles(t) for name, t in zip(models, times, strict=True)]
-            speedup += _speedups(list(models), times, setting)
-            samples += [tuple(t.tolist()) for t in times]
-    return LatencyReport(tuple(rows), tuple(speedup), tuple(samples), _notes(devices))
+    shape = tuple(sample_shape)
+    settings_by_runtime, notes = choose(settings, devices)
+    machine = surroundings()
+    copies = {name: copy.deepcopy(model).to("cpu", torch.float32).eval() for name, model in models.items()}
+    outcomes: list[Outcome] = []
+    with TemporaryDirectory(prefix="prunekit-") as folder, torch.inference_mode():
+        carriers = _Carriers(copies, shape, Path(folder))
+        expected = {
+            (name, batch): plain_tensors(model(sample_of(shape, batch)))
+            for batch in settings.batches
+            for name, model in copies.items()
+        }
+        for runtime, group in groupby(settings_by_runtime, lambda setting: setting.runtime):
+            chosen = tuple(group)
+            try:
+                job = Job(chosen, carriers.of(runtime, settings.batches), expected, shape, settings.repeats)
+            except RunError as error:
+                outcomes += [Failed(setting, str(error)) for setting in chosen]
+                continue
+            found, note = measure_apart(job, Path(folder))
+            outcomes += found
+            notes += [note] if note else []
+    machine |= {"clock_mhz_after": clock_mhz()}
+    return _report(list(models), outcomes, [*notes, *_cuda_note(devices)], machine)
 
 
-def _settings(settings: LatencySettings, device: torch.device, dtype: torch.dtype) -> Iterator[_Setting]:
-    for threads in settings.threads if device.type == "cpu" else settings.threads[:1]:
-        for batch in settings.batches:
-            yield _Setting(device, batch, threads, dtype)
+@dataclass
+class _Carriers:
+    """The models in the forms that runtimes take, each made once: ONNX files are shared."""
+
+    models: Mapping[str, nn.Module]
+    sample_shape: tuple[int, ...]
+    folder: Path
+    exported: dict[str, Source] = field(default_factory=dict)
+
+    def of(self, runtime: str, batches: Sequence[int]) -> Mapping[str, Source]:
+        if RUNTIMES[runtime].carrier == "module":
+            return {name: Source(model) for name, model in self.models.items()}
+        for index, (name, model) in enumerate(self.models.items()):
+            if name not in self.exported:
+                files = {batch: self._file(model, batch, f"{index}-{batch}.onnx") for batch in set(batches)}
+                self.exported[name] = Source(files=files)
+        return self.exported
+
+    def _file(self, model: nn.Module, batch: int, name: str) -> Path:
+        with torch.inference_mode(False), torch.no_grad():  # export traces, which needs version counters
+            return export_onnx(model, sample_of(self.sample_shape, batch), self.folder / name)
 
 
-def _time(
-    models: Mapping[str, nn.Module], sample_shape: Sequence[int], setting: _Setting, repeats: int
-) -> np.ndarray[Any, Any]:
-    sample = _random(sample_shape, setting)
-    with with_threads(setting.threads), torch.inference_mode():
-        timers = [Timer(model, sample, setting.device) for model in models.values()]
-        for timer in timers:
-            warm_up(timer)
-        return alternate(timers, repeats)
+def _report(names: list[str], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:
+    timed = [outcome for outcome in outcomes if isinstance(outcome, Timed)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    return LatencyReport(
+        rows=tuple(row for found in timed for row in _rows(names, found)),
+        speedup=tuple(row for found in timed for row in _speedups(names, found)),
+        samples=tuple(tuple(times.tolist()) for found in timed for times in found.times),
+        notes=tuple(notes),
+        failures=tuple(asdict(found.setting) | {"reason": found.reason} for found in failed),
+        machine=machine,
+    )
 
 
-def _random(sample_shape: Sequence[int], setting: _Setting) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(setting.batch, *sample_shape, generator=generator).to(setting.device, setting.dtype)
+def _rows(names: list[str], found: Timed) -> Iterator[Row]:
+    for name, times, calls, memory in zip(names, found.times, found.warm_up, found.memory, strict=True):
+        median, low, high = median_interval(times)
+        p10, p90, p99 = np.percentile(times, (10, 90, 99)).tolist()
+        figures = {"median_ms": median, "low_ms": low, "high_ms": high, "p10_ms": p10, "p90_ms": p90, "p99_ms": p99}
+        figures |= {"samples_per_s": 1000 * found.setting.batch / median, "peak_memory_bytes": memory}
+        reasons = doubts(times, found.contention)
+        evidence = {"repeats": len(times), "warm_up": calls, "stable": not reasons, "doubts": reasons}
+        yield {"model": name} | asdict(found.setting) | figures | evidence
 
 
-def _percentiles(times: np.ndarray[Any, Any]) -> Row:
-    p10, median, p90, p99 = np.percentile(times, (10, 50, 90, 99)).tolist()
-    return {"median_ms": median, "p10_ms": p10, "p90_ms": p90, "p99_ms": p99}
+def _speedups(names: list[str], found: Timed) -> Iterator[Row]:
+    for name, times in zip(names[1:], found.times[1:], strict=True):
+        median, low, high = paired_ratio(found.times[0], times)
+        reasons = doubts(found.times[0] / times, found.contention)
+        figures = {"median": median, "low": low, "high": high, "stable": not reasons, "doubts": reasons}
+        yield {"model": name} | asdict(found.setting) | figures
 
 
-def _speedups(names: Sequence[str], times: np.ndarray[Any, Any], setting: _Setting) -> Iterator[Row]:
-    where = {key: value for key, value in setting.row().items() if key != "dtype"}
-    for name, own in zip(names[1:], times[1:], strict=True):
-        median, low, high = paired_ratio(times[0], own)
-        yield {"model": name} | where | {"median": median, "low": low, "high": high}
-
-
-def paired_ratio(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> tuple[float, float, float]:
-    """Median of `reference / other` over pairs, and its 95 % percentile bootstrap interval (Efron 1979), fixed seed.
-
-    Args:
-        reference: (N,) times.
-        other: (N,) times, each taken right beside the one in `reference`.
-    """
-    ratios = reference / other
-    drawn = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[drawn], axis=1), (2.5, 97.5)).tolist()
-    return float(np.median(ratios)), low, high
-
-
-def _notes(devices: Sequence[torch.device]) -> tuple[str, ...]:
+def _cuda_note(devices: Sequence[torch.device]) -> list[str]:
     if any(device.type == "cuda" for device in devices):
-        return ()
-    return ("CUDA was not timed: it was not asked for",) if torch.cuda.is_available() else ("no CUDA device",)
+        return []
+    return ["CUDA was not timed: it was not asked for"] if torch.cuda.is_available() else ["no CUDA device"]

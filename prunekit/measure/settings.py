@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, MinLen
 
 PositiveInt = Annotated[int, Ge(1)]
+RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
+MemoryFormat = Literal["contiguous", "channels_last"]
 
 
 @dataclass(frozen=True)
 class LatencySettings:
-    """What is timed: every batch with every thread count, on the CPU and on CUDA where there is one."""
+    """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it takes."""
 
     batches: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1, 16)
     threads: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1,)
     repeats: Annotated[int, Ge(5)] = 30
+    runtimes: Annotated[tuple[RuntimeName, ...], MinLen(1)] = ("eager",)
+    dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
+    memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
+    """Of the parameters and the input; runtimes that choose layouts themselves know `contiguous` alone."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from prunekit.context import paused_garbage_collection
 
@@ -21,15 +20,15 @@ WARM_UP_MS = 3000.0
 class Timer:
     """Calling it runs one forward and gives its time in milliseconds."""
 
-    def __init__(self, model: nn.Module, sample: Tensor, device: torch.device) -> None:
-        self.model, self.sample, self.device = model, sample, device
+    def __init__(self, forward: Callable[[], object], device: torch.device) -> None:
+        self.forward, self.device = forward, device
 
     def __call__(self) -> float:
         return self._events() if self.device.type == "cuda" else self._clock()
 
     def _clock(self) -> float:
         start = time.perf_counter_ns()
-        self.model(self.sample)
+        self.forward()
         if self.device.type == "mps":
             torch.mps.synchronize()
         return (time.perf_counter_ns() - start) / 1e6
@@ -39,7 +38,7 @@ class Timer:
             start, end = _event(), _event()
             torch.cuda.synchronize()
             start.record()
-            self.model(self.sample)
+            self.forward()
             end.record()
             end.synchronize()
         return float(start.elapsed_time(end))

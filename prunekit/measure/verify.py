@@ -20,6 +20,7 @@ from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
 from prunekit.context import training_mode
 from prunekit.errors import ModelError, UsageError, VerificationError
+from prunekit.measure.differing import apart, largest_difference
 from prunekit.nested import tensors_in
 from prunekit.planning import Plan
 
@@ -77,7 +78,7 @@ def verify(
         except Exception as error:  # whatever the model's own code makes of a wrong size
             difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
         else:
-            difference, reason = _difference(want, got)
+            difference, reason = largest_difference(want, got)
         if misplaced or not difference <= tolerance:
             difference, reason = _by_operator(masked64, compact64, plan, inputs, precision, misplaced or reason)
         if misplaced and difference <= tolerance:
@@ -149,7 +150,7 @@ def _by_operator(
     divergence = check(reference, compact, inputs, run)[1]
     if divergence is not None:
         return inf, f"first at {divergence}"
-    difference, reason = _difference(reference.outputs, following(reference, compact, inputs, run))
+    difference, reason = largest_difference(reference.outputs, following(reference, compact, inputs, run))
     return difference, f"{reason}; no operator before shows it"
 
 
@@ -158,36 +159,7 @@ def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: flo
     narrow = dict(named_tensors(compact))
     for name, tensor in named_tensors(masked):
         if name in narrow and tensor.is_floating_point() and tensor.numel():
-            difference, _ = _apart(cut(tensor, plan.kept_indices.get(name, ())), narrow[name].detach())
+            difference, _ = apart(cut(tensor, plan.kept_indices.get(name, ())), narrow[name].detach())
             if not difference <= tolerance:
                 return f"{name} of the compact model is not what the plan keeps of the masked model's"
     return ""
-
-
-def _difference(want: Any, got: Any) -> tuple[float, str]:
-    """The largest relative difference of any tensor, infinite where two cannot be compared, and what it says."""
-    references, values = list(tensors_in(want)), list(tensors_in(got))
-    if not references:
-        raise UsageError(f"no tensor in the model's output ({type(want).__name__}): there is nothing to compare")
-    if len(references) != len(values):
-        return inf, f"{len(values)} tensors in the output, expected {len(references)}"
-    return max(_apart(reference, value) for reference, value in zip(references, values, strict=True))
-
-
-def _apart(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
-    if want.shape != got.shape:
-        return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    if want.is_complex() and got.is_complex():
-        want, got = torch.view_as_real(want), torch.view_as_real(got)
-    if not want.is_floating_point():
-        return (0.0, "") if torch.equal(want, got) else (inf, "whole or boolean numbers in the output differ")
-    if want.isnan().any() or got.isnan().any():
-        return inf, "NaN in the output"
-    finite = want.isfinite()
-    if not torch.equal(want[~finite], got[~finite]):
-        return inf, "Inf in one output only"
-    if not finite.any():
-        return 0.0, ""
-    want, got = want[finite], got[finite]
-    difference = float((want - got).abs().max()) / max(float(want.abs().max()), torch.finfo(want.dtype).tiny)
-    return difference, f"outputs differ by {difference:.3g} of the largest"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.layers import Layer
 from prunekit.calibration.patches import applied
-from prunekit.channels.copying import named_tensors
 from prunekit.planning import Plan
 from prunekit.repair.fits import (
     FLAT,
@@ -26,13 +24,14 @@ from prunekit.repair.fits import (
 )
 from prunekit.repair.grouped import MOST_GROUPS, GroupedProblem, chunks, grouped_least_squares, grouped_report
 from prunekit.repair.memory import chunk_values, kept_groups
+from prunekit.repair.pairing import PairFitter
 from prunekit.repair.record import Sample
 from prunekit.repair.report import LayerRepair, joined
-from prunekit.repair.sequential import add_bias, norm_affine
 from prunekit.repair.settings import RepairSettings
+from prunekit.repair.weights import LayerWeights
 
 
-class LayerFitter:
+class LayerFitter(LayerWeights):
     """Refits one layer after another.
 
     Args:
@@ -42,18 +41,11 @@ class LayerFitter:
         settings: what is fitted.
     """
 
-    def __init__(
-        self,
-        original: nn.Module,
-        masked: nn.Module,
-        plan: Plan,
-        settings: RepairSettings,
-    ) -> None:
+    def __init__(self, original: nn.Module, masked: nn.Module, plan: Plan, settings: RepairSettings) -> None:
+        super().__init__(original, masked, plan)
         self.done: list[LayerRepair] = []
-        self._dense = dict(named_tensors(original))
-        self._tensors = dict(named_tensors(masked))
-        self._modules, self._dense_modules = dict(masked.named_modules()), dict(original.named_modules())
-        self._plan, self._settings = plan, settings
+        self._settings = settings
+        self._pairs = PairFitter(original, masked, plan)
 
     def refit(self, layer: Layer, dense: Sample | None, running: Sample | None) -> None:
         """Fits a layer, group by group where it is a grouped convolution, and writes what is better.
@@ -70,7 +62,18 @@ class LayerFitter:
             self.done.append(self._many_groups(layer, dense, running, len(groups)))
             return
         found = [self._part(layer, dense, running, group, place) for place, group in enumerate(groups)]
-        self.done.append(joined(layer.weight, [part for part in found if part is not None]))
+        report = joined(layer.weight, [part for part in found if part is not None])
+        if running.paired is not None:
+            report = self._with_source(layer, dense, running, report)
+        self.done.append(report)
+
+    def _with_source(self, layer: Layer, dense: Sample, running: Sample, report: LayerRepair) -> LayerRepair:
+        """Fits a layer once more, together with the one before it."""
+        errors = self._pairs.refit(layer, dense, running, self._settings.joint_steps)
+        if errors is None or not errors[1] < errors[0]:
+            return report
+        after = report.after * errors[1] / errors[0]
+        return replace(report, applied=self._settings.fit, after=after, note="together with the layer before it")
 
     def _many_groups(self, layer: Layer, sample: Sample, running: Sample, groups: int) -> LayerRepair:
         """Fits many small groups at once."""
@@ -156,11 +159,6 @@ class LayerFitter:
         size = self._plan.channel_map.shapes[layer.weight][layer.axes[0]] // layer.reading.groups
         return rows[rows // size == group], columns
 
-    def _index(self, layer: Layer, axis: int) -> Tensor:
-        """What is kept of the weight: 0, of its outputs; 1, of its inputs."""
-        kept = self._plan.kept(layer.weight, layer.axes[axis])
-        return torch.from_numpy(np.asarray(kept)).to(self._tensors[layer.weight].device)
-
     def _problem(
         self, layer: Layer, sample: Sample, running: Sample, rows: Tensor, columns: Tensor, place: int
     ) -> tuple[Problem, Tensor]:
@@ -180,19 +178,6 @@ class LayerFitter:
             wanted = wanted + sample.others[:, rows].double()
         biased = layer.bias is not None or layer.norm is not None
         return Problem(inputs, now, wanted, scale, sample.fitted, layer.rectified, biased), usable
-
-    def _affine(self, modules: Mapping[str, nn.Module], layer: Layer, rows: Tensor) -> tuple[Tensor, Tensor]:
-        gain = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
-        if layer.gain is not None:
-            gain = layer.gain[rows]
-        if layer.norm is None:
-            return gain, torch.zeros_like(gain)
-        factor, offset = norm_affine(modules[layer.norm])
-        return gain * factor[rows], gain * offset[rows]
-
-    def _weight(self, layer: Layer, rows: Tensor, columns: Tensor) -> Tensor:
-        """(o, d) kept weights."""
-        return layer.matrix(self._tensors[layer.weight].detach())[rows][:, columns].flatten(1).double()
 
     def _outputs(self, layer: Layer, inputs: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         outputs = applied(inputs, self._weight(layer, rows, columns).T)
@@ -233,14 +218,6 @@ class LayerFitter:
         weight, bias = substitution(kept, dense, whole, columns, self._settings.ridge)
         change = weight.flatten(1) - self._weight(layer, rows, columns)
         return Change(change, bias if problem.biased else torch.zeros_like(bias), len(columns), len(columns) + 1)
-
-    def _write(self, layer: Layer, rows: Tensor, columns: Tensor, change: Change) -> None:
-        weight = layer.matrix(self._tensors[layer.weight])
-        addition = change.weight.reshape(len(rows), len(columns), *weight.shape[2:]).to(weight.dtype)
-        with torch.no_grad():
-            weight[rows[:, None], columns[None]] += addition
-        norm = self._modules[layer.norm] if layer.norm is not None else None
-        add_bias(layer, self._tensors, norm, rows, change.bias)
 
 
 def _spread(wanted: Tensor) -> float:

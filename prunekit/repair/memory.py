@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ OUTPUTS = 9
 """Float64 values that it holds for each sampled output: as it is, as it should be, and what they are made of."""
 CHUNKS = 3
 """Blocks of rows that a fit of many groups holds."""
+
+PAIR_ROWS = 16384
+PAIR_PRODUCTS = 2**30
+"""Multiply-accumulates of a derivative of two layers and its transpose, taken about twenty times for each pair."""
+EQUATIONS = 16
+"""Sampled outputs for each weight of two layers, at least, for them to be fitted together."""
+COPIES = 3
+"""Blocks of a pair's inputs that its fit holds; what its first layer gives is held twice as often."""
 
 
 def kept_groups(layer: Layer, plan: Plan) -> list[int]:
@@ -82,11 +91,37 @@ def fit_size(layer: Layer, plan: Plan, images: int, item: int, settings: RepairS
     sampled, most = item * (columns + 2 * outputs), max(FEWEST_ROWS, layer.rows * images // SAMPLES)
     if groups > MOST_GROUPS:
         return FitSize(CHUNKS * 8 * chunk_values(settings), sampled, most)
+    pair = pair_size(layer, plan, item, most, settings)
     by_channels = too_wide(layer, plan, settings)
     kept_outputs = -(-len(np.asarray(plan.kept(layer.weight, layer.axes[0]))) // groups)
     wide = width * layer.reading.groups if by_channels else columns // groups
     gram = gram_bytes(width if by_channels else columns // groups)
-    return FitSize(GRAMS * gram, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most)
+    fixed = GRAMS * gram + pair.rows * pair.each
+    return FitSize(fixed, sampled + (16 if by_channels else 8) * (wide + 1) + 8 * OUTPUTS * kept_outputs, most)
+
+
+class PairSize(NamedTuple):
+    """Rows on which a layer and the one before it are fitted together, and the bytes of each; 0: they are not."""
+
+    rows: int
+    each: int
+
+
+def pair_size(layer: Layer, plan: Plan, item: int, most: int, settings: RepairSettings) -> PairSize:
+    """See `fit_size`; `most` is how many rows there are."""
+    source = layer.source
+    wanted = settings.joint_steps and settings.sequential and settings.fit == "patch"
+    if source is None or not wanted or source.reading.groups * layer.reading.groups > 1:
+        return PairSize(0, 0)
+    columns, hidden = (len(kept_channels(each, plan)) for each in (source, layer))
+    columns, taps = columns * source.reading.taps + 1, layer.reading.taps
+    outputs = len(np.asarray(plan.kept(layer.weight, layer.axes[0])))
+    each = item * taps * (COPIES * columns + 2 * COPIES * hidden)
+    products = 2 * taps * hidden * (columns + 2 * outputs)
+    free = settings.memory_bytes * FIT / 2
+    rows = int(min(PAIR_ROWS, settings.rows, most, PAIR_PRODUCTS / products, free / each / (1 + settings.held_out)))
+    enough = rows * outputs >= EQUATIONS * (hidden * columns + outputs * (taps * hidden + 1))
+    return PairSize(rows, each) if enough else PairSize(0, 0)
 
 
 def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:
@@ -96,16 +131,18 @@ def too_wide(layer: Layer, plan: Plan, settings: RepairSettings) -> bool:
     return settings.fit == "channel" or (settings.fit == "patch" and wide)
 
 
-def cuts(layers: Sequence[Layer], lifetimes: Lifetimes, images: int, limit: float) -> list[int]:
+def cuts(firsts: Sequence[int], lifetimes: Lifetimes, images: int, limit: float) -> list[int]:
     """For each layer in turn the number of the call from which passes go on to it; 0 is the start.
 
-    Never behind a layer that is still to be fitted, and only where what is live of all images is within the limit: the
-    last such call.
+    Only where what is live of all images is within the limit: the last such call that is not behind what is wanted.
+
+    Args:
+        firsts: for each layer the first call that is still wanted of it.
     """
     held, found, last = lifetimes.held_bytes(), list[int](), 0
     affordable = sorted(number for number, size in held.items() if size * images <= limit)
-    for i in range(len(layers)):
-        earliest = min(layer.call for layer in layers[i:])
+    for i in range(len(firsts)):
+        earliest = min(firsts[i:])
         last = max([last, *(number for number in affordable if number <= earliest)])
         found.append(last)
     return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,14 @@ def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch],
     return found, sum(a < split for a, _, _ in bounds)
 
 
+class SourceAim(NamedTuple):
+    """What is taken of the layer before: some input channels, wherever some rows of the aimed layer read its output."""
+
+    layer: Layer
+    rows: int
+    channels: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Aim:
     """What a pass takes of a layer.
@@ -62,6 +71,7 @@ class Aim:
         channels: of its input whose patches are taken; None: no patches.
         centres: whether the whole input is taken at the centres of the patches.
         outputs: whether what the layer gives is taken.
+        source: of the layer before; None: nothing.
     """
 
     layer: Layer
@@ -69,6 +79,7 @@ class Aim:
     channels: Tensor | None = None
     centres: bool = False
     outputs: bool = False
+    source: SourceAim | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +92,9 @@ class Sample:
         outputs: (N, output channels) of the layer itself.
         others: (N, output channels) of the other summand, where the layer's output is added to something.
         centres: (N, input channels) at the middle of each patch.
+        paired: (N,) bool, the n rows at which the layer before was looked at too; None: it was not.
+        before: (n, taps * d) what that one reads at all positions of its output that each of these rows reads.
+        there: (n, taps) False where what they read is padding.
     """
 
     fitted: int
@@ -88,6 +102,9 @@ class Sample:
     outputs: Tensor | None = None
     others: Tensor | None = None
     centres: Tensor | None = None
+    paired: Tensor | None = None
+    before: Tensor | None = None
+    there: Tensor | None = None
 
 
 class LayerPass(ResumableRun):
@@ -121,6 +138,10 @@ class LayerPass(ResumableRun):
         if aim is None:
             return
         layer = aim.layer
+        if aim.source is not None and call.number == aim.source.layer.call:
+            operands = self.operands(call)
+            if operands is not None and operands.weight == aim.source.layer.weight:
+                self._read_before(aim, aim.source, self.real(operands.inputs))
         if call.number == layer.call:
             operands = self.operands(call)
             if operands is not None and operands.weight == layer.weight:
@@ -133,16 +154,29 @@ class LayerPass(ResumableRun):
                 self.taken["others"] = layer.reading.outputs(self._landed(other), self._rows)
 
     def _read(self, aim: Aim, inputs: Tensor) -> None:
-        reading, batch = aim.layer.reading, self._batch
-        assert batch is not None
+        reading = aim.layer.reading
         spatial = reading.spatial(inputs)
-        seed = aim.layer.call + 100_003 * batch.number
-        count = max(1, round(aim.rows * batch.share))
-        self._rows = rows = sampled_rows(reading.rows_of(inputs), count, seed).to(inputs.device)
+        self._rows = rows = self._sampled(aim, reading.rows_of(inputs)).to(inputs.device)
         if aim.channels is not None:
             self.taken["inputs"] = reading.patches(reading.channels(inputs, aim.channels), rows, spatial)
         if aim.centres:
             self.taken["centres"] = reading.centres(inputs, rows, spatial)
+
+    def _sampled(self, aim: Aim, total: int) -> Tensor:
+        assert self._batch is not None
+        seed = aim.layer.call + 100_003 * self._batch.number
+        return sampled_rows(total, max(1, round(aim.rows * self._batch.share)), seed)
+
+    def _read_before(self, aim: Aim, source: SourceAim, inputs: Tensor) -> None:
+        """Rows of the aimed layer are known before it is called: by the shape of what the layer before gives."""
+        reading, made = aim.layer.reading, source.layer.reading.spatial(inputs)
+        spatial, samples = reading.spatial_of(made), source.layer.reading.rows_of(inputs) // prod(made)
+        rows = self._sampled(aim, samples * prod(spatial)).to(inputs.device)
+        paired = torch.arange(len(rows), device=rows.device) % -(-aim.rows // source.rows) == 0
+        places, there = reading.places(rows[paired], spatial, made)
+        channels = source.layer.reading.channels(inputs, source.channels)
+        patches = source.layer.reading.patches(channels, places.flatten(), made)
+        self.taken |= {"paired": paired, "before": patches.view(len(places), -1), "there": there}
 
     def _landed(self, other: Tensor) -> Tensor:
         """The other summand as the layer's output lies; 0 where of that nothing is left."""

@@ -19,8 +19,19 @@ from prunekit.errors import DataError, NonFiniteError, UsageError
 from prunekit.planning import Plan
 from prunekit.repair.difference import difference
 from prunekit.repair.fitting import LayerFitter
-from prunekit.repair.memory import HELD, ROOM, SAMPLES, batch_size, cuts, fit_size, held, kept_channels, too_wide
-from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, batches_of
+from prunekit.repair.memory import (
+    HELD,
+    ROOM,
+    SAMPLES,
+    batch_size,
+    cuts,
+    fit_size,
+    held,
+    kept_channels,
+    pair_size,
+    too_wide,
+)
+from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, SourceAim, batches_of
 from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport, dropped
 from prunekit.repair.sequential import Step, Walk
 from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
@@ -126,10 +137,14 @@ class _Prepared:
         for run in runs:
             run.learn(tuple(tensor[:SAMPLES] for tensor in inputs))
         count, limit = len(inputs[0]), settings.memory_bytes * HELD / len(runs)
-        places = [cuts(self._layers, run.lifetimes, count, limit) for run in runs]
         item = max(tensor.element_size() for tensor in original.parameters())
         sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
+        sources = [self._source(layer, plan, item, inputs[0]) for layer in self._layers]
+        calls = [layer.call for layer in self._layers]
+        early = [call if source is None else source.layer.call for call, source in zip(calls, sources, strict=True)]
+        firsts = [calls, early]  # the dense model need not go back to the layer before
+        places = [cuts(first, run.lifetimes, count, limit) for first, run in zip(firsts, runs, strict=False)]
         size = batch_size([run.lifetimes for run in runs], count, settings)
         self.memory = RepairMemory(
             size,
@@ -143,9 +158,18 @@ class _Prepared:
         self._gatherings = [Gathering(run, batches, fitted) for run in runs]
         device = inputs[0].device
         self._steps = [
-            Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), dense, running)
-            for layer, number, dense, running in zip(self._layers, rows, places[0], places[-1], strict=True)
+            Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), *at)
+            for layer, number, at in zip(
+                self._layers, rows, zip(sources, places[0], places[-1], strict=True), strict=True
+            )
         ]
+
+    def _source(self, layer: Layer, plan: Plan, item: int, images: Tensor) -> SourceAim | None:
+        """What is taken of the layer before, where both are fitted together."""
+        rows = pair_size(layer, plan, item, layer.rows * len(images) // SAMPLES, self._settings).rows
+        if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
+            return None
+        return SourceAim(layer.source, rows, kept_channels(layer.source, plan).to(images.device))
 
     def run(self) -> LayerFitter:
         """Refits all layers."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.calibration.layers import Layer
-from prunekit.repair.record import Aim, Gathering, Sample
+from prunekit.repair.record import Aim, Gathering, Sample, SourceAim
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +22,7 @@ class Step:
         rows: positions to fit on.
         channels: kept channels of its input, over all groups.
         centres: whether it is to be fitted by channels.
+        source: what is taken of the layer before, to fit both together; None: nothing.
         dense_cut, cut: number of the call from which passes of the dense and of the running model go on.
     """
 
@@ -29,6 +30,7 @@ class Step:
     rows: int
     channels: Tensor
     centres: bool
+    source: SourceAim | None
     dense_cut: int
     cut: int
 
@@ -56,7 +58,9 @@ class Walk:
                 dense = running = self._dense_sample(step, following, step.channels)
             else:
                 dense = self._dense_sample(step, following, None)
-                running = self._running.take(replace(aim, channels=step.channels), step.cut, layer.ready)
+                running = self._running.take(
+                    replace(aim, channels=step.channels, source=step.source), step.cut, layer.ready
+                )
             yield layer, dense, running
 
     def _dense_sample(self, step: Step, following: Step | None, channels: Tensor | None) -> Sample | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prunekit.measure.wording import doubtful
 from prunekit.report import numbers
 
 MODELS = ("dense", "control", "pruned")
@@ -64,7 +65,7 @@ def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     if rows:
         row = next((row for row in rows if row.get("device") == "cpu"), rows[0])
         interval = numbers.interval(row.get("low"), row.get("high"))
-        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}"
+        where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}{doubtful(row)}"
         yield Tile("Speedup", numbers.factor(row["median"]), where)
 
 

@@ -10,11 +10,12 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from prunekit.artifacts import write_text
+from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.headline import budgeted, compared, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
-FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share")
+FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
 
 
 def write_page(run_folder: Path, state: str | None = None) -> Path:
@@ -34,6 +35,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters.update({name: getattr(numbers, name) for name in FILTERS})
+    found.filters.update({"doubtful": wording.doubtful, "computed": wording.computed})
     return found
 
 
@@ -63,6 +65,8 @@ def render(run: Run, state: str | None = None) -> str:
         repaired=list(repaired(run.metrics)),
         repair=_records(run.repair),
         clamps=_by_run(run.clamps),
+        unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
+        machine=wording.surroundings(run.metrics.get("machine", {})),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),
     )

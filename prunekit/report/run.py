@@ -34,6 +34,7 @@ TEXT_COLUMNS = (
     "device",
     "runtime",
     "dtype",
+    "memory_format",
     "clamp",
     "by",
     "weight",

@@ -10,6 +10,8 @@ import torch
 from prunekit.context import resolve_device
 from prunekit.errors import UsageError
 from prunekit.measure import LatencySettings, count_macs, count_parameters, measure_latency
+from prunekit.measure.choosing import choose
+from prunekit.measure.runtimes import RUNTIMES
 from prunekit.workflow.targets import Target, probe
 
 
@@ -18,23 +20,25 @@ def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "a
 
     Args:
         targets: one or more models that take the same input.
-        settings: batches, CPU threads, repeats.
-        device: `auto` for the CPU, and CUDA where there is one; else one device.
+        settings: runtimes, batches, CPU threads, dtypes, memory formats, repeats.
+        device: as for `devices`.
 
     Returns:
-        `models` (name -> `params`, `macs`), `latency` (rows: model, device, runtime, batch, threads, dtype, median_ms,
-        p10_ms, p90_ms, p99_ms), `speedup` (rows: model, device, runtime, batch, threads, median, low, high), `notes`.
+        `models` (name -> `params`, `macs`), and `latency`, `speedup`, `notes`, `failures` and `machine`: the rows and
+        facts of `LatencyReport`.
 
     Raises:
-        UsageError: the models take inputs of different shapes, or the device does not exist.
+        UsageError: the models take inputs of different shapes, a device does not exist, or a runtime is not installed
+            or cannot do what is asked; nothing was measured.
         ModelError: a model does not run on its input.
     """
+    places = devices(device, settings)
     _same_shape(targets)
     models = dict(zip(_unique([target.name for target in targets]), targets, strict=True))
     for target in targets:
         probe(target)
     report = measure_latency(
-        {name: target.model for name, target in models.items()}, targets[0].sample_shape, settings, devices(device)
+        {name: target.model for name, target in models.items()}, targets[0].sample_shape, settings, places
     )
     sizes = {
         name: {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
@@ -45,21 +49,41 @@ def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "a
         "latency": [dict(row) for row in report.rows],
         "speedup": [dict(row) for row in report.speedup],
         "notes": list(report.notes),
+        "failures": [dict(row) for row in report.failures],
+        "machine": dict(report.machine),
     }
 
 
 def too_slow(latency: Sequence[dict[str, Any]], max_latency_ms: float) -> list[dict[str, Any]]:
-    """The rows of the last-named model whose median is above a limit, in milliseconds for the whole batch."""
-    last = latency[-1]["model"]
-    return [row for row in latency if row["model"] == last and row["median_ms"] > max_latency_ms]
+    """The rows of the last-named model that are not shown to keep a limit, in milliseconds for the whole batch.
+
+    A stable row keeps it with its median, an unstable one with the whole 95 % interval: noise makes models slower, so
+    one that is fast enough in it is fast enough.
+    """
+    rows = [row for row in latency if row["model"] == latency[-1]["model"]]
+    return [row for row in rows if row["median_ms" if row["stable"] else "high_ms"] > max_latency_ms]
 
 
-def devices(name: str) -> list[torch.device]:
-    """The devices that a name stands for: `auto` is the CPU, and CUDA where there is one."""
-    if name != "auto":
-        return [resolve_device(name)]
-    cuda = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
-    return [torch.device("cpu"), *cuda]
+def devices(names: str, settings: LatencySettings) -> list[torch.device]:
+    """The devices that names with commas between them stand for, checked with what is to be timed there.
+
+    Args:
+        names: `auto` is the CPU, and CUDA where there is one, as far as the runtimes run there.
+
+    Raises:
+        UsageError: a device does not exist on this machine, or a runtime is not installed or cannot do what is asked.
+    """
+    found = _named(names, settings)
+    choose(settings, found)
+    return found
+
+
+def _named(names: str, settings: LatencySettings) -> list[torch.device]:
+    if names != "auto":
+        return list(dict.fromkeys(resolve_device(name.strip()) for name in names.split(",")))
+    found = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+    kinds = {kind for name in settings.runtimes for kind in RUNTIMES[name].devices}
+    return [device for device in found if device.type in kinds] or found[:1]
 
 
 def _same_shape(targets: Sequence[Target]) -> None:

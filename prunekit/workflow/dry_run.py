@@ -6,6 +6,7 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
+from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.evidence import needs_activations
@@ -25,6 +26,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     Raises:
         UsageError: data, model or budget do not fit.
     """
+    devices("auto", job.latency)
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
     feasible(chart, job.prune)

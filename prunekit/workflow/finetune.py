@@ -9,6 +9,7 @@ from typing import Any
 
 from prunekit.channels import trace
 from prunekit.context import threads
+from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own
@@ -94,6 +95,7 @@ def _run(
     *,
     training: bool,
 ) -> RunResult:
+    devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
     feasible(chart, job.prune)

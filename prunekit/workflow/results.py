@@ -23,8 +23,10 @@ from prunekit.measure import (
     size_bytes,
 )
 from prunekit.measure.verify import Verification
+from prunekit.measure.wording import doubtful, failed, unstable, where
 from prunekit.training import EpochRow
 from prunekit.workflow.activations import missed_targets
+from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.pruning import Planned
 from prunekit.workflow.runs import Log, RunFolder, environment
@@ -79,16 +81,14 @@ def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Mo
             "tensor_bytes": count_bytes(model),
         }
         log(f"test: {name} {found.top1:.2f} % [{found.low:.2f}, {found.high:.2f}] of {found.n_test} images")
-    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-    latency = compare_latency(dense, pruned, prepared.splits.sample_shape, prepared.job.latency, devices)
+    settings = prepared.job.latency
+    latency = compare_latency(dense, pruned, prepared.splits.sample_shape, settings, devices("auto", settings))
     write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:
-        log(
-            f"latency: {row['median']:.2f}x the dense model's speed [{row['low']:.2f}, {row['high']:.2f}] "
-            f"({row['device']}, {row['runtime']}, batch {row['batch']}, threads: {row['threads']})"
-        )
-    for note in latency.notes:
+        interval = f"[{row['low']:.2f}, {row['high']:.2f}]{doubtful(row)}"
+        log(f"latency: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
+    for note in [*unstable(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
     return Measured(figures, accuracies, latency)
 
@@ -118,6 +118,8 @@ def metrics(
         "latency": [dict(row) for row in measured.latency.rows],
         "speedup": [dict(row) for row in measured.latency.speedup],
         "latency_notes": list(measured.latency.notes),
+        "latency_failures": [dict(row) for row in measured.latency.failures],
+        "machine": dict(measured.latency.machine),
         "parity": {
             "max_relative_difference": proof.max_relative_difference,
             "inputs": proof.inputs,
@@ -154,8 +156,9 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
     if size_mb is not None and pruned["tensor_bytes"] / 1e6 > size_mb:
         found.append(f"budget size_mb {size_mb}: parameters and buffers take {pruned['tensor_bytes'] / 1e6:.4f} MB")
     for row in measured.latency.speedup:
-        if row["high"] < 1:
-            found.append(f"the pruned model is slower on {row['device']} at batch {row['batch']}: {row['median']:.2f}x")
+        if row["high"] < 1 and row["stable"]:
+            found.append(f"the pruned model is slower ({where(row)}): {row['median']:.2f}x")
+    found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
     return found + missed_targets(measured.activations)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from prunekit.artifacts import write_json, write_text
 from prunekit.errors import RunError
+from prunekit.measure.machine import cpu_name
 
 Log = Callable[[str], None]
 
@@ -107,19 +108,10 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "torch": str(torch.__version__),
         **{name: version(name) for name in ("prunekit", "torchvision", "numpy")},
     }
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -102,3 +102,16 @@ def test_what_others_read_too_is_no_part_of_the_chain() -> None:
     (layer,) = find_layers(Both().eval(), torch.randn(2, 3, 4, 4))
     assert layer.norm is None
     assert not layer.rectified
+
+
+@pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 1, 1), (2, 0, 1), (2, 2, 2)])
+def test_places_are_what_unfolded_positions_say(stride: int, padding: int, dilation: int) -> None:
+    x, weight = torch.randn(3, 1, 9, 8, dtype=torch.float64), torch.randn(1, 1, 3, 2, dtype=torch.float64)
+    how = reading("conv2d", (x, weight, None, stride, padding, dilation), {})
+    assert how is not None
+    number = torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view_as(x)  # 0 is padding
+    unfolded = F.unfold(number, (3, 2), dilation, padding, stride).transpose(1, 2).reshape(-1, 6)
+    places, there = how.places(torch.arange(len(unfolded)), how.spatial(x), (9, 8))
+    assert torch.equal(there, unfolded > 0)
+    assert torch.equal(places[there], unfolded[there].long() - 1)
+    assert 0 <= int(places.min()) <= int(places.max()) < x.numel()

@@ -20,6 +20,7 @@ from prunekit.calibration import ChannelStats, LayerStats, StatsKey
 from prunekit.cli import cli
 from prunekit.cli.evaluate import _data_recipe
 from prunekit.data import load_splits
+from prunekit.measure import latency, measuring
 from prunekit.recipe import load
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
 from prunekit.workflow.settings import JobSettings
@@ -44,7 +45,10 @@ def initialised():
 METRICS = {
     "dense": {"top1": 98.7, "n_test": 540, "params": 1000, "macs": 2000, "size_bytes": 4000},
     "pruned": {"top1": 98.5, "n_test": 540, "params": 400, "macs": 900, "size_bytes": 1600},
-    "speedup": [{"device": "cpu", "runtime": "eager", "batch": 1, "median": 2.0, "low": 1.9, "high": 2.1}],
+    "speedup": [
+        {"model": "pruned", "device": "cpu", "runtime": "eager", "batch": 1, "threads": 1, "dtype": "float32"}
+        | {"median": 2.0, "low": 1.9, "high": 2.1, "stable": False, "doubts": ["too few repeats"]}
+    ],
     "shortfalls": [],
 }
 
@@ -104,11 +108,12 @@ def test_finetune_prints_the_result_and_writes_the_report(
     assert result.exit_code == 0
     assert "98.50 %" in result.stdout
     assert "−55.0 %" in result.stdout
-    assert "Speedup on cpu, batch 1: 2.00× [1.90, 2.10]" in result.stdout
+    assert "Speedup (eager, cpu, batch 1, 1 thread, float32): 2.00× [1.90, 2.10] unstable" in result.stdout
     assert result.stderr == "epoch 1\nchatter of a library\n"
     report = tmp_path / "runs" / "small" / "now" / "report.html"
     assert f"Report: {report}" in result.stdout
     assert '<span class="state finished">finished</span>' in report.read_text()
+    assert "unstable (eager, cpu, batch 1, 1 thread, float32): speedup of pruned: too few repeats" in report.read_text()
     assert load(report.parent / "recipe.yaml") == load(recipe)
 
 
@@ -217,10 +222,12 @@ def test_bench_times_the_users_own_model_first_and_gates_the_last(own_model: str
     limits = ["--batch", "1,2", "--repeats", "5", "--output", str(tmp_path / "out"), "--json"]
     slow = run(*arguments, *limits, "--max-latency-ms", "1e-6")
     assert slow.exit_code == 1
-    assert slow.stderr.count("too slow: squeezenet1_1 on cpu") == 2
+    assert slow.stderr.count("too slow: squeezenet1_1 (eager, cpu") == 2
     payload = json.loads(slow.stdout)
     assert payload["passed"] is False
     assert list(payload["models"]) == ["initialised", "squeezenet1_1"]
+    assert (payload["failures"], payload["machine"]["cores"] > 0) == ([], True)
+    assert all({"stable", "doubts", "low_ms", "high_ms", "peak_memory_bytes"} <= set(row) for row in payload["latency"])
     assert [row["batch"] for row in payload["latency"] if row["model"] == "initialised"] == [1, 2]
     assert {row["model"] for row in payload["speedup"]} == {"squeezenet1_1"}
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == payload
@@ -231,6 +238,19 @@ def test_bench_passes_a_model_that_is_fast_enough(own_model: str) -> None:
     result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
     assert result.exit_code == 0, result.stderr
     assert "initialised  cpu     eager" in result.stdout
+
+
+def test_a_runtime_that_computes_something_else_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, own_model: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measuring, "TOLERANCES", dict.fromkeys(measuring.TOLERANCES, -1.0))
+    monkeypatch.setattr(latency, "measure_apart", lambda job, _: (list(measuring.measure(job, own_process=False)), ""))
+    arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--batch", "1", "--repeats", "5"]
+    result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
+    assert result.exit_code == 1
+    assert "not measured: eager, cpu, batch 1, 1 thread, float32: initialised computes something else" in result.stderr
+    assert "outputs differ by 0 of the largest value" in result.stderr
+    assert "median ms" not in result.stdout
 
 
 def test_inspect_shows_groups_locks_and_macs(own_model: str) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.measure import LatencySettings, compare_latency, measure_latency
-from prunekit.measure.latency import paired_ratio
+from prunekit.measure import LatencySettings, compare_latency, latency, measure_latency, measuring
+from prunekit.measure.evidence import paired_ratio
+from prunekit.measure.isolated import Outcome
 from prunekit.measure.timing import WARM_UP_CALLS, alternate, warm_up
 
 CPU = torch.device("cpu")
@@ -45,23 +47,37 @@ class Shared(list[tuple[object, ...]]):
         return self
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures in this process, whose objects the models of a test can reach."""
+
+    def apart(job: measuring.Job, folder: Path) -> tuple[list[Outcome], str]:
+        return list(measuring.measure(job, own_process=False)), ""
+
+    monkeypatch.setattr(latency, "measure_apart", apart)
+
+
+@pytest.mark.usefixtures("here")
 def test_rows_say_what_was_timed() -> None:
     calls: list[tuple[object, ...]] = []
     models = {name: Recorder(name, calls) for name in ("a", "b", "c")}
     before = torch.get_num_threads()
-    settings = LatencySettings(batches=(1, 4), threads=(1, 2), repeats=6)
-    report = measure_latency(models, (3, 8, 8), settings, [CPU], torch.float64)
+    settings = LatencySettings(batches=(1, 4), threads=(1, 2), repeats=6, dtypes=("bf16",))
+    report = measure_latency(models, (3, 8, 8), settings, [CPU])
     assert torch.get_num_threads() == before
     assert all(model.training for model in models.values())
     assert all(model.weight.dtype == torch.float32 for model in models.values())
     assert [(row["threads"], row["batch"], row["model"]) for row in report.rows] == [
         (threads, batch, name) for threads in (1, 2) for batch in (1, 4) for name in "abc"
     ]
-    assert {(row["device"], row["runtime"], row["dtype"]) for row in report.rows} == {("cpu", "eager", "float64")}
-    seen = {call[1:] for call in calls}
-    assert seen == {((batch, 3, 8, 8), torch.float64, threads, False, True) for batch in (1, 4) for threads in (1, 2)}
+    assert {(row["device"], row["runtime"], row["dtype"]) for row in report.rows} == {("cpu", "eager", "bfloat16")}
+    seen = {call[1:] for call in calls if call[2] == torch.bfloat16}
+    assert seen == {((batch, 3, 8, 8), torch.bfloat16, threads, False, True) for batch in (1, 4) for threads in (1, 2)}
+    references = [call for call in calls if call[2] == torch.float32]
+    assert len(references) == 2 * 3
 
 
+@pytest.mark.usefixtures("here")
 def test_percentiles_come_from_the_samples() -> None:
     models = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
     report = measure_latency(models, (8,), LatencySettings(batches=(1,), repeats=9), [CPU])
@@ -71,12 +87,18 @@ def test_percentiles_come_from_the_samples() -> None:
         assert all(ms > 0 for ms in samples)
         expected = np.percentile(samples, (10, 50, 90, 99))
         assert [row[key] for key in ("p10_ms", "median_ms", "p90_ms", "p99_ms")] == pytest.approx(expected.tolist())
+        assert row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert row["samples_per_s"] == pytest.approx(1000 / np.median(samples))
+        assert row["stable"] is (not row["doubts"])
+        assert (row["repeats"], row["peak_memory_bytes"]) == (9, None)
+        assert row["warm_up"] >= 10
     long = list(report.sample_rows())
     assert [row["ms"] for row in long] == [*report.samples[0], *report.samples[1]]
-    assert list(long[0]) == ["model", "device", "runtime", "batch", "threads", "dtype", "ms"]
+    assert list(long[0]) == ["model", "device", "runtime", "batch", "threads", "dtype", "memory_format", "ms"]
     json.dumps([*report.rows, *report.speedup], allow_nan=False)
 
 
+@pytest.mark.usefixtures("here")
 def test_the_speedup_is_the_median_of_paired_ratios() -> None:
     small, large = nn.Linear(8, 8), nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     report = compare_latency(Pad(large, 256), Pad(small, 8), (8,), LatencySettings(batches=(1, 2), repeats=7), [CPU])
@@ -111,6 +133,7 @@ def test_a_known_ratio_and_its_interval() -> None:
     assert paired_ratio(3 * reference, noisy) == (median, low, high)
 
 
+@pytest.mark.usefixtures("here")
 def test_one_model_has_no_speedup_and_missing_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LatencySettings(batches=(1,), repeats=5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -151,8 +174,18 @@ def test_warm_up_ends_where_nothing_is_stable() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_is_timed_by_events() -> None:
-    settings = LatencySettings(batches=(2,), threads=(1, 2), repeats=5)
+    settings = LatencySettings(batches=(2,), threads=(1, 2), repeats=5, runtimes=("eager",))
     report = compare_latency(nn.Linear(64, 64), nn.Linear(64, 8), (64,), settings, [CPU, torch.device("cuda", 0)])
     assert [(row["device"], row["threads"]) for row in report.speedup] == [("cpu", 1), ("cpu", 2), ("cuda:0", 1)]
-    assert report.notes == ()
+    assert (report.notes, report.failures) == ((), ())
+    assert all(row["peak_memory_bytes"] > 0 for row in report.rows if row["device"] == "cuda:0")
     assert all(ms > 0 for samples in report.samples for ms in samples)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_replayed_cuda_graph_is_timed_beside_eager() -> None:
+    settings = LatencySettings(batches=(1, 2), repeats=5, runtimes=("eager", "cudagraphs"), dtypes=("fp32", "fp16"))
+    report = compare_latency(nn.Linear(64, 64), nn.Linear(64, 8), (64,), settings, [torch.device("cuda", 0)])
+    assert report.failures == ()
+    assert len(report.speedup) == 2 * 2 * 2

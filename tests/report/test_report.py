@@ -288,3 +288,28 @@ def test_a_single_epoch_has_an_axis_of_whole_epochs() -> None:
     row = {"run": "pruned", "epoch": 1, "train_loss": 0.2, "validation_loss": 0.3, "validation_top1": 97.0}
     ticks = re.findall(r"<g id=\"xtick_\d+\">.*?<text[^>]*>([^<]*)</text>", curves(pd.DataFrame([row])), re.DOTALL)
     assert ticks == ["1", "1"]
+
+
+def test_an_unstable_figure_is_marked_and_explained(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    doubts = {"stable": False, "doubts": ["threads oversubscribed; to settle it: an idle machine"]}
+    setting = {"model": "pruned", "memory_format": "channels_last", "peak_memory_bytes": 61_100_000}
+    metrics["speedup"][0] |= doubts | setting
+    metrics["latency"][0] |= {"low_ms": 8.1, "high_ms": 9.9, "samples_per_s": 109.9} | doubts | setting
+    metrics["machine"] = {
+        "cpu": "Some CPU", "cores": 2, "clock_mhz": 2600.0, "clock_mhz_after": 1800.0, "load_average": [3.5, 2.7, 2.7],
+        "other_busy_cores": 1.5, "busy_processes": [{"pid": 1, "name": "python", "cores": 1.5}],
+    }  # fmt: skip
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    page = write(folder).read_text(encoding="utf-8")
+    assert page.count("[8.10, 9.90] unstable") == 1
+    assert page.count("[1.69, 1.80] unstable") == 2  # the headline's too
+    assert "float32 channels_last" in page
+    assert "61.1 MB" in page
+    assert (
+        "unstable (eager, cpu, batch 1, 1 thread, float32 channels_last): latency of pruned, speedup of pruned: th"
+        in page
+    )
+    assert "Some CPU, 2 cores, clock 2600 then 1800 MHz" in page
+    assert "1.5 cores busy (python 1.5)" in page

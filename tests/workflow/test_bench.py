@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -41,16 +43,36 @@ def test_a_model_that_does_not_run_is_named_before_anything_is_timed() -> None:
 
 
 def test_auto_is_the_cpu_and_cuda_where_there_is_one() -> None:
-    assert [device.type for device in devices("auto")] == ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-    assert devices("cpu") == [torch.device("cpu")]
-    with pytest.raises(UsageError, match="expected auto, cpu"):
-        devices("gpu")
+    assert [device.type for device in devices("auto", QUICK)] == ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+    assert devices("auto", replace(QUICK, runtimes=("openvino",))) == [torch.device("cpu")]
+    assert devices("cpu, cpu", QUICK) == [torch.device("cpu")]
+    for names in ("gpu", "cpu,gpu", "cpu,"):
+        with pytest.raises(UsageError, match="expected auto, cpu"):
+            devices(names, QUICK)
+
+
+def test_what_cannot_be_timed_is_refused_before_models_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    broken = [Target(nn.Linear(3, 2), "broken", (4,))]
+    with pytest.raises(UsageError, match="'cuda' was asked for, but this machine's CUDA devices number 0"):
+        bench(broken, QUICK, "cpu,cuda")
+    with pytest.raises(UsageError, match=r"cudagraphs on cpu.*it runs on cuda here; nothing was measured"):
+        bench(broken, replace(QUICK, runtimes=("cudagraphs",)))
 
 
 @pytest.mark.parametrize(("limit", "slow"), [(1.9, [1, 2]), (2.0, [2]), (3.5, [])])
 def test_the_gate_looks_at_the_last_named_model_only(limit: float, slow: list[int]) -> None:
     rows = [
-        {"model": model, "batch": batch, "median_ms": ms}
+        {"model": model, "batch": batch, "median_ms": ms, "high_ms": 9 * ms, "stable": True}
         for model, batch, ms in (("dense", 1, 9.0), ("pruned", 1, 2.0), ("dense", 2, 9.9), ("pruned", 2, 3.5))
     ]
     assert [row["batch"] for row in too_slow(rows, limit)] == slow
+
+
+def test_an_unstable_row_passes_the_gate_with_its_whole_interval() -> None:
+    row = {"model": "pruned", "median_ms": 2.0, "high_ms": 2.6, "stable": False}
+    assert too_slow([row], 2.5) == [row]
+    assert too_slow([row], 2.6) == []
+    assert too_slow([{**row, "stable": True}], 2.5) == []
+    assert too_slow([], 1.0) == []

@@ -279,13 +279,18 @@ def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
 
 
 def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
-    row = {"device": "cpu", "batch": 1, "median": 0.9, "low": 0.85, "high": 0.95}
+    where = {"runtime": "eager", "device": "cpu", "batch": 1, "threads": 1, "dtype": "float32"}
+    row = {**where, "median": 0.9, "low": 0.85, "high": 0.95, "stable": True}
     models = {"dense": {"macs": 100}, "pruned": {"macs": 46}}
     measured = Measured(models, {}, LatencyReport((), (row,), (), ()))
     by_macs = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
     assert [text.split(":")[0] for text in by_macs] == [
         "budget macs 0.45",
-        "the pruned model is slower on cpu at batch 1",
+        "the pruned model is slower (eager, cpu, batch 1, 1 thread, float32)",
+    ]
+    noisy = LatencyReport((), ({**row, "stable": False},), (), (), failures=({**where, "reason": "outputs differ"},))
+    assert shortfalls(replace(measured, latency=noisy), Sparsity(weights=0.5, channels=0.5), job(tmp_path))[1:] == [
+        "latency not measured: eager, cpu, batch 1, 1 thread, float32: outputs differ"
     ]
     halves = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(channels=0.5)))
     quick = replace(measured, latency=LatencyReport((), ({**row, "high": 1.2},), (), ()))

@@ -1,0 +1,48 @@
+"""Export to ONNX."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.errors import RunError
+
+OPSET = 23
+"""The first with an operator for attention; what came after is of no use to networks that torch traces so far."""
+
+
+def export_onnx(model: nn.Module, sample: Tensor, path: Path) -> Path:
+    """Writes a model as one ONNX file, for inputs of exactly this shape, by `torch.onnx.export` on `torch.export`.
+
+    Weights beyond two gigabytes, the limit of the format, lie in a file beside it.
+
+    Args:
+        model: exported in eval mode; not changed.
+        sample: the one input of forward, (B, ...).
+        path: the file.
+
+    Raises:
+        RunError: the exporter cannot follow the model.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own use of what torch and onnxscript will drop
+        try:
+            program = torch.onnx.export(
+                copy.deepcopy(model).eval(), (sample,), dynamo=True, opset_version=OPSET, verbose=False
+            )
+            assert program is not None
+            program.save(path)
+        except Exception as error:  # the exporter has a family of errors of its own, and the model's code any
+            raise RunError(f"{type(model).__name__} cannot be exported to ONNX: {_cause(error)}") from error
+    return path
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what went wrong first: the exporter wraps it in advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]

@@ -1,0 +1,109 @@
+"""What repeated times support: a median, its interval, and the reasons to doubt it. Pure functions of the samples."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Times = np.ndarray[Any, Any]
+RESAMPLES = 2000
+WIDTH = 0.10
+"""Widest 95 % interval, as a share of the median, of a figure that is called stable."""
+DRIFT = 0.05
+"""Most that the medians of the first and the second half may differ by, where their intervals do not overlap."""
+SLACK = 0.25
+"""Cores: what a machine's own housekeeping takes, and what its counters of CPU time are wrong by."""
+
+
+class Estimate(NamedTuple):
+    """A median and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """Of the interval, as a share of the median."""
+        return (self.high - self.low) / self.median
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What else ran while a model was timed on the CPU.
+
+    Attributes:
+        threads: that the model was given.
+        cores: logical cores that this process may use.
+        others: cores that other processes kept busy meanwhile.
+    """
+
+    threads: int
+    cores: int
+    others: float
+
+
+def median_interval(values: Times) -> Estimate:
+    """Median of (N,) values, and its 95 % percentile bootstrap interval (Efron 1979), fixed seed."""
+    drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)).tolist()
+    return Estimate(float(np.median(values)), low, high)
+
+
+def paired_ratio(reference: Times, other: Times) -> Estimate:
+    """Median of `reference / other` over pairs, with its interval.
+
+    Args:
+        reference: (N,) times.
+        other: (N,) times, each taken right beside the one in `reference`.
+    """
+    return median_interval(reference / other)
+
+
+def doubts(values: Times, contention: Contention | None) -> list[str]:
+    """Why a median does not support a claim, each with what would settle it; empty where it does.
+
+    Args:
+        values: (N,) times or ratios, in the order in which they were taken.
+        contention: what else ran; None where it does not matter.
+    """
+    void = _oversubscribed(contention) if contention is not None else ""
+    found = [void] if void else [_wide(values), _drift(values)]  # what is void needs no other reason
+    return [reason for reason in found if reason]
+
+
+def _oversubscribed(found: Contention) -> str:
+    free = found.cores - found.others + SLACK
+    if found.threads <= free:
+        return ""
+    fewer = math.floor(free)
+    cure = f"at most {fewer} thread{'s'[: fewer != 1]} here, or an idle machine" if fewer else "an idle machine"
+    return (
+        f"threads oversubscribed, which voids a measurement: {found.threads} on {found.cores} cores, of which other "
+        f"processes kept {found.others:.1f} busy; to settle it: {cure}"
+    )
+
+
+def _wide(values: Times) -> str:
+    estimate = median_interval(values)
+    if estimate.width <= WIDTH:
+        return ""
+    enough = math.ceil(len(values) * (estimate.width / WIDTH) ** 2 / 10) * 10
+    return (
+        f"the 95 % interval is {100 * estimate.width:.0f} % of the median wide, at most {100 * WIDTH:.0f} % is stable; "
+        f"to settle it: about {enough} repeats at this noise, or an idle machine"
+    )
+
+
+def _drift(values: Times) -> str:
+    first, second = (median_interval(half) for half in np.array_split(values, 2))
+    change = second.median / first.median - 1
+    if abs(change) <= DRIFT or (first.low <= second.high and second.low <= first.high):
+        return ""
+    return (
+        f"the median of the second half is {100 * change:+.0f} % off that of the first, as clock or load changed; to "
+        "settle it: the same again once both are steady"
+    )

@@ -1,0 +1,106 @@
+"""The machine that a figure was measured on: its CPU, clock and load, and what else ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+BUSY = 0.2
+"""Cores that a process keeps busy to be named."""
+WINDOW_S = 0.3
+"""Shortest time over which counters of CPU time, which tick every 10 ms, say how busy the cores were."""
+IDLE = ("idle", "iowait", "guest", "guest_nice")
+
+
+def cpu_name() -> str:
+    """The CPU's model."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Logical cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def clock_mhz() -> float | None:
+    """Current clock, the mean over all cores; None where the system does not tell."""
+    with suppress(NotImplementedError, OSError, RuntimeError):
+        found = psutil.cpu_freq()
+        return None if found is None else float(found.current)
+    return None
+
+
+def surroundings() -> dict[str, Any]:
+    """The machine right now; it takes a third of a second, in which this process sleeps.
+
+    Returns:
+        cpu, cores, clock_mhz, load_average (1, 5 and 15 minutes), other_busy_cores, and of the busy_processes pid, name
+        and cores.
+    """
+    before, load = _cpu_seconds(), Load()
+    with load.watched():
+        time.sleep(WINDOW_S)
+    after = _cpu_seconds()
+    used = {pid: (after[pid][1] - before[pid][1]) / load.seconds for pid in before.keys() & after.keys()}
+    busy = [
+        {"pid": pid, "name": after[pid][0], "cores": round(share, 2)}
+        for pid, share in sorted(used.items(), key=lambda item: -item[1])
+        if share >= BUSY and pid != os.getpid()
+    ]
+    return {
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "clock_mhz": clock_mhz(),
+        "load_average": list(psutil.getloadavg()),
+        "other_busy_cores": round(load.others, 2),
+        "busy_processes": busy,
+    }
+
+
+class Load:
+    """Cores that other processes kept busy while a block ran.
+
+    Attributes:
+        others: their CPU time over the time that passed; time that the host of a virtual machine took counts too.
+        seconds: that passed; at least a third of one.
+    """
+
+    others = 0.0
+    seconds = 0.0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches the block; a short one is followed by a sleep, or the counters would be too coarse."""
+        start, system, own = time.perf_counter(), _system_seconds(), time.process_time()
+        yield
+        time.sleep(max(0.0, WINDOW_S - (time.perf_counter() - start)))
+        self.seconds = time.perf_counter() - start
+        taken = _system_seconds() - system - (time.process_time() - own)
+        self.others = max(0.0, taken / self.seconds)
+
+
+def _system_seconds() -> float:
+    """CPU time that all processes have taken so far."""
+    return float(sum(value for name, value in psutil.cpu_times()._asdict().items() if name not in IDLE))
+
+
+def _cpu_seconds() -> dict[int, tuple[str, float]]:
+    """Process id -> its name and the CPU time that it has taken so far."""
+    found = {}
+    for process in psutil.process_iter(["name", "cpu_times"]):
+        times = process.info["cpu_times"]
+        if times is not None:
+            found[process.pid] = (str(process.info["name"]), float(times.user + times.system))
+    return found

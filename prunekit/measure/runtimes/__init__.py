@@ -1,0 +1,16 @@
+"""What runs models: one entry for each runtime, by the name that rows of results have."""
+
+from prunekit.measure.runtimes.onnx_runtime import onnx_runtime
+from prunekit.measure.runtimes.open_vino import open_vino
+from prunekit.measure.runtimes.setting import Runtime, Session, Setting, Source, sample_of
+from prunekit.measure.runtimes.torch_modules import compiled, cuda_graphs, eager
+
+RUNTIMES: dict[str, Runtime] = {
+    "eager": eager(),
+    "compile": compiled(),
+    "cudagraphs": cuda_graphs(),
+    "onnxruntime": onnx_runtime(),
+    "openvino": open_vino(),
+}
+
+__all__ = ["RUNTIMES", "Runtime", "Session", "Setting", "Source", "sample_of"]

@@ -1,0 +1,86 @@
+"""What a runtime is asked for and what it gives: a setting, what to run, and a session that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of running a model, in the words of a row of results.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:n".
+        threads: of the CPU.
+        dtype: that the model computes in: "float32", "bfloat16" or "float16".
+        memory_format: "contiguous" or "channels_last".
+    """
+
+    runtime: str
+    device: str
+    batch: int
+    threads: int
+    dtype: str = "float32"
+    memory_format: str = "contiguous"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model as it reaches a runtime: the module itself, or an ONNX file for each batch."""
+
+    module: nn.Module | None = None
+    files: Mapping[int, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model that is ready to run on one sample.
+
+    Attributes:
+        run: runs one forward.
+        tensors: what a forward returned, as tensors nested as the model nests them; outside the timed part.
+    """
+
+    run: Callable[[], Any]
+    tensors: Callable[[Any], Any] = lambda output: output
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Something that runs models.
+
+    Attributes:
+        open: a session from a source, a float32 sample on the CPU, (B, ...), and a setting. It is called, and its
+            sessions run, with the setting's number of torch threads and in inference mode.
+        carrier: what it makes sessions from.
+        devices: kinds of device that it runs on here.
+        packages: that it needs, besides torch.
+        extra: of prunekit, which brings them.
+        refuse: why it cannot run a setting on these devices; empty where it can.
+        measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
+    """
+
+    open: Callable[[Source, Tensor, Setting], Session]
+    carrier: Literal["module", "onnx"]
+    devices: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    extra: str = ""
+    refuse: Callable[[Setting], str] = lambda setting: ""
+    measures_memory: bool = True
+
+
+def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:
+    """The input of every measurement: standard normal, float32 on the CPU, (batch, *shape), the same at each call."""
+    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))

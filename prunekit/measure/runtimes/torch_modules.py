@@ -1,0 +1,67 @@
+"""Runtimes of torch itself: eager, `torch.compile`, and CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.measure.runtimes.setting import Runtime, Session, Setting, Source
+
+CAPTURE_RUNS = 3
+"""Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def eager() -> Runtime:
+    """The module as it is."""
+
+    def start(source: Source, sample: Tensor, setting: Setting) -> Session:
+        module, placed = _placed(source, sample, setting)
+        return Session(lambda: module(placed))
+
+    return Runtime(start, "module", ("cpu", "cuda", "mps"))
+
+
+def compiled() -> Runtime:
+    """`torch.compile` with its defaults and fixed shapes; compiling is part of starting the session."""
+
+    def start(source: Source, sample: Tensor, setting: Setting) -> Session:
+        # Every model and setting is a recompilation of the same code, and past a limit torch would go back to eager.
+        torch.compiler.reset()
+        module, placed = _placed(source, sample, setting)
+        compiled = torch.compile(module, dynamic=False)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            compiled(placed)
+        return Session(lambda: compiled(placed))
+
+    return Runtime(start, "module", ("cpu", "cuda"), measures_memory=False)
+
+
+def cuda_graphs() -> Runtime:
+    """The eager kernels of one forward, captured as a CUDA graph and replayed."""
+
+    def start(source: Source, sample: Tensor, setting: Setting) -> Session:
+        module, placed = _placed(source, sample, setting)
+        side = torch.cuda.Stream(placed.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(placed.device))
+        with torch.cuda.stream(side):
+            for _ in range(CAPTURE_RUNS):
+                module(placed)
+        torch.cuda.current_stream(placed.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = module(placed)
+        return Session(graph.replay, lambda _: output)
+
+    return Runtime(start, "module", ("cuda",))
+
+
+def _placed(source: Source, sample: Tensor, setting: Setting) -> tuple[nn.Module, Tensor]:
+    assert source.module is not None
+    form, device, dtype = FORMATS[setting.memory_format], torch.device(setting.device), setting.torch_dtype
+    module = copy.deepcopy(source.module).to(device, dtype).to(memory_format=form).eval()
+    # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
+    layout = form if sample.dim() == 4 else torch.preserve_format
+    return module, sample.to(device, dtype, memory_format=layout)

@@ -1,0 +1,58 @@
+"""A process for each runtime, and what happens where it cannot have the model, or dies."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prunekit.measure import LatencySettings, measure_latency
+from prunekit.models import load_factory
+
+CPU = torch.device("cpu")
+QUICK = LatencySettings((1,), (1,), 5)
+
+
+class Dies(nn.Module):
+    """Ends any process but the one that made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = os.getpid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.getpid() != self.home:
+            print("on stdout, where a result would be")
+            os.write(2, b"out of memory, say\n")
+            os._exit(9)
+        return x
+
+
+def test_a_process_that_dies_is_a_failure_with_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:
+    report = measure_latency({"a": Dies()}, (4,), QUICK, [CPU])
+    assert report.rows == report.speedup == ()
+    assert [row["reason"] for row in report.failures] == ["its process ended with 9: out of memory, say"]
+    assert (report.failures[0]["runtime"], report.failures[0]["batch"]) == ("eager", 1)
+    assert capfd.readouterr().out == ""
+
+
+def test_a_class_that_only_this_process_has_is_timed_here() -> None:
+    class Local(nn.Linear):
+        pass
+
+    report = measure_latency({"a": Local(4, 4)}, (4,), QUICK, [CPU])
+    assert [row["peak_memory_bytes"] for row in report.rows] == [None]
+    assert "eager: timed in this process" in report.notes[0]
+    assert "Local" in report.notes[0]
+
+
+def test_a_users_own_file_reaches_the_other_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nclass Mine(torch.nn.Linear):\n    pass\ndef build():\n    return Mine(4, 4)\n"
+    )
+    report = measure_latency({"mine": load_factory(f"{tmp_path / 'mine.py'}:build")}, (4,), QUICK, [CPU])
+    assert [row["model"] for row in report.rows] == ["mine"]
+    assert not [note for note in report.notes if "in this process" in note]

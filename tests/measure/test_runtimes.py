@@ -1,0 +1,105 @@
+"""Real runtimes on a small convolutional net: they compute the same, and what computes something else is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from prunekit.export import export_onnx
+from prunekit.measure import LatencySettings, measure_latency
+from prunekit.measure.measuring import Failed, Job, Timed, measure, plain_tensors
+from prunekit.measure.runtimes import Setting, Source, sample_of
+
+SHAPE = (3, 12, 12)
+CPU = torch.device("cpu")
+
+
+def net(width: int = 8) -> nn.Module:
+    torch.manual_seed(width)
+    layers: Sequence[nn.Module] = [nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 4, 3)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 5)).eval()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("onnx")
+    return {
+        name: export_onnx(net(width), sample_of(SHAPE, 2), folder / f"{name}.onnx")
+        for name, width in (("dense", 8), ("pruned", 4))
+    }
+
+
+def job(setting: Setting, sources: dict[str, Source], expected: nn.Module | None = None) -> Job:
+    with torch.inference_mode():
+        widths = {"dense": 8, "pruned": 4}
+        outputs = {(name, 2): plain_tensors((expected or net(widths[name]))(sample_of(SHAPE, 2))) for name in sources}
+    return Job((setting,), sources, outputs, SHAPE, 6)
+
+
+def only(found: Iterator[Timed | Failed]) -> Timed | Failed:
+    (outcome,) = found
+    return outcome
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_runtimes_of_onnx_files_compute_the_same(runtime: str, files: dict[str, Path]) -> None:
+    sources = {name: Source(files={2: file}) for name, file in files.items()}
+    found = only(measure(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
+    assert isinstance(found, Timed)
+    assert found.times.shape == (2, 6)
+    assert (found.times > 0).all()
+    swapped = {"dense": sources["pruned"]}
+    refused = only(measure(job(Setting(runtime, "cpu", 2, 1), swapped), own_process=False))
+    assert isinstance(refused, Failed)
+    assert "dense computes something else than in eager float32: outputs differ by " in refused.reason
+    assert "of the largest value, expected at most 0.001" in refused.reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+def test_eager_is_checked_in_every_dtype_and_layout(dtype: str, memory_format: str) -> None:
+    setting = Setting("eager", "cpu", 2, 1, dtype, memory_format)
+    model = net()
+    assert isinstance(only(measure(job(setting, {"dense": Source(model)}), own_process=False)), Timed)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight *= 1.5  # type: ignore[index, operator]
+    refused = only(measure(job(setting, {"dense": Source(other)}, model), own_process=False))
+    assert isinstance(refused, Failed)
+    assert "expected at most" in refused.reason
+
+
+def test_what_a_runtime_raises_is_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    sources = {"dense": Source(files={2: tmp_path / "broken.onnx"})}
+    for runtime in ("onnxruntime", "openvino"):
+        found = only(measure(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
+        assert isinstance(found, Failed)
+        assert found.reason
+
+
+def test_runtimes_beside_each_other_in_processes_of_their_own() -> None:
+    names = ("eager", "onnxruntime", "openvino")
+    wide = nn.Sequential(nn.Flatten(), nn.Linear(432, 16_000), nn.ReLU(), nn.Linear(16_000, 5)).eval()
+    report = measure_latency({"only": wide}, SHAPE, LatencySettings((1,), (1,), 5, names), [CPU])
+    assert report.failures == ()
+    assert tuple(row["runtime"] for row in report.rows) == names
+    if Path("/proc/self/clear_refs").exists():
+        weights = 4 * sum(parameter.numel() for parameter in wide.parameters())
+        assert all(0.9 * weights < row["peak_memory_bytes"] < 4 * weights for row in report.rows)
+    assert not [note for note in report.notes if "in this process" in note]
+    assert report.machine["cores"] >= 1
+
+
+def test_torch_compile_is_compiled_before_it_is_timed() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    report = measure_latency({"only": model}, SHAPE, LatencySettings((1,), (1,), 5, ("compile",)), [CPU])
+    assert report.failures == ()
+    assert [(row["runtime"], row["peak_memory_bytes"]) for row in report.rows] == [("compile", None)]
+    assert report.rows[0]["warm_up"] >= 10

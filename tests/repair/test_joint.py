@@ -1,0 +1,163 @@
+"""Two layers fitted at once: derivatives against autograd, steps against dense solutions, and what it is worth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import randomised
+from test_repair import planned
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prunekit.calibration.finding import find_layers
+from prunekit.compaction import compact
+from prunekit.measure.verify import verify
+from prunekit.repair import RepairSettings, repair
+from prunekit.repair.joint import Linearised, Pair, conjugate_gradients, gauss_newton
+from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim, batches_of
+
+TAPS, ROWS, COLUMNS, HIDDEN, OUTPUTS = 4, 400, 5, 3, 2
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def pair(*, rectified: bool) -> tuple[Pair, tuple[Tensor, Tensor]]:
+    """A pair whose outputs are those of other weights, and weights to start from."""
+    torch.manual_seed(0)
+    inputs = torch.cat([drawn(ROWS * TAPS, COLUMNS), torch.ones(ROWS * TAPS, 1, dtype=torch.float64)], 1)
+    there = (torch.rand(ROWS * TAPS, 1) > 0.2).double()
+    start = drawn(COLUMNS + 1, HIDDEN), drawn(TAPS * HIDDEN + 1, OUTPUTS)
+    made = Pair(inputs, there, drawn(ROWS, OUTPUTS), torch.zeros(ROWS, OUTPUTS).double(), 300, rectified)
+    other = tuple(weight + 0.1 * drawn(*weight.shape) for weight in start)
+    return Pair(inputs, there, made.rest, plain(made, *other), 300, rectified), start
+
+
+def plain(made: Pair, first: Tensor, second: Tensor) -> Tensor:
+    hidden = (F.relu(made.inputs @ first) * made.there).view(ROWS, -1)
+    return made.rest + hidden @ second[:-1] + second[-1]
+
+
+@pytest.mark.parametrize("rectified", [False, True])
+def test_changes_and_gradients_are_those_of_autograd(rectified: bool) -> None:
+    made, start = pair(rectified=rectified)
+    now, step, along = Linearised(made, start), tuple(drawn(*weight.shape) for weight in start), drawn(ROWS, OUTPUTS)
+    end, change = torch.autograd.functional.jvp(lambda *weights: plain(made, *weights), start, step)
+    counted = ((end > 0) | (made.wanted > 0)).double() if rectified else torch.ones_like(end)
+    torch.testing.assert_close(now.change(step), change * counted)
+    _, back = torch.autograd.functional.vjp(lambda *weights: plain(made, *weights), start, along * counted / ROWS)
+    for ours, theirs in zip(now.gradient(along), back, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    wanted, seen = (made.wanted.clamp(min=0), end.clamp(min=0)) if rectified else (made.wanted, end)
+    assert now.error == pytest.approx(float((seen - wanted).square().mean()))
+    assert now.bound >= now.error - 1e-12
+
+
+@pytest.mark.parametrize("rectified", [False, True])
+def test_steps_come_to_the_weights_that_made_the_outputs(rectified: bool) -> None:
+    made, start = pair(rectified=rectified)
+    weights, before, after = gauss_newton(made, start, 50)
+    assert after < 1e-3 * before
+    assert Linearised(made.split()[1], weights).error == pytest.approx(after)
+    same, _, unmoved = gauss_newton(made, start, 0)
+    assert unmoved == before
+    assert all(one is other for one, other in zip(same, start, strict=True))
+
+
+def test_conjugate_gradients_solve_what_a_factor_does() -> None:
+    torch.manual_seed(1)
+    root, right = drawn(12, 9), (drawn(2, 3), drawn(3, 1))
+    matrix = root.T @ root
+
+    def flat(step: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat([part.flatten() for part in step])
+
+    def shaped(values: Tensor) -> tuple[Tensor, Tensor]:
+        return values[:6].view(2, 3), values[6:].view(3, 1)
+
+    inverse = torch.diag(1 / matrix.diagonal())
+    found = conjugate_gradients(
+        lambda step: shaped(matrix @ flat(step)), right, lambda step: shaped(inverse @ flat(step)), 30
+    )
+    torch.testing.assert_close(flat(found), torch.linalg.solve(matrix, flat(right)))
+
+
+class Branches(nn.Module):
+    """Rectified layers of which one is read once, one twice, one is summed first, and one is no layer's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.once, self.twice, self.also = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+        self.sum, self.head = nn.Conv2d(4, 4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.stem(x)))
+        x = F.relu(F.relu(self.once(x)))
+        out = F.relu(self.twice(x) + x)
+        return self.head(F.relu(self.sum(out) + self.also(out)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_only_what_one_layer_alone_reads_is_its_source() -> None:
+    found = {layer.weight: layer for layer in find_layers(randomised(Branches()).eval(), torch.randn(2, 3, 6, 6))}
+    sources = {name: layer.source.weight for name, layer in found.items() if layer.source is not None}
+    assert sources == {"once.weight": "stem.weight"}
+    assert found["once.weight"].source == found["stem.weight"]
+    assert found["once.weight"].rectified
+
+
+class Block(nn.Module):
+    """A residual block behind a stem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn0 = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.conv1, self.bn1 = nn.Conv2d(6, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.short, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(6, 8, 1, 2), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn0(self.stem(x)))
+        x = F.relu(self.conv2(F.relu(self.bn1(self.conv1(x)))) + self.short(x))
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [20, 7])
+def test_what_the_layer_before_reads_makes_what_the_layer_reads(size: int) -> None:
+    torch.manual_seed(2)
+    model, images = randomised(Block().double()).eval(), torch.randn(20, 3, 11, 9, dtype=torch.float64)
+    layer = next(found for found in find_layers(model, images[:2]) if found.weight == "conv2.weight")
+    assert layer.source is not None
+    aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, 70, torch.arange(6)))
+    run = LayerPass(model)
+    run.learn((images[:2],))
+    sample = Gathering(run, *batches_of((images,), 0.2, size)).take(aim, layer.source.call, layer.ready + 1)
+    assert sample is not None
+    assert sample.inputs is not None
+    assert sample.paired is not None
+    assert sample.before is not None
+    assert sample.there is not None
+    assert len(sample.there) == int(sample.paired.sum()) < len(sample.paired) / 2
+    before = sample.before.view(*sample.there.shape, -1)
+    made = F.relu(model.bn1((before @ model.conv1.weight.flatten(1).T).flatten(0, 1)[:, :, None, None]))
+    made = made.view(*sample.there.shape, 8) * sample.there[:, :, None]
+    torch.testing.assert_close(made.transpose(1, 2).flatten(1), sample.inputs[sample.paired])
+
+
+def test_fitted_together_layers_come_nearer() -> None:
+    torch.manual_seed(0)
+    model = randomised(Block().double()).eval()
+    images, others = (torch.randn(128, 3, 16, 16, dtype=torch.float64) for _ in range(2))
+    plan = planned(model, "conv2.weight", [0, 2, 3, 5], images)
+    errors = {}
+    for steps in (0, 3):
+        settings = RepairSettings(rows=4096, joint_steps=steps)
+        masked, report = repair(model, plan, images, settings)
+        assert report.kept
+        joint = [layer.weight for layer in report.layers if layer.note == "together with the layer before it"]
+        assert ("conv2.weight" in joint) == (steps > 0), report.layers
+        small = compact(masked, plan)
+        assert verify(masked, small, plan, [(images[:8],)]).max_relative_difference < 1e-9
+        with torch.no_grad():
+            errors[steps] = float((small(others) - model(others)).square().mean())
+    assert errors[3] < 0.97 * errors[0]
