@@ -85,6 +85,7 @@ def measure(job: Job, *, own_process: bool) -> Iterator[Timed | Failed]:
                 yield _timed(job, setting, memory)
         except Exception as error:  # a runtime's own errors, and whatever a model's code makes of another dtype
             yield Failed(setting, _line(error))
+        RUNTIMES[setting.runtime].forget()
         gc.collect()
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from prunekit.export import export_onnx
 from prunekit.measure import LatencySettings, measure_latency
 from prunekit.measure.measuring import Failed, Job, Timed, measure, plain_tensors
-from prunekit.measure.runtimes import Setting, Source, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Setting, Source, sample_of
 
 SHAPE = (3, 12, 12)
 CPU = torch.device("cpu")
@@ -95,6 +96,20 @@ def test_runtimes_beside_each_other_in_processes_of_their_own() -> None:
         assert all(0.9 * weights < row["peak_memory_bytes"] < 4 * weights for row in report.rows)
     assert not [note for note in report.notes if "in this process" in note]
     assert report.machine["cores"] >= 1
+
+
+def test_models_of_one_class_stay_compiled_beside_each_other() -> None:
+    runtime, setting = RUNTIMES["compile"], Setting("compile", "cpu", 2, 1)
+    with torch.inference_mode():
+        sessions = [
+            runtime.open(Source(nn.Linear(4, width).eval()), torch.ones(2, 4), setting) for width in (2, 3)
+        ]  # fmt: skip
+        before = counters["stats"]["unique_graphs"]
+        shapes = [tuple(session.run().shape) for session in sessions for _ in range(2)]
+    assert before >= 2
+    assert counters["stats"]["unique_graphs"] == before
+    assert shapes == [(2, 2), (2, 2), (2, 3), (2, 3)]
+    runtime.forget()
 
 
 def test_torch_compile_is_compiled_before_it_is_timed() -> None:

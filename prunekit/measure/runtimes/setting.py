@@ -69,6 +69,7 @@ class Runtime:
         packages: that it needs, besides torch.
         extra: of prunekit, which brings them.
         refuse: why it cannot run a setting on these devices; empty where it can.
+        forget: drops what is kept of sessions, once a setting is done.
         measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
     """
 
@@ -79,6 +80,7 @@ class Runtime:
     extra: str = ""
     refuse: Callable[[Setting], str] = lambda setting: ""
     measures_memory: bool = True
+    forget: Callable[[], object] = lambda: None
 
 
 def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:

@@ -11,6 +11,8 @@ from prunekit.measure.runtimes.setting import Runtime, Session, Setting, Source
 
 CAPTURE_RUNS = 3
 """Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
+MOST_MODELS = 64
+"""Of one class that are compiled beside each other."""
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
@@ -28,15 +30,14 @@ def compiled() -> Runtime:
     """`torch.compile` with its defaults and fixed shapes; compiling is part of starting the session."""
 
     def start(source: Source, sample: Tensor, setting: Setting) -> Session:
-        # Every model and setting is a recompilation of the same code, and past a limit torch would go back to eager.
-        torch.compiler.reset()
         module, placed = _placed(source, sample, setting)
         compiled = torch.compile(module, dynamic=False)
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
+        with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
             compiled(placed)
         return Session(lambda: compiled(placed))
 
-    return Runtime(start, "module", ("cpu", "cuda"), measures_memory=False)
+    return Runtime(start, "module", ("cpu", "cuda"), measures_memory=False, forget=torch.compiler.reset)
 
 
 def cuda_graphs() -> Runtime:
