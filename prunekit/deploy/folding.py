@@ -16,7 +16,7 @@ from prunekit.channels.doubled import doubled, to_double
 from prunekit.compaction.folded import FoldedNorm, set_folds
 from prunekit.context import seeded
 from prunekit.deploy.foldable import Pair, foldable
-from prunekit.measure.verify import largest_difference
+from prunekit.measure.verify import compare_outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, toleran
         else:
             pairs.append(pair)
     double = _folded(doubled(model, to_double), pairs)
-    difference = largest_difference(model, double, example_inputs, tolerance=tolerance)
+    difference = compare_outputs(model, double, example_inputs, tolerance=tolerance)
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
     folded = _folded(with_tensors(model, own), pairs).eval()
     return Folded(folded, {pair.norm: pair.layer for pair in pairs}, kept, difference)

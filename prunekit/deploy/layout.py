@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
-from prunekit.measure.verify import largest_difference
+from prunekit.measure.verify import compare_outputs
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -30,5 +30,5 @@ def channels_last(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Modul
         for name, tensor in named_tensors(model)
     }
     result = with_tensors(model, moved)
-    largest_difference(model, result, example_inputs)
+    compare_outputs(model, result, example_inputs)
     return result

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
-from prunekit.measure.verify import largest_difference
+from prunekit.measure.verify import compare_outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ def flush_subnormals(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flush
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
     flushed = with_tensors(model, own)
     counts = flush_subnormals_in_place(flushed)
-    return Flushed(flushed, counts, largest_difference(model, flushed, example_inputs))
+    return Flushed(flushed, counts, compare_outputs(model, flushed, example_inputs))
 
 
 def count_subnormals(model: nn.Module) -> dict[str, int]:

@@ -92,7 +92,7 @@ def verify(
     return Verification(worst, seen)
 
 
-def largest_difference(
+def compare_outputs(
     model: nn.Module, changed: nn.Module, example: tuple[Any, ...], *, tolerance: float = TOLERANCE
 ) -> float:
     """Largest relative difference of the outputs of two models in eval mode, in float64 on the CPU.
@@ -109,7 +109,7 @@ def largest_difference(
     """
     inputs = as_double(example, noise=False)
     precision, want = _in_double(doubled(model, to_double), inputs)
-    difference, reason = _difference(want, _run(doubled(changed, to_double), inputs, precision))
+    difference, reason = largest_difference(want, _run(doubled(changed, to_double), inputs, precision))
     if not difference <= tolerance:
         raise VerificationError(f"{type(model).__name__} and its changed copy differ: {reason}")
     return difference
