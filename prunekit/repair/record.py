@@ -34,16 +34,15 @@ class Batch:
     share: float
 
 
-def batches_of(inputs: Inputs, judging: int, held_out: float, size: int) -> tuple[list[Batch], int]:
+def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch], int]:
     """Batches to fit on, then those of the held-out images; and how many are to fit on.
 
     Args:
-        judging: how many images, the last ones, only judge.
-        held_out: rows that are sampled of these, as a share of the others'.
+        held_out: share of the images, the last ones, that only judge.
         size: images in a batch, at most.
     """
     total = len(inputs[0])
-    split = total - judging
+    split = total - max(1, round(total * held_out))
     parts = [(0, split, 1.0), (split, total, held_out)]
     bounds = [
         (start, min(start + size, last), share / (last - first))

@@ -35,7 +35,6 @@ from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, SourceA
 from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport, dropped
 from prunekit.repair.sequential import Step, Walk
 from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
-from prunekit.repair.warping import with_copies
 
 
 def repair(
@@ -71,13 +70,13 @@ def repair(
         UsageError: the plan does not belong to the model.
     """
     settings = settings or RepairSettings()
-    inputs, judging = with_copies(require_images(images), settings)
+    inputs = require_images(images)
     original, masked = _copy(dense), _copy(dense)
     _mask(masked, plan)
     with training_mode(original, False), training_mode(masked, False), torch.no_grad():
         layers, skipped = _fitted_layers(original, inputs, plan)
         with NarrowNorms(masked, plan.channel_map, plan.keep):
-            walk = _Prepared(original, masked, plan, layers, inputs, judging, settings)
+            walk = _Prepared(original, masked, plan, layers, inputs, settings)
             if log is not None:
                 log(f"repair: {walk.memory}")
             before = difference(original, masked, walk.judging)
@@ -129,7 +128,6 @@ class _Prepared:
         plan: Plan,
         layers: Sequence[Layer],
         inputs: Inputs,
-        judging: int,
         settings: RepairSettings,
     ) -> None:
         self._layers, self._settings = sorted(layers, key=lambda layer: layer.ready), settings
@@ -155,7 +153,7 @@ class _Prepared:
             max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
-        batches, fitted = batches_of(inputs, judging, settings.held_out, size)
+        batches, fitted = batches_of(inputs, settings.held_out, size)
         self.judging = batches[fitted:]
         self._gatherings = [Gathering(run, batches, fitted) for run in runs]
         device = inputs[0].device

@@ -35,9 +35,6 @@ class RepairSettings:
     joint_steps: Annotated[int, Ge(0)] = 3
     """Further Gauss-Newton steps in which a layer and the rectified one before it, which nothing else reads, are fitted
     together to what the second gives, where positions are many for their weights; with `patch` and `sequential`."""
-    warped: bool = True
-    """Whether images, single inputs (B, C, H, W), are fitted on twice: as they are, and turned, scaled, shifted and
-    mirrored at random; with `patch` and `channel`. What is to come of them is what the dense model makes of them."""
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.125
     """Share of the images that only judge."""
     memory_bytes: Annotated[int, Ge(2**20)] = 2**31

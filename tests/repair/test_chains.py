@@ -159,7 +159,7 @@ class Sliced(nn.Module):
 def test_the_other_summand_lands_where_the_layer_s_values_go() -> None:
     model, x = Sliced().eval(), torch.randn(8, 5, 4)
     layer = next(layer for layer in find_layers(model, x[:2]) if layer.weight == "two.weight")
-    run, (batches, _) = LayerPass(model), batches_of((x,), len(x) // 4, 0.25, 8)
+    run, (batches, _) = LayerPass(model), batches_of((x,), 0.25, 8)
     run.learn((x[:2],))
     run.take(Aim(layer, 10**6, outputs=True), batches[0], None, 0, layer.ready + 1)
     others = model.one(batches[0].inputs[0]).detach()

@@ -131,9 +131,7 @@ def test_what_the_layer_before_reads_makes_what_the_layer_reads(size: int) -> No
     aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, 70, torch.arange(6)))
     run = LayerPass(model)
     run.learn((images[:2],))
-    sample = Gathering(run, *batches_of((images,), max(1, round(len(images) * 0.2)), 0.2, size)).take(
-        aim, layer.source.call, layer.ready + 1
-    )
+    sample = Gathering(run, *batches_of((images,), 0.2, size)).take(aim, layer.source.call, layer.ready + 1)
     assert sample is not None
     assert sample.inputs is not None
     assert sample.paired is not None

@@ -162,7 +162,7 @@ def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[Sample]
     layers = sorted(find_layers(model, x[:2]), key=lambda layer: layer.ready)
     run = LayerPass(model)
     run.learn((x[:2],))
-    batches, fitted = batches_of((x,), len(x) // 4, 0.25, size)
+    batches, fitted = batches_of((x,), 0.25, size)
     gathering = Gathering(run, batches, fitted)
     found = []
     for i, layer in enumerate(layers):
