@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,6 +19,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def gather(value: Any) -> list[torch.Tensor]:
     """The same as a list."""
     return _gather(value, [])
+
+
+def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor with a NaN or an Inf in it; None where all are finite."""
+    return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)
 
 
 def _gather(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -55,6 +55,11 @@ class Product(NamedTuple):
     spatial: int
     input_axis: int
 
+    @property
+    def is_layer(self) -> bool:
+        """Whether it takes a bias too, and a weight that is called one."""
+        return self.names == _LAYER
+
     def axis(self, tensor: Tensor) -> int:
         """Which axis of an input or output holds the channels."""
         return tensor.dim() - self.spatial - 1
@@ -108,11 +113,11 @@ class ReadWatch(CallWatch):
             result = call.run()
             self._follow(call, result)
             return result
-        values, weight = (_argument(call, place, name) for place, name in zip(product[:2], product.names, strict=True))
+        values, weight = (call.argument(place, name) for place, name in zip(product[:2], product.names, strict=True))
         name = self._name_of(weight) if isinstance(weight, Tensor) and weight.dim() == product.spatial + 2 else None
         if name is None:
             return call.run()
-        groups = _argument(call, 6, "groups") or 1
+        groups = call.argument(6, "groups") or 1
         consumer = Consumer(name, values.shape[product.axis(values)], int(groups), product.input_axis)
         self._before(consumer, values, product.axis(values))
         result = call.run()
@@ -141,7 +146,3 @@ class ReadWatch(CallWatch):
                 found |= sources
         if found and isinstance(result, Tensor) and call.name not in _MIXING:
             self._made[id(result)] = result, found  # held, or its id might be another's
-
-
-def _argument(call: Call, place: int, name: str) -> Any:
-    return call.args[place] if len(call.args) > place else call.named.get(name)

@@ -150,7 +150,7 @@ class _Finder(CallWatch):
 
     def _norm(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:
         running = self.names.get(id(call.args[1]))
-        training = call.args[5] if len(call.args) > 5 else call.named.get("training", False)
+        training = call.argument(5, "training", False)
         if running is None or training:
             return None, ""
         draft.layer = replace(draft.layer, norm=running.rpartition(".")[0], end=call.number)

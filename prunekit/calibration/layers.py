@@ -95,6 +95,10 @@ class Call(NamedTuple):
         """Calls the function."""
         return self.compute(self.name, self.function, *self.args, **self.named)
 
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument that may be given by its place or by its name."""
+        return self.args[place] if len(self.args) > place else self.named.get(name, default)
+
 
 class Operands(NamedTuple):
     """What a linear layer is called with; the names are those of the model's parameters."""

@@ -15,6 +15,7 @@ from prunekit.calibration.patches import gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.nested import first_not_finite
 
 ROWS = 32768
 """Positions sampled of each layer over all images, at least one of each image."""
@@ -195,5 +196,5 @@ def collect_patches(
 
 def _blamed(model: nn.Module) -> str:
     """The first tensor of a model that is to blame, in words; nothing where all are finite."""
-    bad = [name for name, tensor in named_tensors(model) if not bool(torch.isfinite(tensor).all())]
-    return f": {bad[0]!r} of the model is not finite" if bad else ""
+    name = first_not_finite(named_tensors(model))
+    return "" if name is None else f": {name!r} of the model is not finite"

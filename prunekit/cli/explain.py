@@ -72,7 +72,8 @@ def explain_command(
         found = explain(
             against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log
         )
-    payload = plain({"pruned": target.name, "dense": dense or "its dense model", **asdict(found)})
+    figures = {**asdict(found), "speedup": found.speedup._asdict()}
+    payload = plain({"pruned": target.name, "dense": dense or "its dense model", **figures})
     save(payload, output, "explain.json", console)
     if output is not None:
         console.log(f"wrote {report.write_explanation(output, payload)}")

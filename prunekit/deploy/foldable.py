@@ -13,22 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.consumers import PRODUCTS
 from prunekit.calibration.layers import Call, CallWatch
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 from prunekit.nested import gather
-
-LAYERS = {
-    "linear": 2,
-    "conv1d": 3,
-    "conv2d": 4,
-    "conv3d": 5,
-    "conv_transpose1d": 3,
-    "conv_transpose2d": 4,
-    "conv_transpose3d": 5,
-}
-"""Functions whose outputs have their channels on axis 1 where they have as many axes: those that a norm scales."""
 
 
 @dataclass(eq=False)
@@ -82,30 +72,28 @@ class _Watch(CallWatch):
         if call.name == "batch_norm":
             self._norm(call)
         result = call.run()
-        if call.name in LAYERS and isinstance(result, Tensor) and result.dim() == LAYERS[call.name]:
+        product = PRODUCTS.get(call.name)
+        # of layers, channels are on axis 1 where there are as many axes: those that a norm scales
+        if product is not None and product.is_layer and isinstance(result, Tensor) and product.axis(result) == 1:
             self._layer(call, result)
         return result
 
     def _layer(self, call: Call, result: Tensor) -> None:
-        weight, bias = (_argument(call, position, name) for position, name in ((1, "weight"), (2, "bias")))
+        weight, bias = (call.argument(position, name) for position, name in ((1, "weight"), (2, "bias")))
         name = self.names.get(id(weight), "")
         owner = self._own.get(name.rpartition(".")[0], {})
         biased = owner.get("weight") is weight and "bias" in owner and owner["bias"] is bias
         self.made[id(result)] = _Made(result, name, "transpose" in call.name, biased)
 
     def _norm(self, call: Call) -> None:
-        read, running = _argument(call, 0, "input"), _argument(call, 1, "running_mean")
-        if id(running) not in self.names or _argument(call, 5, "training"):
+        read, running = call.argument(0, "input"), call.argument(1, "running_mean")
+        if id(running) not in self.names or call.argument(5, "training"):
             return
         made = self.made.get(id(read))
         pair = Pair(self.names[id(running)].rpartition(".")[0], read.shape)
         if made is not None and made.weight:
             pair = Pair(pair.norm, pair.shape, made.weight.rpartition(".")[0], made.transposed, made.biased, read)
         self.pairs.append(pair)
-
-
-def _argument(call: Call, position: int, name: str) -> Any:
-    return call.args[position] if len(call.args) > position else call.named.get(name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
 
 
@@ -53,23 +55,21 @@ def flush_subnormals(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flush
 
 def count_subnormals(model: nn.Module) -> dict[str, int]:
     """How many subnormal numbers each parameter and buffer holds, for those that hold any."""
-    counts = {name: int(_subnormal(tensor).sum()) for name, tensor in named_tensors(model)}
-    return {name: count for name, count in counts.items() if count}
+    return {name: int(found.sum()) for name, _, found in _holding(model)}
 
 
 @torch.no_grad()
 def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
     """Sets subnormal weights and buffers to 0, and returns how many each tensor held."""
-    counts = count_subnormals(model)
-    tensors = dict(named_tensors(model))
-    for name in counts:
-        tensors[name].masked_fill_(_subnormal(tensors[name]), 0)
+    counts = {}
+    for name, tensor, found in _holding(model):
+        tensor.masked_fill_(found, 0)
+        counts[name] = int(found.sum())
     return counts
 
 
-def _subnormal(tensor: Tensor) -> Tensor:
-    """bool, of the same shape."""
-    if not tensor.is_floating_point():
-        return torch.zeros_like(tensor, dtype=torch.bool)
-    size = tensor.detach().abs()
-    return (size > 0) & (size < torch.finfo(tensor.dtype).tiny)
+def _holding(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Parameters and buffers that hold subnormal numbers, by name, and where: bool, of the same shape."""
+    for name, tensor in named_tensors(model):
+        if tensor.is_floating_point() and bool((found := is_subnormal(tensor)).any()):
+            yield name, tensor, found

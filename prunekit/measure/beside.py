@@ -4,29 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from prunekit.measure.evidence import paired_ratio
+from prunekit.measure.evidence import Estimate, Times, paired_ratio
 from prunekit.measure.timing import Timer, alternate
 
 Run = Callable[[], object]
-Times = np.ndarray[Any, Any]
 ROUNDS, FEWER_ROUNDS, LONG_MS = 9, 5, 400.0
 """How often each way is timed; less often where a round of all of them takes longer."""
 CALLS_BEFORE, BEFORE_MS = 3, 200.0
 """Calls of each way before it is timed; fewer where they take longer."""
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Median of paired ratios, and its 95 % interval."""
-
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +29,7 @@ class Beside:
 
     now_ms: float
     other_ms: float
-    gain: Ratio
+    gain: Estimate
 
     @property
     def saved_ms(self) -> float:
@@ -48,20 +37,10 @@ class Beside:
         return max(0.0, self.now_ms - self.other_ms) if self.gain.low > 1 else 0.0
 
 
-def ratio(reference: Times, other: Times) -> Ratio:
-    """`reference / other` of (N,) times taken in pairs."""
-    return Ratio(*paired_ratio(reference, other))
-
-
-def timer(run: Run, device: torch.device) -> Callable[[], float]:
-    """Makes something to run into something that gives its milliseconds."""
-    return Timer(run, device)
-
-
 def alternately(runs: Sequence[Run], device: torch.device) -> Times:
     """Milliseconds (runs, rounds) of several ways of running what is warm already, after a few calls of each."""
     with torch.no_grad():
-        timers = [timer(run, device) for run in runs]
+        timers = [Timer(run, device) for run in runs]
         round_ms = sum(_ready(one) for one in timers)
         return alternate(timers, ROUNDS if round_ms <= LONG_MS else FEWER_ROUNDS)
 
@@ -82,4 +61,4 @@ def beside(now: Run, other: Run, device: torch.device) -> Beside:
 
 def compared(now: Times, other: Times) -> Beside:
     """What (N,) paired times of two ways say."""
-    return Beside(float(np.median(now)), float(np.median(other)), ratio(now, other))
+    return Beside(float(np.median(now)), float(np.median(other)), paired_ratio(now, other))

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.measure.beside import Ratio, ratio, timer
+from prunekit.measure.evidence import Estimate, paired_ratio
 from prunekit.measure.operators import Key, OperatorCalls, OperatorTimer, floor, record
-from prunekit.measure.timing import alternate, warm_up
+from prunekit.measure.timing import Timer, alternate, warm_up
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Breakdown:
 
     dense_ms: float
     pruned_ms: float
-    speedup: Ratio
+    speedup: Estimate
     macs_ratio: float
     dense_outside_ms: float
     pruned_outside_ms: float
@@ -114,7 +114,7 @@ def break_down(
     nothing = floor(device)
     clocks = [OperatorTimer(model, inputs, device, nothing.clock_ms) for model in (dense, pruned)]
     with torch.no_grad():
-        plain = [timer(_forward(model, inputs), device) for model in (dense, pruned)]
+        plain = [Timer(_forward(model, inputs), device) for model in (dense, pruned)]
         runs: list[Callable[[], float]] = [*plain, *clocks]
         for run in runs:
             warm_up(run)
@@ -130,7 +130,7 @@ def break_down(
     return Breakdown(
         dense_ms=dense_ms,
         pruned_ms=pruned_ms,
-        speedup=ratio(times[0], times[1]),
+        speedup=paired_ratio(times[0], times[1]),
         macs_ratio=macs_ratio,
         dense_outside_ms=outside[0],
         pruned_outside_ms=outside[1],
@@ -149,7 +149,7 @@ def _forward(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
 
 def _outside(plain: np.ndarray[Any, Any], operators: np.ndarray[Any, Any]) -> float:
     """What (N,) whole times surely have beyond the (N,) sums over their operators."""
-    surely = ratio(plain, operators).low > 1
+    surely = paired_ratio(plain, operators).low > 1
     return max(0.0, min(float(np.median(plain - operators)), float(plain.min() - operators.min()))) if surely else 0.0
 
 

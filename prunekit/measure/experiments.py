@@ -15,8 +15,9 @@ from torch.nn.utils import prune as torch_prune
 
 from prunekit.context import threads as with_threads
 from prunekit.hooks import HOOK_TABLES, is_ours
-from prunekit.measure.beside import Beside, alternately, beside, ratio
+from prunekit.measure.beside import Beside, alternately, beside
 from prunekit.measure.causes.widths import WidthTimes, rounded
+from prunekit.measure.evidence import paired_ratio
 from prunekit.measure.layers import Layer, Widths
 from prunekit.nested import gather, map_tensors
 
@@ -129,7 +130,7 @@ def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device:
         below, above = 1 + 2 * index, 2 + 2 * index
         yield WidthTimes(
             module, row_ms, step, layer.widths, down, up, float(medians[0]), float(medians[below]),
-            float(medians[above]), ratio(times[above], now), layer.tied,
+            float(medians[above]), paired_ratio(times[above], now), layer.tied,
         )  # fmt: skip
 
 

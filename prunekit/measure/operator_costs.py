@@ -85,6 +85,11 @@ def subnormals(value: Any) -> int:
     found = 0
     for tensor in gather(value):
         if tensor.dtype in (torch.float32, torch.float64) and tensor.layout == torch.strided and not tensor.is_nested:
-            size = tensor.abs()
-            found += int(((size > 0) & (size < torch.finfo(tensor.dtype).tiny)).sum())
+            found += int(is_subnormal(tensor).sum())
     return found
+
+
+def is_subnormal(tensor: Tensor) -> Tensor:
+    """bool, of the shape of a tensor of floating-point numbers."""
+    size = tensor.detach().abs()
+    return (size > 0) & (size < torch.finfo(tensor.dtype).tiny)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.running import ModuleStack
-from prunekit.measure.beside import timer
 from prunekit.measure.layers import Layer, layer_of
 from prunekit.measure.operator_costs import bytes_moved, is_idle, macs_of, subnormals
+from prunekit.measure.timing import Timer
 
 Key = tuple[str, str]
 """Path of the innermost module that runs, and the operator's name."""
@@ -172,7 +172,7 @@ def floor(device: torch.device) -> Floor:
         timed = min(clock() for _ in range(RUNS)) / CHAIN
         if device.type == "cuda":  # the GPU waits meanwhile: what is timed is kernels alone
             return Floor(timed, 0.0)
-        plain = min(timer(lambda: chain(one), device)() for _ in range(RUNS)) / CHAIN
+        plain = min(Timer(lambda: chain(one), device)() for _ in range(RUNS)) / CHAIN
     return Floor(plain, max(0.0, timed - plain))
 
 

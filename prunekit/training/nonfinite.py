@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.hooks import HookOwner
+from prunekit.nested import first_not_finite
 
 
 class _FirstNonFinite(HookOwner):
@@ -56,7 +57,6 @@ def first_non_finite(model: nn.Module, images: Tensor) -> str:
 def non_finite_tensor(model: nn.Module) -> str | None:
     """The first parameter or buffer with a NaN or an Inf in it; None where all are finite."""
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in tensors:
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                return f"{kind} {name!r}"
+        if (name := first_not_finite(tensors)) is not None:
+            return f"{kind} {name!r}"
     return None

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -17,7 +16,7 @@ from prunekit.measure.beside import beside
 from prunekit.measure.breakdown import Breakdown
 from prunekit.measure.causes import Cause
 from prunekit.measure.layers import Layer
-from prunekit.measure.machine import cores
+from prunekit.measure.machine import cores, load_average
 from prunekit.measure.operator_costs import subnormals
 
 LAYERS = 12
@@ -159,11 +158,6 @@ def _fewer_threads(search: Search) -> Cause | None:
         return None
     fewer = experiments.with_threads_of(sorted({1, now // 2}), search.pruned, search.inputs, now)
     return causes.too_many_threads(now, cores(), load_average(), fewer)
-
-
-def load_average() -> float:
-    """Threads of the whole system that ran or wanted a core over the last minute."""
-    return float(psutil.getloadavg()[0])
 
 
 _LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (

@@ -13,12 +13,12 @@ from torch import nn
 from prunekit.context import paused_garbage_collection, resolve_device, seeded, training_mode
 from prunekit.context import threads as with_threads
 from prunekit.errors import ModelError, UsageError
-from prunekit.measure.beside import Ratio
 from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
 from prunekit.measure.causes import Cause
-from prunekit.measure.machine import cores
+from prunekit.measure.evidence import Estimate
+from prunekit.measure.machine import cores, load_average
 from prunekit.nested import gather, map_tensors
-from prunekit.workflow.causes import Search, find_causes, load_average
+from prunekit.workflow.causes import Search, find_causes
 from prunekit.workflow.runs import Log
 
 NOISY = 0.1
@@ -47,7 +47,7 @@ class Explanation:
     threads: int
     dense_ms: float
     pruned_ms: float
-    speedup: Ratio
+    speedup: Estimate
     macs_ratio: float
     shortfall_ms: float
     dense_outside_ms: float
@@ -147,7 +147,7 @@ def _explanation(
 
 
 def _notes(found: Breakdown) -> Iterator[str]:
-    width = (found.speedup.high - found.speedup.low) / found.speedup.median
+    width = found.speedup.width
     if width > NOISY:
         yield (
             f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide, with a load average of "

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from prunekit.measure import causes
-from prunekit.measure.beside import Beside, Ratio
+from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import Breakdown, OperatorRow, Side, joined
 from prunekit.measure.causes.widths import WidthTimes, rounded
+from prunekit.measure.evidence import Estimate
 
 PRUNED_MS = 10.0
 
@@ -24,7 +25,7 @@ def rows(pruned: dict[tuple[str, str], Side], dense: dict[tuple[str, str], Side]
 
 def beside(now: float, other: float, spread: float = 0.02) -> Beside:
     gain = now / other
-    return Beside(now, other, Ratio(gain, gain * (1 - spread), gain * (1 + spread)))
+    return Beside(now, other, Estimate(gain, gain * (1 - spread), gain * (1 + spread)))
 
 
 NET = rows(
@@ -93,7 +94,7 @@ def test_memory_bound_is_near_a_copy_and_far_from_the_best_layer() -> None:
 
 def broken_down(outside: float, calls: int) -> Breakdown:
     one = rows({("a", "relu"): side(6, calls=calls)}, {("a", "relu"): side(8, calls=calls)})
-    return Breakdown(12.0, PRUNED_MS, Ratio(1.2, 1.1, 1.3), 2.0, outside, outside, 8.0, 6.0, 0.01, one, {}, {})
+    return Breakdown(12.0, PRUNED_MS, Estimate(1.2, 1.1, 1.3), 2.0, outside, outside, 8.0, 6.0, 0.01, one, {}, {})
 
 
 def test_launch_bound_is_time_that_channels_do_not_shorten() -> None:
@@ -111,7 +112,7 @@ def test_launch_bound_is_time_that_channels_do_not_shorten() -> None:
 
 
 def width(up_ms: float, *, step: int = 8, spread: float = 0.01, module: str = "conv") -> WidthTimes:
-    relative = Ratio(up_ms / 2.0, up_ms / 2.0 * (1 - spread), up_ms / 2.0 * (1 + spread))
+    relative = Estimate(up_ms / 2.0, up_ms / 2.0 * (1 - spread), up_ms / 2.0 * (1 + spread))
     return WidthTimes(module, 4.0, step, (57, 57), (56, 56), (64, 64), 2.0, 1.6, up_ms, relative)
 
 
@@ -150,7 +151,7 @@ def test_pruned_widths_are_rounded(
 
 
 def test_a_batch_is_too_small_where_a_larger_one_is_surely_better() -> None:
-    now = Ratio(1.2, 1.1, 1.3)
+    now = Estimate(1.2, 1.1, 1.3)
     found = causes.small_batch(now, PRUNED_MS, beside(40, 20), 1, 8)
     assert found is not None
     assert found.ms == pytest.approx(PRUNED_MS * (1 - 1.2 / 2))

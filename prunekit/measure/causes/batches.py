@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from prunekit.measure.beside import Beside, Ratio
+from prunekit.measure.beside import Beside
 from prunekit.measure.causes.cause import LEAST, Cause
+from prunekit.measure.evidence import Estimate
 
 
-def small_batch(now: Ratio, pruned_ms: float, larger: Beside, batch: int, larger_batch: int) -> Cause | None:
+def small_batch(now: Estimate, pruned_ms: float, larger: Beside, batch: int, larger_batch: int) -> Cause | None:
     """The pruned model is more times faster than the dense one at a larger batch.
 
     Args:

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prunekit.measure.beside import Ratio
 from prunekit.measure.causes.cause import LEAST, Cause, plural
+from prunekit.measure.evidence import Estimate
 from prunekit.measure.layers import Widths
 
 SLACK = 1.01
@@ -37,7 +37,7 @@ class WidthTimes:
     now_ms: float
     down_ms: float
     up_ms: float
-    up_over_now: Ratio
+    up_over_now: Estimate
     tied: bool = False
 
     @property
