@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attention_net import Attention
 from equivalence import settled_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,8 +25,6 @@ from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, l
 from prunekit.planning.budgets import COUNTED
 from prunekit.planning.costs import cost_model, terms_of
 from prunekit.planning.select import Part
-
-HEADS, DEPTH = 4, 6
 
 
 class Mixed(nn.Module):
@@ -47,22 +46,9 @@ class Mixed(nn.Module):
         return self.head(self.twice(self.twice(x).relu()))  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
-    """Heads, and positions in heads: labels that two others decide on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(6, HEADS * DEPTH) for _ in range(3))
-        self.o = nn.Linear(HEADS * DEPTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        return self.o(((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
 MODELS: dict[str, tuple[type[nn.Module], tuple[Tensor]]] = {
     "mixed": (Mixed, (torch.zeros(1, 3, 4, 4),)),
-    "attention": (Attention, (torch.zeros(1, 5, 6),)),
+    "attention": (partial(Attention, 6), (torch.zeros(1, 5, 6),)),
 }
 
 

@@ -7,31 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_net import HEADS, Attention
 from equivalence import heads_and_positions
-from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap, trace
 from prunekit.planning import BudgetSettings, PruneSettings, make_plan
 
-HEADS, DEPTH = 4, 12
-
-
-class Attention(nn.Module):
-    """Attention between an input and an output that stay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(6, HEADS * DEPTH) for _ in range(3))
-        self.o = nn.Linear(HEADS * DEPTH, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        return self.o(((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+DEPTH = 12
 
 
 @pytest.fixture(scope="module")
 def chart() -> ChannelMap:
-    return trace(Attention(), (torch.zeros(1, 5, 6),))
+    return trace(Attention(DEPTH), (torch.zeros(1, 5, 6),))
 
 
 def left(chart: ChannelMap, settings: PruneSettings) -> tuple[int, int]:
