@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, MinLen
 
-PositiveInt = Annotated[int, Ge(1)]
-RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino"]
-DtypeName = Literal["fp32", "bf16", "fp16"]
-MemoryFormat = Literal["contiguous", "channels_last"]
+from prunekit.planning.settings import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,37 @@ import numpy as np
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
-from prunekit.planning.costs import Numbers, cost_model, terms_of
+from prunekit.planning.costs import Numbers, Term, cost_model, latency_terms, terms_of
+from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
-from prunekit.planning.settings import SHARES, BudgetSettings, PruneSettings
+from prunekit.planning.settings import LATENCIES, SHARES, BudgetSettings, PruneSettings
 
 COUNTED = {"channels": "channels", "macs": "macs", "params": "params", "size_mb": "bytes"}
-"""What each budget counts."""
+"""What each budget counts; those of `LATENCIES` count nanoseconds."""
 MB = 1e6
+NS_PER_MS = 1e6
 LIMITS = ("exclude", "ratios", "min_channels", "round_to")
 
 
 @dataclass(frozen=True, eq=False)
 class Budgets:
-    """What a plan may cost, in the units of the budgets: shares of the dense model, and megabytes.
+    """What a plan may cost, in the units of the budgets: shares of the dense model, megabytes, and milliseconds.
+
+    A speedup is one over the share of the dense model's latency.
 
     Attributes:
         names: of the budgets that were asked for.
         asked: (budgets,) the most of each that may be left.
         dense: (budgets,) what the dense model has of each; 1 where it is a share.
         left: counts of the parts (..., parts) -> what they leave, (..., budgets).
+        steps: that widths are rounded up to where time is counted.
     """
 
     names: tuple[str, ...]
     asked: Numbers
     dense: Numbers
     left: Callable[[Labels], Numbers]
+    steps: tuple[int, ...] = ()
 
     def fits(self, counts: Labels) -> Any:
         """Whether counts (..., parts) meet every budget: bool (...)."""
@@ -45,7 +51,7 @@ class Budgets:
         """For a plan's provenance: of each budget what was asked for and what is left, and the one that binds."""
         left = self.left(counts)
         each = {
-            name: {"asked": float(asked), "left": float(value), "dense": float(dense)}
+            name: {"asked": as_given(name, asked), "left": as_given(name, value), "dense": as_given(name, dense)}
             for name, asked, value, dense in zip(self.names, self.asked, left, self.dense, strict=True)
         }
         return {"budgets": each, "binding": self.names[int(np.argmax(left / self.asked))]}
@@ -56,17 +62,34 @@ def asked_for(budget: BudgetSettings) -> dict[str, float]:
     return {name: value for name, value in asdict(budget).items() if value is not None}
 
 
+def as_given(name: str, value: float) -> float:
+    """A figure of `Budgets` as the setting is given: a speedup for a share of time."""
+    return float(1 / value if name == "speedup" else value)
+
+
 def in_words(name: str, value: float) -> str:
-    """A figure of a budget with its unit."""
-    return f"{value:.4g}" if name in SHARES else f"{value:.4g} MB"
+    """A figure of a budget, as `Budgets` has it, with its unit."""
+    unit = {"size_mb": " MB", "latency_ms": " ms", "speedup": "x"}.get(name, "")
+    return f"{as_given(name, value):.4g}{unit}"
 
 
-def budgets_of(channel_map: ChannelMap, parts: list[Part], settings: PruneSettings) -> Budgets:
-    """The budgets of a job as functions of the parts' counts."""
+def budgets_of(
+    channel_map: ChannelMap, parts: list[Part], settings: PruneSettings, latency: LatencyTable | None = None
+) -> Budgets:
+    """The budgets of a job as functions of the parts' counts.
+
+    Args:
+        latency: of the target, where a budget is one of time.
+
+    Raises:
+        PlanError: a budget of time without the table.
+    """
     asked = asked_for(settings.budget)
-    model = cost_model(channel_map, parts, [terms_of(channel_map, parts, COUNTED[name]) for name in asked])
+    terms = [_terms(channel_map, parts, name, latency) for name in asked]
+    model = cost_model(channel_map, parts, terms)
     dense = model(np.array([part.labels.size for part in parts]))
-    scale = np.array([whole if name in SHARES else MB for name, whole in zip(asked, dense, strict=True)])
+    fixed = {"size_mb": MB, "latency_ms": NS_PER_MS}
+    scale = np.array([fixed.get(name, whole) for name, whole in zip(asked, dense, strict=True)])
     each_group = [index for index, name in enumerate(asked) if name == "channels" and settings.scope == "uniform"]
     worst = _worst(parts)
 
@@ -76,7 +99,17 @@ def budgets_of(channel_map: ChannelMap, parts: list[Part], settings: PruneSettin
             result[..., index] = worst(counts)
         return result
 
-    return Budgets(tuple(asked), np.array(list(asked.values())), dense / np.maximum(scale, 1), left)
+    most = np.array([as_given(name, value) for name, value in asked.items()])  # one over it is its own inverse
+    steps = sorted({step for each in terms for term in each for step in term.steps if step > 1})
+    return Budgets(tuple(asked), most, dense / np.maximum(scale, 1), left, tuple(steps))
+
+
+def _terms(channel_map: ChannelMap, parts: list[Part], name: str, latency: LatencyTable | None) -> list[Term]:
+    if name not in LATENCIES:
+        return terms_of(channel_map, parts, COUNTED[name])
+    if latency is None:
+        raise PlanError(f"budget {name}: expected a latency table of the target; `prunekit.profile` measures one")
+    return latency_terms(channel_map, latency)
 
 
 def _worst(parts: list[Part]) -> Callable[[Labels], Numbers]:
@@ -94,7 +127,12 @@ def _worst(parts: list[Part]) -> Callable[[Labels], Numbers]:
 
 
 def check_met(
-    channel_map: ChannelMap, scores: Scores, parts: list[Part], budgets: Budgets, settings: PruneSettings
+    channel_map: ChannelMap,
+    scores: Scores,
+    parts: list[Part],
+    budgets: Budgets,
+    settings: PruneSettings,
+    latency: LatencyTable | None = None,
 ) -> None:
     """Checks that the narrowest plan meets every budget.
 
@@ -109,17 +147,23 @@ def check_met(
     texts = []
     for index in missed:
         name, asked = budgets.names[index], float(budgets.asked[index])
-        of_dense = " of the dense model" if name in SHARES else ""
-        without = "".join(_in_the_way(channel_map, scores, settings, index, asked))
+        without = "".join(_in_the_way(channel_map, scores, settings, index, asked, latency))
+        most, no_less = ("at least", "no more") if name == "speedup" else ("at most", "no less")
+        of_dense = " of the dense model" if name in SHARES else " (predicted)" if name in LATENCIES else ""
         texts.append(
-            f"budget {name}: at most {in_words(name, asked)} was asked for, but locks, exclusions, ratios, "
-            f"min_channels and round_to leave no less than {in_words(name, float(least[index]))}{of_dense}{without}"
+            f"budget {name}: {most} {in_words(name, asked)} was asked for, but locks, exclusions, ratios, "
+            f"min_channels and round_to leave {no_less} than {in_words(name, float(least[index]))}{of_dense}{without}"
         )
     raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these")
 
 
 def _in_the_way(
-    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, index: int, asked: float
+    channel_map: ChannelMap,
+    scores: Scores,
+    settings: PruneSettings,
+    index: int,
+    asked: float,
+    latency: LatencyTable | None,
 ) -> Iterator[str]:
     """The limits of which each alone makes a budget impossible, with what could be had without it."""
     for limit in LIMITS:
@@ -127,7 +171,7 @@ def _in_the_way(
         relaxed = replace(settings, **without)
         if relaxed != settings:
             parts = free_parts(channel_map, scores, relaxed)
-            budgets = budgets_of(channel_map, parts, relaxed)
+            budgets = budgets_of(channel_map, parts, relaxed, latency)
             least = float(budgets.left(_fewest(parts))[index])
             if least <= asked:
                 yield f" (it contradicts {limit}, without which {in_words(budgets.names[index], least)} can be had)"

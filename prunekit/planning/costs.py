@@ -10,33 +10,51 @@ from numpy.typing import NDArray
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.planning.latency import LatencyTable, up
 from prunekit.planning.select import Part
 
-Term = tuple[float, tuple[Labels, ...]]
-"""A constant times the kept labels of every factor."""
 Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """A constant times the widths of its factors: how many labels of each are kept.
+
+    Attributes:
+        steps: of each factor: its width counts as the next multiple of this; none: as it is.
+    """
+
+    constant: float
+    factors: tuple[Labels, ...]
+    steps: tuple[int, ...] = ()
 
 
 def terms_of(channel_map: ChannelMap, parts: Iterable[Part], resource: str) -> list[Term]:
     """A resource as a sum of products: `macs`, `params`, `bytes` of all tensors, or `channels` of the parts."""
     match resource:
         case "macs":
-            return [(term.constant, term.factors) for term in channel_map.mac_terms]
+            return [Term(term.constant, term.factors) for term in channel_map.mac_terms]
         case "params":
             return [_entries(channel_map, name) for name, how in channel_map.stored.items() if how.parameter]
         case "bytes":
             sized = ((how.element_bytes, _entries(channel_map, name)) for name, how in channel_map.stored.items())
-            return [(size * constant, factors) for size, (constant, factors) in sized]
+            return [Term(size * term.constant, term.factors) for size, term in sized]
         case "channels":
-            return [(part.channels, (part.labels,)) for part in parts]
+            return [Term(part.channels, (part.labels,)) for part in parts]
     raise ValueError(resource)
+
+
+def latency_terms(channel_map: ChannelMap, table: LatencyTable) -> list[Term]:
+    """A latency in nanoseconds."""
+    final = channel_map.traced.final
+    return [Term(1e6 * one.ms, tuple(final[factor] for factor in one.factors), one.steps) for one in table.terms]
 
 
 def _entries(channel_map: ChannelMap, name: str) -> Term:
     """The number of entries of a tensor."""
     axes = list(zip(channel_map.shapes[name], channel_map.labels[name], strict=True))
     whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
-    return float(whole), tuple(labels for _, labels in axes if labels is not None)
+    return Term(float(whole), tuple(labels for _, labels in axes if labels is not None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +71,21 @@ class _Lookup:
 
 
 @dataclass(frozen=True, eq=False)
+class _Width:
+    """A factor's width: what of it no part decides, tables of the rest, and the step that it is rounded up to."""
+
+    fixed: int
+    lookups: list[_Lookup]
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
 class CostModel:
     """Costs of choices of counts, for several resources at once.
 
-    A cost is a sum of products of widths, and a width a sum of table entries, one for each part that it depends on: so
-    neighbours' widths multiply, and labels that lie on an axis several times, or are joint, count as often as they do.
+    A cost is a sum of products of widths, each rounded up to its step, and a width a sum of table entries, one for each
+    part that it depends on: so neighbours' widths multiply, and labels that lie on an axis several times, or are joint,
+    count as often as they do.
 
     Attributes:
         tables: (entries,) all lookups' tables in a row.
@@ -66,6 +94,7 @@ class CostModel:
         stride: (lookups,) of the first part's count; 0 where there is one part.
         starts: (widths,) the first lookup of each width.
         fixed: (widths,) what of each width no part decides.
+        steps: (widths,) each counts as the next multiple of this.
         factors: (terms, most factors) widths, one beyond the last where a term has fewer.
         constants: (terms, resources)
         base: (resources,) what depends on no part.
@@ -78,6 +107,7 @@ class CostModel:
     stride: Labels
     starts: Labels
     fixed: Labels
+    steps: Labels
     factors: Labels
     constants: Numbers
     base: Numbers
@@ -88,7 +118,7 @@ class CostModel:
         if not self.starts.size:
             return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
         kept = self.tables[self.at + flat[:, self.first] * self.stride + flat[:, self.second]]
-        widths = self.fixed + np.add.reduceat(kept, self.starts, axis=1)
+        widths = up(self.fixed + np.add.reduceat(kept, self.starts, axis=1), self.steps)
         widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1).astype(np.float64)
         products = widths[:, self.factors].prod(axis=2)
         result: Numbers = np.rint(products @ self.constants + self.base)
@@ -98,29 +128,28 @@ class CostModel:
 def cost_model(channel_map: ChannelMap, parts: list[Part], resources: list[list[Term]]) -> CostModel:
     """Compiles terms of several resources into tables over the parts' counts."""
     reading = _Reading.of(channel_map, parts)
-    number: dict[bytes, int] = {}
-    found: list[tuple[int, list[_Lookup]]] = []
+    number: dict[tuple[bytes, int], int] = {}
+    found: list[_Width] = []
     rows: dict[tuple[int, ...], Numbers] = {}
     for resource, terms in enumerate(resources):
-        for constant, factors in terms:
-            free: list[int] = []
-            for factor in factors:
-                index = number.setdefault(factor.tobytes(), len(found))
+        for term in terms:
+            constant, free = term.constant, []
+            for factor, step in zip(term.factors, term.steps or (1,) * len(term.factors), strict=True):
+                index = number.setdefault((factor.tobytes(), step), len(found))
                 if index == len(found):
-                    found.append(reading.width(factor))
-                fixed, lookups = found[index]
-                constant, free = (constant, [*free, index]) if lookups else (constant * fixed, free)
+                    found.append(_Width(*reading.width(factor), step))
+                width = found[index]
+                constant *= 1 if width.lookups else up(width.fixed, step)
+                free += [index] if width.lookups else []
             row = rows.setdefault(tuple(sorted(free)), np.zeros(len(resources)))
             row[resource] += constant
     return _compiled(found, rows, len(resources))
 
 
-def _compiled(
-    found: list[tuple[int, list[_Lookup]]], rows: Mapping[tuple[int, ...], Numbers], resources: int
-) -> CostModel:
+def _compiled(found: list[_Width], rows: Mapping[tuple[int, ...], Numbers], resources: int) -> CostModel:
     used = sorted({index for row in rows for index in row})
     place = {index: position for position, index in enumerate(used)}
-    lookups = [lookup for index in used for lookup in found[index][1]]
+    lookups = [lookup for index in used for lookup in found[index].lookups]
     most = max((len(row) for row in rows), default=0)
     terms = {row: constants for row, constants in rows.items() if row}
     factors = np.full((len(terms), most), len(used), dtype=np.int64)
@@ -133,8 +162,9 @@ def _compiled(
         first=np.array([lookup.parts[0] for lookup in lookups], dtype=np.int64),
         second=np.array([lookup.parts[1] for lookup in lookups], dtype=np.int64),
         stride=np.array([lookup.table.shape[1] if lookup.table.ndim > 1 else 0 for lookup in lookups], dtype=np.int64),
-        starts=np.cumsum([0, *(len(found[index][1]) for index in used)], dtype=np.int64)[:-1],
-        fixed=np.array([found[index][0] for index in used], dtype=np.int64),
+        starts=np.cumsum([0, *(len(found[index].lookups) for index in used)], dtype=np.int64)[:-1],
+        fixed=np.array([found[index].fixed for index in used], dtype=np.int64),
+        steps=np.array([found[index].step for index in used], dtype=np.int64),
         factors=factors,
         constants=np.array(list(terms.values())).reshape(len(terms), resources),
         base=rows.get((), np.zeros(resources)),

@@ -100,6 +100,7 @@ def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) ->
         at = int(np.searchsorted(part.counts, count))
         last = part.counts.size - 1
         reached = set(range(last + 1)) if few else {min(max(at + step, 0), last) for step in STEPS}
+        reached |= set() if few else set(_edges(part, int(count), budgets.steps))
         rows += [(index, int(part.counts[other] - count)) for other in sorted(reached - {at})]
     owner, change = np.array(rows, dtype=np.int64).reshape(-1, 2).T
     trials = np.repeat(counts[None], len(rows), axis=0)
@@ -107,6 +108,13 @@ def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) ->
     now = [values[count] for values, count in zip(worth.kept, counts, strict=True)]
     gain = np.array([worth.kept[index][counts[index] + by] - now[index] for index, by in rows])
     return _Steps(owner, change, gain, budgets.left(trials) - budgets.left(counts))
+
+
+def _edges(part: Part, count: int, steps: tuple[int, ...]) -> Iterator[int]:
+    """Where in a part's counts the next ones below and above lie that fill a step of its own width."""
+    for step in steps:
+        for filled in ((count - 1) // step * step, (count // step + 1) * step):
+            yield int(np.clip(np.searchsorted(part.counts, filled, side="right") - 1, 0, part.counts.size - 1))
 
 
 def _neighbours(steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:

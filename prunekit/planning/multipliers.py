@@ -17,6 +17,8 @@ SWEEPS = 3
 BISECTIONS = 16
 CHEAPEST, DEAREST = -30.0, 10.0
 """Logarithms of the price of one whole budget, in units of all scores."""
+MOST = 64
+"""Counts of a part that are priced one by one where costs go in steps."""
 BLENDS = {2: (0.25, 0.5, 0.75), 3: (0.5,), 4: (0.5,)}
 """By the number of budgets: shares of one of two in a price, beside each budget alone."""
 
@@ -59,20 +61,27 @@ def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers,
         before = counts.copy()
         for index, part in enumerate(parts):
             if part.counts.size > 1:
-                cost = _cost_at(part.counts, index, counts, budgets, price)
-                counts[index] = part.counts[int(np.argmax(worth.kept[index][part.counts] - cost))]
+                wanted = _spread(part.counts) if budgets.steps else part.counts
+                cost = _cost_at(wanted, index, counts, budgets, price)
+                counts[index] = wanted[int(np.argmax(worth.kept[index][wanted] - cost))]
         if np.array_equal(before, counts):
             break
     return counts
 
 
+def _spread(counts: Labels) -> Labels:
+    """At most `MOST` of the counts, the last among them, in equal steps from it."""
+    every = -(-counts.size // MOST)
+    return counts[::-1][::every][::-1]
+
+
 def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price: Numbers) -> Numbers:
-    """What each count of one part costs at a price: a parabola, as a width meets itself at most once."""
-    points = wanted if wanted.size < 3 else wanted[[0, wanted.size // 2, -1]]
+    """What each count of one part costs at a price: a parabola, as a width meets itself at most once, but for steps."""
+    points = wanted if wanted.size < 3 or budgets.steps else wanted[[0, wanted.size // 2, -1]]
     trials = np.repeat(counts[None], points.size, axis=0)
     trials[:, index] = points
     cost: Numbers = budgets.left(trials) @ price
-    return cost if wanted.size < 3 else _parabola(points, cost, wanted)
+    return cost if points.size == wanted.size else _parabola(points, cost, wanted)
 
 
 def _parabola(points: Labels, values: Numbers, at: Labels) -> Numbers:

@@ -29,11 +29,18 @@ Criterion = Literal[
     "random",
 ]
 Megabytes = Annotated[float, Gt(0)]
+Milliseconds = Annotated[float, Gt(0)]
+Speedup = Annotated[float, Gt(1)]
+RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
+MemoryFormat = Literal["contiguous", "channels_last"]
 Scope = Literal["uniform", "global", "per_mac"]
 """Of each group the same share; the lowest scores of all groups; or the lowest for what they cost: MACs, where the
 budget is one of MACs, and else whatever the budget that binds counts."""
 SHARES = ("channels", "macs", "params")
 """Budgets that are shares of the dense model."""
+LATENCIES = ("latency_ms", "speedup")
+"""Budgets that a latency table counts, and that are measured."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,29 @@ class BudgetSettings:
     """Share of the parameters."""
     size_mb: Megabytes | None = None
     """Bytes of all parameters and buffers as they are saved, in units of 10^6."""
+    latency_ms: Milliseconds | None = None
+    """Median time of one forward pass of the batch on the target, measured."""
+    speedup: Speedup | None = None
+    """How many times faster than the dense model, measured beside it on the target."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether any budget is one of time."""
+        return self.latency_ms is not None or self.speedup is not None
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """What budgets of time are meant on."""
+
+    runtime: RuntimeName = "eager"
+    device: str = "cpu"
+    batch: PositiveInt = 1
+    threads: PositiveInt = 1
+    """Of the CPU."""
+    dtype: DtypeName = "fp32"
+    memory_format: MemoryFormat = "contiguous"
+    """Of the parameters and the input; runtimes that choose layouts themselves know `contiguous` alone."""
 
 
 @dataclass(frozen=True)
@@ -62,5 +92,7 @@ class PruneSettings:
     min_channels: PositiveInt = 1
     exclude: tuple[str, ...] = ()
     """Globs over module paths whose output channels stay whole."""
+    target: TargetSettings = field(default_factory=TargetSettings)
+    """Runtime and device of `latency_ms` and `speedup`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Glob over module paths -> share of their output channels to keep."""

@@ -14,8 +14,9 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError, UsageError
-from prunekit.planning.budgets import Budgets, asked_for, budgets_of, check_met, in_words
+from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, check_met, in_words
 from prunekit.planning.exchange import Worth, are_few, improved
+from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
@@ -32,7 +33,14 @@ Ladder = Callable[[int], Labels]
 """Step -> number of labels kept of each part; never fewer at a higher step."""
 
 
-def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, *, seed: int = 0) -> Plan:
+def make_plan(
+    channel_map: ChannelMap,
+    scores: Scores,
+    settings: PruneSettings,
+    *,
+    seed: int = 0,
+    latency: LatencyTable | None = None,
+) -> Plan:
     """Chooses the labels to keep so that every budget is met and the kept scores are the highest.
 
     Args:
@@ -40,6 +48,7 @@ def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, 
         scores: one importance for each label, float (n_labels,); comparable between groups but for scope `uniform`.
         settings: budgets, scope, rounding, exclusions and ratios.
         seed: noted in the plan; the solver itself draws nothing.
+        latency: of the target, for budgets of time.
 
     Returns:
         The plan. Its provenance says under `budgets` what of each was asked for and is left, and under `binding` which
@@ -56,8 +65,8 @@ def make_plan(channel_map: ChannelMap, scores: Scores, settings: PruneSettings, 
     parts = free_parts(channel_map, scores, settings)
     if not parts:
         raise PlanError("no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons")
-    budgets = budgets_of(channel_map, parts, settings)
-    check_met(channel_map, scores, parts, budgets, settings)
+    budgets = budgets_of(channel_map, parts, settings, latency)
+    check_met(channel_map, scores, parts, budgets, settings, latency)
     counts = _chosen(parts, scores, budgets, settings.scope)
     keep = _keep(channel_map, parts, counts)
     if keep.all():
@@ -91,16 +100,25 @@ def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> L
 
 
 def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
-    asked = ", ".join(f"{name} {value:.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True))
+    asked = ", ".join(
+        f"{name} {as_given(name, value):.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True)
+    )
     whole = "".join(
         f" (which has {in_words(name, float(dense))})"
         for name, dense in zip(budgets.names, budgets.dense, strict=True)
-        if name not in SHARES
+        if name not in (*SHARES, "speedup")
     )
     return (
         f"the plan removes nothing: budget {asked} leaves the whole model{whole}, or "
         f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"
     )
+
+
+_NUMBERS = {
+    "size_mb": ("number of megabytes (10^6 bytes)", 0),
+    "latency_ms": ("number of milliseconds", 0),
+    "speedup": ("number of times faster", 1),
+}
 
 
 def _check(settings: PruneSettings) -> None:
@@ -116,9 +134,9 @@ def _check(settings: PruneSettings) -> None:
         if not (isinstance(share, (int, float)) and 0 < share <= 1)
     ]
     problems += [
-        f"{name}: expected a number of megabytes (10^6 bytes) above 0, got {value!r}"
-        for name, value in budget.items()
-        if name not in SHARES and not (isinstance(value, (int, float)) and 0 < value < np.inf)
+        f"{name}: expected a {what} above {least}, got {budget[name]!r}"
+        for name, (what, least) in _NUMBERS.items()
+        if name in budget and not (isinstance(budget[name], (int, float)) and least < budget[name] < np.inf)
     ]
     problems += [
         f"{name}: expected a whole number of at least 1, got {value!r}"

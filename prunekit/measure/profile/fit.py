@@ -1,0 +1,180 @@
+"""From measured networks to a latency table: coefficients by least squares, none of them negative."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product as combinations
+from typing import Any
+
+import numpy as np
+
+from prunekit.channels import ChannelMap
+from prunekit.channels.map import Keep
+from prunekit.measure.profile.features import ModuleFeatures, features_of
+from prunekit.planning.costs import Numbers
+from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, up
+
+STEPS = (1, 4, 8, 16, 32)
+"""Blocks that kernels may work in: CPU vectors, tiles of tensor cores."""
+GAIN = 0.02
+"""By how much of the residual blocks of several channels must fit better than single channels."""
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network that was timed layer by layer, beside the dense one.
+
+    Attributes:
+        keep: (n_labels,) what it has of the dense one.
+        whole_ms: of a forward pass of the batch.
+        dense_ms: the dense network's, timed alternately.
+        modules_ms: what the code of each module took, by its path.
+    """
+
+    keep: Keep
+    whole_ms: float
+    dense_ms: float
+    modules_ms: Mapping[str, float]
+
+
+def fit(channel_map: ChannelMap, networks: Sequence[Network], setting: Mapping[str, Any]) -> LatencyTable:
+    """A table of what every module takes by its widths.
+
+    A module's time is a constant and a sum of products of widths, as operators multiply and write them, each width
+    rounded up to a step that is found for each kind of operator. Modules that do the same at different widths share
+    their coefficients. Every network's times are scaled by what the dense one took beside it: so it does not matter
+    that clocks change. Errors are weighted as shares of each network's whole time.
+
+    Args:
+        channel_map: of the dense model, traced.
+        networks: at least as many as a module has products of widths; the more, the better.
+        setting: noted in the table.
+    """
+    dense_ms = float(np.median([network.dense_ms for network in networks]))
+    scale = np.array([dense_ms / network.dense_ms for network in networks])
+    whole = scale * np.array([network.whole_ms for network in networks])
+    kept = [network.keep[channel_map.traced.final] for network in networks]
+    features = features_of(channel_map)
+    counts = _Counts(kept)
+    took = {
+        one.module: scale * np.array([network.modules_ms.get(one.module, 0.0) for network in networks])
+        for one in features
+    }
+    alike = _by(features, lambda one: one.signature)
+    layers: dict[str, LayerLatency] = {}
+    for kind in _by(features, lambda one: one.kind).values():
+        signatures = list(_by(kind, lambda one: one.signature))
+        best = _best_steps([alike[signature] for signature in signatures], counts, took, 1 / whole)
+        for signature in signatures:
+            layers |= _layers(alike[signature], best, counts, took, 1 / whole)
+    ordered = tuple(layers[one.module] for one in features)
+    sums = np.array([sum(layer.at(one) for layer in ordered) for one in kept])
+    outside, factor = _non_negative(np.stack([np.ones_like(sums), sums], axis=1) / whole[:, None], np.ones_like(whole))
+    return LatencyTable(dict(setting), ordered, float(outside), float(factor), dense_ms)
+
+
+_Steps = tuple[int, int, int]
+"""Of the first width of a product, of its others, and of a width alone."""
+
+
+class _Counts:
+    """Products of widths on all networks; widths are counted once.
+
+    Args:
+        kept: for each network which labels, in the numbering of the trace.
+    """
+
+    def __init__(self, kept: Sequence[Keep]) -> None:
+        self.kept = kept
+        self.widths: dict[bytes, Numbers] = {}
+
+    def width(self, factor: Any) -> Numbers:
+        key = factor.tobytes()
+        if key not in self.widths:
+            self.widths[key] = np.array([np.count_nonzero(kept[factor]) for kept in self.kept])
+        return self.widths[key]
+
+    def design(self, one: ModuleFeatures, steps: _Steps) -> Numbers:
+        """(networks, 1 + products): ones, and every product."""
+        columns = [np.ones(len(self.kept))]
+        for product in one.products:
+            column = np.zeros(len(self.kept))
+            for weight, factors in zip(product.weights, product.factors, strict=True):
+                value = np.full(len(self.kept), weight)
+                for factor, step in zip(factors, steps_of(factors, steps), strict=True):
+                    value = value * up(self.width(factor), step)
+                column += value
+            columns.append(column)
+        return np.stack(columns, axis=1)
+
+
+def steps_of(factors: Sequence[Any], steps: _Steps) -> tuple[int, ...]:
+    """The steps of a product's widths."""
+    first, others, alone = steps
+    return (alone,) if len(factors) == 1 else (first, *[others] * (len(factors) - 1))
+
+
+def _best_steps(
+    groups: list[list[ModuleFeatures]], counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
+) -> _Steps:
+    """The steps with which all modules of a kind fit best; none where they do not fit clearly better."""
+
+    def residual(steps: _Steps) -> float:
+        return sum(_solved(group, steps, counts, took, weights)[1] for group in groups)
+
+    plain: _Steps = (1, 1, 1)
+    several = any(len(product.factors[0]) > 1 for group in groups for product in group[0].products)
+    tried = [(a, b, c) for a, b, c in combinations(STEPS if several else (1,), STEPS if several else (1,), (1, 16))]
+    found = {steps: residual(steps) for steps in tried}
+    best = min(found, key=lambda steps: found[steps])
+    return best if found[best] < (1 - GAIN) * found[plain] else plain
+
+
+def _solved(
+    group: list[ModuleFeatures], steps: _Steps, counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
+) -> tuple[Numbers, float]:
+    """Coefficients that modules which do the same share, and the squared error."""
+    design = np.concatenate([counts.design(one, steps) * weights[:, None] for one in group])
+    wanted = np.concatenate([took[one.module] * weights for one in group])
+    found = _non_negative(design, wanted)
+    return found, float(((design @ found - wanted) ** 2).sum())
+
+
+def _non_negative(design: Numbers, wanted: Numbers) -> Numbers:
+    """Least squares with no negative coefficient: columns leave one at a time, the most negative one first."""
+    size = np.linalg.norm(design, axis=0)
+    used = np.flatnonzero(size > 0)
+    result = np.zeros(design.shape[1])
+    while used.size:
+        found = np.linalg.lstsq(design[:, used] / size[used], wanted, rcond=None)[0]
+        if found.min() >= 0:
+            result[used] = found / size[used]
+            break
+        used = np.delete(used, int(np.argmin(found)))
+    return result
+
+
+def _layers(
+    group: list[ModuleFeatures], steps: _Steps, counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
+) -> dict[str, LayerLatency]:
+    coefficients, _ = _solved(group, steps, counts, took, weights)
+    result = {}
+    for one in group:
+        terms = [
+            LatencyTerm(float(ms) * weight, factors, steps_of(factors, steps))
+            for ms, product in zip(coefficients[1:], one.products, strict=True)
+            if ms > 0
+            for weight, factors in zip(product.weights, product.factors, strict=True)
+        ]
+        found, measured = counts.design(one, steps) @ coefficients, took[one.module]
+        error = float(np.median(np.abs(found / measured - 1))) if (measured > 0).all() else None
+        result[one.module] = LayerLatency(one.module, float(coefficients[0]), tuple(terms), error)
+    return result
+
+
+def _by(features: Sequence[ModuleFeatures], key: Any) -> dict[str, list[ModuleFeatures]]:
+    groups: dict[str, list[ModuleFeatures]] = {}
+    for one in features:
+        groups.setdefault(key(one), []).append(one)
+    return groups
