@@ -2,35 +2,133 @@
 
 from __future__ import annotations
 
-import io
+import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from prunekit.errors import RunError
 from prunekit.measure.measuring import Failed, Job, Timed, measure
 
 START = """
 import pickle, sys
-with open(sys.argv[1], "rb") as job:
-    sys.path[:] = pickle.load(job)
+with open(sys.argv[1] + "/handler", "rb") as first:
+    sys.path[:] = pickle.load(first)
     from prunekit.measure.isolated import serve
-    serve(job, sys.argv[2])
+    serve(first, sys.argv[1])
 """
 """The program of the process. What it unpickles was written by the process that started it, in a folder of its own."""
 
 Outcome = Timed | Failed
 
 
+class NotHandedOver(RunError):
+    """The other process cannot have something: a class of the model is defined where it does not get to."""
+
+
+class Died(RunError):
+    """The other process ended before it answered."""
+
+
 @dataclass(frozen=True)
 class _Unreadable:
-    """A job that the other process could not read: a class of the model is defined where it does not get to."""
+    """What the other process says that it could not read."""
 
     reason: str
+
+
+class Process:
+    """A process of its own that answers requests one at a time, by a handler which it keeps between them.
+
+    Args:
+        handler: is called there with each request; what it is and gets and returns can be pickled.
+        folder: for the files between the processes; exists, and is the caller's own.
+
+    Raises:
+        NotHandedOver: on entering or asking, the handler or the request cannot be handed over.
+        RunError: on entering, the process cannot be started.
+    """
+
+    def __init__(self, handler: Callable[[Any], Any], folder: Path) -> None:
+        self.handler, self.folder = handler, Path(tempfile.mkdtemp(dir=folder))
+
+    def __enter__(self) -> Process:
+        _write(self.folder / "handler", list(sys.path), self.handler)
+        command = [sys.executable, "-c", START, str(self.folder)]
+        with (self.folder / "errors").open("wb") as errors:
+            try:
+                self.process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                )
+            except OSError as error:
+                raise RunError(f"latency: no process to measure in: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # it has answered, or its answer is not wanted any more
+        self.process.communicate()
+
+    def ask(self, request: Any) -> Any:
+        """What the handler returns for a request.
+
+        Raises:
+            Died: the process ended instead; with its last words.
+        """
+        _write(self.folder / "request", request)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # and nothing will be answered
+        if not self.process.stdout.readline():
+            raise Died(f"its process ended with {self.process.wait()}: {self._last_words()}")
+        found = pickle.loads((self.folder / "answer").read_bytes())
+        if isinstance(found, _Unreadable):
+            raise NotHandedOver(found.reason)
+        return found
+
+    def _last_words(self) -> str:
+        said = (self.folder / "errors").read_text(encoding="utf-8", errors="replace").strip()
+        return (said.splitlines() or ["it said nothing"])[-1]
+
+
+def _write(file: Path, *values: Any) -> None:
+    try:
+        with file.open("wb") as stream:
+            for value in values:
+                pickle.dump(value, stream)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:  # as pickle says no
+        raise NotHandedOver(str(error).splitlines()[0]) from error
+
+
+def serve(first: BinaryIO, folder: str) -> None:
+    """What the process does: reads the handler, then answers each line on its input with one on its output."""
+    import_module("prunekit.user_code")  # which finds the user's own files by the names of their modules
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the model prints is no answer
+    handler = _read(first)
+    for _ in sys.stdin:
+        with Path(folder, "request").open("rb") as stream:
+            request = _read(stream)
+        unreadable = next((value for value in (handler, request) if isinstance(value, _Unreadable)), None)
+        Path(folder, "answer").write_bytes(pickle.dumps(unreadable or handler(request)))
+        answers.write("\n")
+        answers.flush()
+
+
+def _read(stream: BinaryIO) -> Any:
+    try:
+        return pickle.load(stream)
+    except Exception as error:  # unpickling imports the modules of the model's classes
+        return _Unreadable(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def measure_apart(job: Job, folder: Path) -> tuple[list[Outcome], str]:
@@ -47,47 +145,15 @@ def measure_apart(job: Job, folder: Path) -> tuple[list[Outcome], str]:
     """
     runtime = job.settings[0].runtime
     try:
-        found = _serve_apart(_pickled(job), folder / f"{runtime}.job", folder / f"{runtime}.outcomes")
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:  # as pickle says no
-        found = _Unreadable(str(error).splitlines()[0])
-    if isinstance(found, str):
-        return [Failed(setting, found) for setting in job.settings], ""
-    if isinstance(found, _Unreadable):
-        note = f"{runtime}: timed in this process, not in one of its own, without memory: {found.reason}"
+        with Process(_measured, folder) as process:
+            found: list[Outcome] = process.ask(job)
+            return found, ""
+    except Died as error:
+        return [Failed(setting, str(error)) for setting in job.settings], ""
+    except NotHandedOver as error:
+        note = f"{runtime}: timed in this process, not in one of its own, without memory: {error}"
         return list(measure(job, own_process=False)), note
-    return found, ""
 
 
-def _pickled(job: Job) -> bytes:
-    stream = io.BytesIO()
-    pickle.dump(list(sys.path), stream)
-    pickle.dump(job, stream)
-    return stream.getvalue()
-
-
-def _serve_apart(written: bytes, job: Path, outcomes: Path) -> list[Outcome] | _Unreadable | str:
-    """What the other process found; the reason as text where it died."""
-    job.write_bytes(written)
-    command = [sys.executable, "-c", START, str(job), str(outcomes)]
-    try:
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise RunError(f"latency: no process to measure in: {error}") from error
-    if ended.returncode:
-        last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return f"its process ended with {ended.returncode}: {last}"
-    found: list[Outcome] | _Unreadable = pickle.loads(outcomes.read_bytes())
-    return found
-
-
-def serve(stream: io.BufferedReader, outcomes: str) -> None:
-    """What the process does: reads a job, measures it, writes what it found."""
-    import_module("prunekit.user_code")  # which finds the user's own files by the names of their modules
-    found: Iterator[Outcome] | _Unreadable
-    try:
-        job: Job = pickle.load(stream)
-    except Exception as error:  # unpickling imports the modules of the model's classes
-        found = _Unreadable(f"{type(error).__name__}: {error}".splitlines()[0])
-        Path(outcomes).write_bytes(pickle.dumps(found))
-        return
-    Path(outcomes).write_bytes(pickle.dumps(list(measure(job, own_process=True))))
+def _measured(job: Job) -> list[Outcome]:
+    return list(measure(job, own_process=True))

@@ -15,13 +15,12 @@ import torch
 from torch import nn
 
 from prunekit.errors import RunError
-from prunekit.export import export_onnx
 from prunekit.measure.choosing import choose
 from prunekit.measure.evidence import doubts, median_interval, paired_ratio
 from prunekit.measure.isolated import Outcome, measure_apart
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.measuring import Failed, Job, Timed, plain_tensors
-from prunekit.measure.runtimes import RUNTIMES, Source, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Source, exported, sample_of
 from prunekit.measure.settings import LatencySettings
 
 Row = dict[str, Any]
@@ -131,13 +130,8 @@ class _Carriers:
             return {name: Source(model) for name, model in self.models.items()}
         for index, (name, model) in enumerate(self.models.items()):
             if name not in self.exported:
-                files = {batch: self._file(model, batch, f"{index}-{batch}.onnx") for batch in set(batches)}
-                self.exported[name] = Source(files=files)
+                self.exported[name] = exported(model, self.sample_shape, batches, self.folder / str(index))
         return self.exported
-
-    def _file(self, model: nn.Module, batch: int, name: str) -> Path:
-        with torch.inference_mode(False), torch.no_grad():  # export traces, which needs version counters
-            return export_onnx(model, sample_of(self.sample_shape, batch), self.folder / name)
 
 
 def _report(names: list[str], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:

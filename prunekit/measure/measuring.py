@@ -84,7 +84,7 @@ def measure(job: Job, *, own_process: bool) -> Iterator[Timed | Failed]:
             with with_threads(setting.threads), torch.inference_mode():
                 yield _timed(job, setting, memory)
         except Exception as error:  # a runtime's own errors, and whatever a model's code makes of another dtype
-            yield Failed(setting, _line(error))
+            yield Failed(setting, line_of(error))
         RUNTIMES[setting.runtime].forget()
         gc.collect()
 
@@ -106,7 +106,7 @@ def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
     for name, source in job.sources.items():
         peak = PeakMemory(setting.device) if memory else None
         session = RUNTIMES[setting.runtime].open(source, sample, setting)
-        _check(name, session, setting, job.expected[name, setting.batch])
+        check(name, session, setting, job.expected[name, setting.batch])
         sessions.append(session)
         taken.append(peak.of(session.run) if peak is not None else None)
     timers = [Timer(session.run, torch.device(setting.device)) for session in sessions]
@@ -119,7 +119,8 @@ def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
     return Timed(setting, times, calls, tuple(taken), contention)
 
 
-def _check(name: str, session: Session, setting: Setting, expected: list[Tensor]) -> None:
+def check(name: str, session: Session, setting: Setting, expected: list[Tensor]) -> None:
+    """Checks a session's outputs against those of the model in eager float32."""
     difference, reason = largest_difference(expected, plain_tensors(session.tensors(session.run())))
     tolerance = TOLERANCES[setting.dtype]
     if not difference <= tolerance:
@@ -133,6 +134,7 @@ def plain_tensors(output: Any) -> list[Tensor]:
     return [tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu() for tensor in gather(output)]
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """What a setting failed of, in one line."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if isinstance(error, VerificationError) else f"{type(error).__name__}: {text}"

@@ -1,8 +1,9 @@
 """What runs models: one entry for each runtime, by the name that rows of results have."""
 
+from prunekit.measure.runtimes.exporting import exported
 from prunekit.measure.runtimes.onnx_runtime import onnx_runtime
 from prunekit.measure.runtimes.open_vino import open_vino
-from prunekit.measure.runtimes.setting import Runtime, Session, Setting, Source, sample_of
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source, sample_of
 from prunekit.measure.runtimes.torch_modules import compiled, cuda_graphs, eager
 
 RUNTIMES: dict[str, Runtime] = {
@@ -13,4 +14,4 @@ RUNTIMES: dict[str, Runtime] = {
     "openvino": open_vino(),
 }
 
-__all__ = ["RUNTIMES", "Runtime", "Session", "Setting", "Source", "sample_of"]
+__all__ = ["RUNTIMES", "LayerClock", "Runtime", "Session", "Setting", "Source", "exported", "sample_of"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -45,16 +45,32 @@ class Source:
 
 
 @dataclass(frozen=True)
+class LayerClock:
+    """A model that is ready to run with every operator timed.
+
+    Attributes:
+        run: runs one forward.
+        passes: of the last so many forwards, in order, the milliseconds by path of the innermost module ("" the model's
+            own code), and under None what the runtime does for no module; it is asked once, when all have run.
+    """
+
+    run: Callable[[], object]
+    passes: Callable[[int], Sequence[Mapping[str | None, float]]]
+
+
+@dataclass(frozen=True)
 class Session:
     """A model that is ready to run on one sample.
 
     Attributes:
         run: runs one forward.
         tensors: what a forward returned, as tensors nested as the model nests them; outside the timed part.
+        layers: the same model on the same sample, timed layer by layer; None where the runtime cannot tell.
     """
 
     run: Callable[[], Any]
     tensors: Callable[[Any], Any] = lambda output: output
+    layers: Callable[[], LayerClock] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,7 @@ class Runtime:
         extra: of prunekit, which brings them.
         refuse: why it cannot run a setting on these devices; empty where it can.
         forget: drops what is kept of sessions, once a setting is done.
+        times_layers: whether its sessions have a layer clock.
         measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
     """
 
@@ -79,6 +96,7 @@ class Runtime:
     packages: tuple[str, ...] = ()
     extra: str = ""
     refuse: Callable[[Setting], str] = lambda setting: ""
+    times_layers: bool = False
     measures_memory: bool = True
     forget: Callable[[], object] = lambda: None
 

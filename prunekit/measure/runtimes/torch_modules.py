@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.measure.runtimes.setting import Runtime, Session, Setting, Source
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source
 
 CAPTURE_RUNS = 3
 """Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
@@ -17,13 +19,31 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 def eager() -> Runtime:
-    """The module as it is."""
+    """The module as it is; its layers by their ATen operators."""
 
     def start(source: Source, sample: Tensor, setting: Setting) -> Session:
         module, placed = _placed(source, sample, setting)
-        return Session(lambda: module(placed))
+        return Session(lambda: module(placed), layers=lambda: _layers(module, placed))
 
-    return Runtime(start, "module", ("cpu", "cuda", "mps"))
+    return Runtime(start, "module", ("cpu", "cuda", "mps"), times_layers=True)
+
+
+def _layers(module: nn.Module, placed: Tensor) -> LayerClock:
+    from prunekit.measure.operators import OperatorTimer, floor  # which other measurements start without
+
+    timer = OperatorTimer(module, (placed,), placed.device, floor(placed.device).clock_ms)
+
+    def passes(count: int) -> list[dict[str | None, float]]:
+        return [_by_module(times) for times in timer.passes[-count:]]
+
+    return LayerClock(timer, passes)
+
+
+def _by_module(times: Mapping[tuple[str, str], float]) -> dict[str | None, float]:
+    found: dict[str | None, float] = defaultdict(float)
+    for (path, _), ms in times.items():
+        found[path] += ms
+    return dict(found)
 
 
 def compiled() -> Runtime:

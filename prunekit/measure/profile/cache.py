@@ -1,0 +1,80 @@
+"""Networks that were measured before: one small file for each, named by all that its times depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.artifacts import read_json, write_json
+from prunekit.errors import ArtifactError
+from prunekit.measure.machine import cpu_name
+from prunekit.measure.profile.layer_times import LayerTimes
+from prunekit.measure.runtimes import RUNTIMES, Setting
+
+WAY = 1
+"""Of measuring; raised whenever the same network would be measured otherwise."""
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept: the `latency` folder of PRUNEKIT_CACHE, or of prunekit's in the user's cache folder."""
+    own = os.environ.get("PRUNEKIT_CACHE")
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own or Path(user, "prunekit")).expanduser() / "latency"
+
+
+def conditions(setting: Setting, sample_shape: tuple[int, ...], repeats: int) -> dict[str, Any]:
+    """What every network of a profile has in common: setting, machine, versions, shape and repeats."""
+    packages = ("torch", *RUNTIMES[setting.runtime].packages)
+    device = torch.device(setting.device)
+    return asdict(setting) | {
+        "way": WAY,
+        "sample_shape": list(sample_shape),
+        "repeats": repeats,
+        "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def structure(network: nn.Module) -> str:
+    """A hash of all modules with their settings, and of the names and shapes of all parameters and buffers."""
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict(keep_vars=True).items()]
+    return hashlib.sha256(f"{network!r}\n{shapes}".encode()).hexdigest()
+
+
+def key_of(network: str, dense: str, common: Mapping[str, Any]) -> str:
+    """The name of a network's file, of the structures of both networks and their conditions."""
+    text = json.dumps([network, dense, common], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(file: Path) -> LayerTimes | None:
+    """What was measured before; None where there is nothing, or the file is damaged."""
+    try:
+        found = read_json(file)
+        modules = {str(path): _ms(ms) for path, ms in found["modules_ms"].items()}
+        whole, dense, rest = (_ms(found[name]) for name in ("whole_ms", "dense_ms", "rest_ms"))
+        return LayerTimes(whole, dense, modules, rest, tuple(map(str, found["doubts"])))
+    except (ArtifactError, LookupError, TypeError, AttributeError, ValueError):
+        return None
+
+
+def _ms(value: Any) -> float:
+    if not isinstance(value, float) or not isfinite(value) or value < 0:
+        raise ValueError(f"expected milliseconds, got {value!r}")
+    return value
+
+
+def store(file: Path, times: LayerTimes) -> None:
+    """Writes what was measured, whole or not at all."""
+    write_json(file, asdict(times))

@@ -1,0 +1,85 @@
+"""What happens inside the process that profiles: a network, whole and by layers, alternated with the dense one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prunekit.context import threads as with_threads
+from prunekit.measure.evidence import Contention, Times, doubts
+from prunekit.measure.machine import Load, cores
+from prunekit.measure.measuring import Failed, check, line_of
+from prunekit.measure.profile.layer_times import LayerTimes
+from prunekit.measure.runtimes import RUNTIMES, Session, Setting, Source, sample_of
+from prunekit.measure.timing import Timer, alternate, warm_up
+
+Pass = Mapping[str | None, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network to measure: what it is run from, and the tensors that it returns in eager float32."""
+
+    name: str
+    source: Source
+    expected: list[Tensor]
+
+
+@dataclass(eq=False)
+class Pair:
+    """Called with a network, it measures it beside the dense one, whose session it keeps from the first call on."""
+
+    dense: Network
+    sample_shape: tuple[int, ...]
+    setting: Setting
+    repeats: int
+    dense_timer: Timer | None = None
+
+    def __call__(self, network: Network) -> LayerTimes | Failed:
+        """The network's times, or what it failed of."""
+        try:
+            with with_threads(self.setting.threads), torch.inference_mode():
+                return self._measure(network)
+        except Exception as error:  # a runtime's own errors, and whatever a model's code raises
+            return Failed(self.setting, line_of(error))
+        finally:
+            gc.collect()
+
+    def _measure(self, network: Network) -> LayerTimes:
+        if self.dense_timer is None:
+            self.dense_timer = Timer(self._open(self.dense).run, torch.device(self.setting.device))
+            warm_up(self.dense_timer)
+        session = self._open(network)
+        assert session.layers is not None
+        clock = session.layers()
+        whole, layers = (Timer(run, torch.device(self.setting.device)) for run in (session.run, clock.run))
+        for timer in (whole, layers):
+            warm_up(timer)
+        load = Load()
+        with load.watched():
+            times = alternate([self.dense_timer, whole, layers], self.repeats)
+        contention = Contention(self.setting.threads, cores(), load.others) if self.setting.device == "cpu" else None
+        return _together(times, clock.passes(self.repeats), contention)
+
+    def _open(self, network: Network) -> Session:
+        sample = sample_of(self.sample_shape, self.setting.batch)
+        session = RUNTIMES[self.setting.runtime].open(network.source, sample, self.setting)
+        check(network.name, session, self.setting, network.expected)
+        return session
+
+
+def _together(times: Times, passes: Sequence[Pass], contention: Contention | None) -> LayerTimes:
+    places = dict.fromkeys(place for found in passes for place in found)
+    medians = {place: float(np.median([found.get(place, 0.0) for found in passes])) for place in places}
+    return LayerTimes(
+        whole_ms=float(np.median(times[1])),
+        dense_ms=float(np.median(times[0])),
+        modules_ms={place: ms for place, ms in medians.items() if place is not None},
+        rest_ms=medians.get(None, 0.0),
+        doubts=tuple(doubts(times[0] / times[1], contention)),
+    )

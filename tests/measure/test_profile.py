@@ -1,0 +1,238 @@
+"""Profiles: every layer has its time, and what was measured is not measured again. No time itself is asserted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import mobilenet_v2, resnet18
+
+from prunekit.errors import RunError, UsageError
+from prunekit.measure.measuring import Failed
+from prunekit.measure.profile import LayerTimes, cache_folder, has_layer_clock, networks, time_networks
+from prunekit.measure.profile.pair import Network, Pair
+from prunekit.measure.runtimes import RUNTIMES, LayerClock, Session, Setting, Source
+
+EAGER = Setting("eager", "cpu", 1, 1)
+
+
+def net(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(width)
+    layers: Sequence[nn.Module] = [nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(width * 16, 5)).eval()
+
+
+def profile(widths: Sequence[int], cache: Path | None, setting: Setting = EAGER, **others: object) -> list[LayerTimes]:
+    settings = {"sample_shape": (3, 6, 6), "repeats": 5} | others
+    named = [(f"of width {width}", net(width)) for width in widths]
+    return list(time_networks(net(), named, setting=setting, cache=cache, **settings))  # type: ignore[arg-type]
+
+
+class Spy:
+    """Stands for the process that measures: counts, and says what it was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        monkeypatch.setattr(networks, "Process", self.process)
+
+    def process(self, pair: Pair, folder: Path) -> Spy:
+        return self
+
+    def __enter__(self) -> Spy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, network: Network) -> LayerTimes | Failed:
+        self.asked.append(network.name)
+        return LayerTimes(float(len(self.asked)), 9.0, {"0": 0.25, "": 0.5}, 0.125, ("a doubt",))
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    return Spy(monkeypatch)
+
+
+def test_an_interrupted_profile_measures_only_what_is_missing(spy: Spy, tmp_path: Path) -> None:
+    started = time_networks(
+        net(), ((str(width), net(width)) for width in (4, 5, 6)), (3, 6, 6), EAGER, repeats=5, cache=tmp_path
+    )
+    first = [next(started), next(started)]
+    started.close()
+    assert spy.asked == ["4", "5"]
+    lines: list[str] = []
+    again = profile((4, 5, 6, 7), tmp_path, log=lines.append)
+    assert spy.asked == ["4", "5", "of width 6", "of width 7"]
+    assert again[:2] == first
+    assert [line.rpartition(", ")[2] for line in lines] == ["measured before"] * 2 + ["measured"] * 2
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_nothing_is_started_where_all_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        Spy(patched)
+        before = profile((4,), tmp_path)
+    monkeypatch.setattr(networks, "Process", None)
+    assert profile((4,), tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"setting": Setting("eager", "cpu", 2, 1)},
+        {"setting": Setting("eager", "cpu", 1, 2)},
+        {"setting": Setting("eager", "cpu", 1, 1, "bfloat16")},
+        {"setting": Setting("eager", "cpu", 1, 1, memory_format="channels_last")},
+        {"repeats": 6},
+    ],
+    ids=str,
+)
+def test_what_was_measured_in_other_conditions_is_measured_anew(
+    spy: Spy, tmp_path: Path, others: dict[str, object]
+) -> None:
+    profile((4,), tmp_path)
+    profile((4,), tmp_path, **others)  # type: ignore[arg-type]
+    assert len(spy.asked) == len(list(tmp_path.iterdir())) == 2
+    profile((4,), tmp_path, **others)  # type: ignore[arg-type]
+    assert len(spy.asked) == 2
+
+
+@pytest.mark.parametrize("change", ["input", "stride", "dense", "function"])
+def test_other_networks_and_inputs_have_files_of_their_own(spy: Spy, tmp_path: Path, change: str) -> None:
+    def measured(dense: nn.Module, network: nn.Module, pixels: int) -> None:
+        list(time_networks(dense, [("it", network)], (3, pixels, pixels), EAGER, repeats=5, cache=tmp_path))
+
+    def pooled(width: int, stride: int = 1, function: type[nn.Module] = nn.ReLU) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, width, 3, stride), function(), nn.AdaptiveAvgPool2d(1))
+
+    measured(pooled(8), pooled(4), 6)
+    dense, network = pooled(7 if change == "dense" else 8), pooled(4)
+    network = pooled(4, 2) if change == "stride" else pooled(4, 1, nn.GELU) if change == "function" else network
+    measured(dense, network, 8 if change == "input" else 6)
+    assert len(spy.asked) == len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace("9.0", "NaN"),
+        lambda text: text.replace("9.0", "-9.0"),
+        lambda text: text.replace("9.0", '"9.0"'),
+        lambda text: text.replace("rest_ms", "rest"),
+        lambda text: text.replace("0.25", "null"),
+    ],
+)
+def test_a_damaged_file_is_measured_anew(spy: Spy, tmp_path: Path, damage: Callable[[str], str]) -> None:
+    profile((4,), tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    assert damage(whole) != whole
+    file.write_text(damage(whole))
+    (times,) = profile((4,), tmp_path)
+    assert (len(spy.asked), times.whole_ms) == (2, 2.0)
+    assert profile((4,), tmp_path) == [times]
+    assert len(spy.asked) == 2
+
+
+def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PRUNEKIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/there")
+    assert cache_folder() == Path("/there/prunekit/latency")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache/prunekit/latency"
+    monkeypatch.setenv("PRUNEKIT_CACHE", "~/own")
+    assert cache_folder() == Path.home() / "own/latency"
+
+
+def test_the_medians_are_of_passes_that_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime with a clock of its own: what the medians are of is known."""
+    runs: list[int] = []
+
+    def open_session(source: Source, sample: Tensor, setting: Setting) -> Session:
+        def passes(count: int) -> list[dict[str | None, float]]:
+            assert len(runs) >= 10 + count, "warmed up before"
+            return [{"a": float(index), None: 2.0} | ({"": 1.0} if index else {}) for index in range(count)]
+
+        assert source.module is not None
+        module = source.module
+        return Session(lambda: module(sample), layers=lambda: LayerClock(lambda: runs.append(1), passes))
+
+    monkeypatch.setitem(RUNTIMES, "eager", type(RUNTIMES["eager"])(open_session, "module", ("cpu",), times_layers=True))
+    x = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    dense, network = (Network(str(width), Source(net(width)), [net(width)(x).detach()]) for width in (8, 4))
+    times = Pair(dense, (3, 6, 6), EAGER, 5)(network)
+    assert isinstance(times, LayerTimes), times
+    assert times.modules_ms == {"a": 2.0, "": 1.0}
+    assert times.rest_ms == 2.0
+    assert times.whole_ms > 0 < times.dense_ms
+
+
+def test_outputs_are_checked_against_eager() -> None:
+    x = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    expected = [net(4)(x).detach()]
+    other = Pair(Network("dense", Source(net(4)), expected), (3, 6, 6), EAGER, 5)(
+        Network("b", Source(net(5)), expected)
+    )
+    assert isinstance(other, Failed)
+    assert other.reason.startswith("b computes something else than in eager float32")
+
+
+class Breaks(nn.Module):
+    """Computes, and only in eager where the process is the one that made it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.get_num_threads() == 1:
+            raise ValueError("one thread is too few")
+        return x
+
+
+def test_a_network_that_fails_is_named() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        named = [("good", nn.ReLU()), ("bad", Breaks())]
+        found = time_networks(nn.Identity(), named, (4,), EAGER, repeats=5, cache=None)
+        assert set(next(found).modules_ms) == {""}
+        with pytest.raises(RunError, match="bad: not measured in eager: ValueError: one thread is too few"):
+            next(found)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_runtime_without_a_layer_clock_is_refused_before_anything_runs() -> None:
+    assert {name for name in RUNTIMES if has_layer_clock(name)} >= {"eager"}
+    with pytest.raises(UsageError, match="'compile' cannot tell how long each layer takes; these can: eager"):
+        profile((4,), None, Setting("compile", "cpu", 1, 1))
+
+
+def test_what_only_this_process_has_is_timed_here() -> None:
+    class Local(nn.Linear):
+        pass
+
+    lines: list[str] = []
+    (times,) = time_networks(
+        nn.Linear(4, 4), [("local", nn.Sequential(Local(4, 4)))], (4,), EAGER, repeats=5, cache=None, log=lines.append
+    )
+    assert "timed in this process" in lines[0]
+    assert "Local" in lines[0]
+    assert set(times.modules_ms) == {"0"}
+
+
+def layers_of(model: nn.Module) -> set[str]:
+    """Paths of all layers that multiply."""
+    return {path for path, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))}
+
+
+@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
+def test_every_layer_of_a_network_has_its_time(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    (times,) = time_networks(nn.Conv2d(3, 2, 3), [("net", build())], (3, 64, 64), EAGER, repeats=5, cache=None)
+    assert layers_of(build()) <= set(times.modules_ms) <= {path for path, _ in build().named_modules()}
+    assert times.rest_ms == 0
