@@ -12,6 +12,7 @@ import numpy as np
 from prunekit.channels import ChannelMap
 from prunekit.channels.map import Keep
 from prunekit.measure.profile.features import ModuleFeatures, features_of
+from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.planning.costs import Numbers
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, up
 
@@ -22,23 +23,18 @@ GAIN = 0.02
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
-    """A network that was timed layer by layer, beside the dense one.
-
-    Attributes:
-        keep: (n_labels,) what it has of the dense one.
-        whole_ms: of a forward pass of the batch.
-        dense_ms: the dense network's, timed alternately.
-        modules_ms: what the code of each module took, by its path.
-    """
+class Sample:
+    """A network that was timed layer by layer, beside the dense one: what it keeps, (n_labels,), and its times."""
 
     keep: Keep
-    whole_ms: float
-    dense_ms: float
-    modules_ms: Mapping[str, float]
+    times: LayerTimes
+
+    def whole_ms(self, dense_ms: float) -> float:
+        """Milliseconds at the speed that the machine has when the dense network takes `dense_ms`."""
+        return self.times.whole_ms * dense_ms / self.times.dense_ms
 
 
-def fit(channel_map: ChannelMap, networks: Sequence[Network], setting: Mapping[str, Any]) -> LatencyTable:
+def fit(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str, Any]) -> LatencyTable:
     """A table of what every module takes by its widths.
 
     A module's time is a constant and a sum of products of widths, as operators multiply and write them, each width
@@ -48,17 +44,17 @@ def fit(channel_map: ChannelMap, networks: Sequence[Network], setting: Mapping[s
 
     Args:
         channel_map: of the dense model, traced.
-        networks: at least as many as a module has products of widths; the more, the better.
+        samples: networks, at least as many as a module has products of widths; the more, the better.
         setting: noted in the table.
     """
-    dense_ms = float(np.median([network.dense_ms for network in networks]))
-    scale = np.array([dense_ms / network.dense_ms for network in networks])
-    whole = scale * np.array([network.whole_ms for network in networks])
-    kept = [network.keep[channel_map.traced.final] for network in networks]
+    dense_ms = float(np.median([sample.times.dense_ms for sample in samples]))
+    scale = np.array([dense_ms / sample.times.dense_ms for sample in samples])
+    whole = np.array([sample.whole_ms(dense_ms) for sample in samples])
+    kept = [sample.keep[channel_map.traced.final] for sample in samples]
     features = features_of(channel_map)
     counts = _Counts(kept)
     took = {
-        one.module: scale * np.array([network.modules_ms.get(one.module, 0.0) for network in networks])
+        one.module: scale * np.array([sample.times.modules_ms.get(one.module, 0.0) for sample in samples])
         for one in features
     }
     alike = _by(features, lambda one: one.signature)
