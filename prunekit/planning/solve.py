@@ -29,6 +29,8 @@ GRID = 4096
 STARTS = 2
 """Of the plans that prices lead to, so many are improved: the best. All of them where there are few widths."""
 
+NOTHING_FREE = "no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons"
+
 Ladder = Callable[[int], Labels]
 """Step -> number of labels kept of each part; never fewer at a higher step."""
 
@@ -64,7 +66,7 @@ def make_plan(
     _check_scores(channel_map, scores)
     parts = free_parts(channel_map, scores, settings)
     if not parts:
-        raise PlanError("no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons")
+        raise PlanError(NOTHING_FREE)
     budgets = budgets_of(channel_map, parts, settings, latency)
     check_met(channel_map, scores, parts, budgets, settings, latency)
     counts = _chosen(parts, scores, budgets, settings.scope)
@@ -72,7 +74,23 @@ def make_plan(
     if keep.all():
         raise PlanError(_removes_nothing(budgets, settings))
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
-    return Plan(channel_map, keep, _plain(origin | budgets.found(counts)))
+    return Plan(channel_map, keep, plain(origin | budgets.found(counts)))
+
+
+def least_left(
+    channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None
+) -> dict[str, float]:
+    """Of each budget that is given what the narrowest plan leaves, in the units of `Budgets`.
+
+    Raises:
+        PlanError: nothing is free, or a glob matches no module.
+    """
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), settings)
+    if not parts:
+        raise PlanError(NOTHING_FREE)
+    budgets = budgets_of(channel_map, parts, settings, latency)
+    fewest = budgets.left(np.array([part.counts[0] for part in parts]))
+    return dict(zip(budgets.names, fewest.tolist(), strict=True))
 
 
 def _chosen(parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
@@ -157,12 +175,12 @@ def _check_scores(channel_map: ChannelMap, scores: Scores) -> None:
         raise NonFiniteError(f"scores: NaN in {', '.join(bad[:5])}; are the weights, or the statistics, finite there?")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Tuples as lists and version objects as text, so that a plan reads back equal to what was written."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, str) else value
 
 

@@ -22,6 +22,7 @@ from prunekit.planning import Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import free_parts
 from prunekit.planning.settings import TargetSettings
+from prunekit.planning.solve import NOTHING_FREE
 from prunekit.workflow.bench import devices
 from prunekit.workflow.runs import Log
 
@@ -113,7 +114,7 @@ def profile(
     setting, notes = layer_setting(target)
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), replace(prune, ratios={}))
     if not parts:
-        raise PlanError("no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons")
+        raise PlanError(NOTHING_FREE)
     keeps = list(sampled(channel_map, parts, networks))
     made = _networks(model, channel_map, keeps)
     times = time_networks(model, made, sample_shape, setting, repeats=REPEATS, cache=cache or cache_folder(), log=log)

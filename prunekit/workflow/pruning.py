@@ -20,6 +20,7 @@ from prunekit.criteria import get_criterion, normalise, score
 from prunekit.criteria.elimination import outputs_reading
 from prunekit.errors import UsageError
 from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, make_plan
+from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Scores
 from prunekit.planning.settings import Scope
 
@@ -73,6 +74,7 @@ def plan_model(
     seed: int = 0,
     channel_map: ChannelMap | None = None,
     more_examples: Sequence[tuple[Any, ...]] = (),
+    latency: LatencyTable | None = None,
 ) -> Planned:
     """Traces a model, scores its channels, plans for a budget, and tries the plan until masked == compact.
 
@@ -87,6 +89,7 @@ def plan_model(
         channel_map: of this model, when it has been traced already, on the same examples in the same order.
         more_examples: further inputs, for branches that the first does not take: what only those use is known to
             nobody else, and may fail in the compact model.
+        latency: of the target, for budgets of time: what they leave is predicted, not measured.
 
     Raises:
         PlanError: the budget cannot be met, or nothing would be removed.
@@ -102,7 +105,7 @@ def plan_model(
 
     def choose(candidate: ChannelMap) -> Keep:
         scores = importance(model, candidate, settings, stats, gradients, seed, patches)
-        made.append((make_plan(candidate, scores, settings, seed=seed), scores))
+        made.append((make_plan(candidate, scores, settings, seed=seed, latency=latency), scores))
         return made[-1][0].keep
 
     with paused_garbage_collection():
@@ -130,11 +133,14 @@ def plan_curves(planned: Planned, patches: PatchStats) -> dict[str, SensitivityC
     }
 
 
-def feasible(channel_map: ChannelMap, settings: PruneSettings) -> Plan:
+def feasible(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None) -> Plan:
     """A plan from equal scores: shows, before anything is trained, whether the budgets can be met.
+
+    Args:
+        latency: of the target, for budgets of time, which are predicted.
 
     Raises:
         PlanError: they cannot.
     """
     scope: Scope = "global" if settings.scope == "per_mac" else settings.scope  # as wide, and quicker
-    return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope))
+    return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)

@@ -1,0 +1,96 @@
+"""Plans that were measured on the way to a budget of time, and what to aim at next. Pure functions of the figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+TOLERANCE = 0.03
+"""By how much what is delivered may differ from what was asked for."""
+GOAL = 0.985
+"""What is aimed at, as a share of the time that was asked for: the middle of what is within the tolerance and no
+slower."""
+NEAR = 0.0125
+"""An attempt this near to the goal is taken."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A model on the target, measured beside the dense one in a fresh process.
+
+    Attributes:
+        ms, ms_low, ms_high: median of a forward pass of the batch and its 95 % interval.
+        speedup, speedup_low, speedup_high: over the dense model, pair by pair.
+        stable: whether the figures support a claim; if not, `doubts` says why.
+    """
+
+    ms: float
+    ms_low: float
+    ms_high: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    stable: bool
+    doubts: tuple[str, ...]
+
+    def excess(self, asked: dict[str, float]) -> float:
+        """The time it takes over the time asked for: the largest over the budgets of time."""
+        shares = (self.ms / value if name == "latency_ms" else value / self.speedup for name, value in asked.items())
+        return max(shares)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ms:.3g} ms [{self.ms_low:.3g}, {self.ms_high:.3g}], {self.speedup:.3g}x "
+            f"[{self.speedup_low:.3g}, {self.speedup_high:.3g}]{'' if self.stable else ', unstable'}"
+        )
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A plan that was measured.
+
+    Attributes:
+        share: of the time that was asked for: what the plan was made for, as predicted.
+        predicted_ms: by the latency table.
+        macs_left: share of the dense model's.
+        excess: the time it takes over the time asked for.
+    """
+
+    share: float
+    predicted_ms: float
+    macs_left: float
+    excess: float
+    timing: Timing
+
+    def __str__(self) -> str:
+        return (
+            f"predicted {self.predicted_ms:.3g} ms with {self.macs_left:.1%} of the MACs, measured {self.timing}: "
+            f"{100 * self.excess:.1f} % of the time asked for"
+        )
+
+
+def next_share(attempts: Sequence[Attempt]) -> float:
+    """What to aim at: between the attempts next to the goal on either side, else the last one scaled to it."""
+    shares = dict.fromkeys(one.share for one in attempts)
+    points = [(math.log(mean_excess(attempts, share) / GOAL), math.log(share)) for share in shares]
+    below = max((point for point in points if point[0] <= 0), default=None)
+    above = min((point for point in points if point[0] > 0), default=None)
+    if below is None or above is None:
+        return math.exp(points[-1][1] - points[-1][0])
+    if above[1] <= below[1]:  # noise: the plan for less time took more
+        return math.exp(sum(share - excess for excess, share in (below, above)) / 2)
+    slope = (above[1] - below[1]) / (above[0] - below[0])
+    return math.exp(below[1] - slope * below[0])
+
+
+def mean_excess(attempts: Sequence[Attempt], share: float) -> float:
+    """The geometric mean over the measurements of one plan."""
+    return math.exp(float(np.mean([math.log(one.excess) for one in attempts if one.share == share])))
+
+
+def distance(excess: float) -> float:
+    """From the goal; being slower than asked for counts as more than any other within the tolerance."""
+    return abs(excess - GOAL) + (TOLERANCE if excess > 1 else 0.0)

@@ -1,0 +1,243 @@
+"""Budgets of time, delivered: a plan is predicted, measured and made anew until what is measured is what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from torch import nn
+
+from prunekit.channels import ChannelMap
+from prunekit.errors import PlanError, RunError
+from prunekit.measure import measure_latency
+from prunekit.measure.wording import failed
+from prunekit.planning import PruneSettings
+from prunekit.planning.budgets import as_given, in_words
+from prunekit.planning.latency import LatencyTable
+from prunekit.planning.settings import LATENCIES
+from prunekit.planning.solve import least_left, plain
+from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, distance, mean_excess, next_share
+from prunekit.workflow.bench import devices
+from prunekit.workflow.profiling import as_latency
+from prunekit.workflow.pruning import Planned
+from prunekit.workflow.runs import Log
+
+ATTEMPTS = 8
+REPEATS, LAST_REPEATS = 31, 61
+"""Rounds of each attempt, and of the figure that counts."""
+
+_LEAST_SPEEDUP = 1 + 1e-6
+
+Planner = Callable[[PruneSettings, ChannelMap], Planned]
+
+
+@dataclass(frozen=True, eq=False)
+class Delivered:
+    """A frozen plan, and the figure that counts.
+
+    Attributes:
+        planned: the plan; its provenance has the budgets of time as they were asked for, with what was measured.
+        asked: the budgets of time.
+        attempts: all plans that were measured on the way, in order.
+        final: measured last, of the frozen plan.
+        excess: of that figure.
+        binding: whether time is what the plan is limited by; if not, it may be faster than asked for.
+    """
+
+    planned: Planned
+    asked: dict[str, float]
+    attempts: tuple[Attempt, ...]
+    final: Timing
+    excess: float
+    binding: bool
+
+    @property
+    def within(self) -> bool:
+        """Whether what is delivered is within the tolerance, or faster where another budget binds."""
+        return abs(self.excess - 1) <= TOLERANCE or (self.excess < 1 and not self.binding)
+
+    @property
+    def shortfalls(self) -> list[str]:
+        """What was promised and not delivered, in sentences."""
+        found = f"{in_words('latency_ms', self.final.ms)}, {self.final.speedup:.3g}x the dense model's speed"
+        asked = " and ".join(_asked_in_words(name, value) for name, value in self.asked.items())
+        texts = []
+        if self.excess > 1:
+            texts.append(f"budget {asked}: delivered {found}: {100 * (self.excess - 1):.1f} % slower than asked for")
+        elif not self.within:
+            texts.append(f"budget {asked}: delivered {found}: {100 * (1 - self.excess):.1f} % faster than asked for")
+        if not self.final.stable:
+            texts.append(f"budget {asked}: the figure is unstable: {'; '.join(self.final.doubts)}")
+        return texts
+
+
+def deliver(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    sample_shape: Sequence[int],
+    settings: PruneSettings,
+    table: LatencyTable,
+    planner: Planner,
+    *,
+    log: Log,
+) -> Delivered:
+    """Plans for budgets of time: predicts, measures the compact model, corrects the aim, and measures the frozen plan.
+
+    Args:
+        model: dense; on the CPU.
+        channel_map: of it, traced.
+        sample_shape: of one input without the batch.
+        settings: budgets, of which at least one is of time, and the target.
+        table: of the target, or of the runtime that stands in for it.
+        planner: makes a plan for settings from a channel map, and tries it.
+        log: gets a line for each attempt.
+
+    Raises:
+        PlanError: the budgets cannot be met; with the best that can be, measured.
+        RunError: the target cannot run the model.
+    """
+    asked = time_budgets(settings)
+    attempts, made = _searched(model, channel_map, sample_shape, settings, table, planner, log)
+    best = min(range(len(attempts)), key=lambda index: distance(mean_excess(attempts, attempts[index].share)))
+    final = timed(model, made[best].compact, sample_shape, settings, LAST_REPEATS)
+    excess, planned = final.excess(asked), _noted(made[best], settings, final)
+    log(
+        f"latency: frozen attempt {best + 1} of {len(attempts)}, measured last: {final}: "
+        f"{100 * excess:.1f} % of the time asked for"
+    )
+    return Delivered(planned, asked, tuple(attempts), final, excess, _time_binds(planned))
+
+
+def _searched(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    sample_shape: Sequence[int],
+    settings: PruneSettings,
+    table: LatencyTable,
+    planner: Planner,
+    log: Log,
+) -> tuple[list[Attempt], list[Planned]]:
+    """Attempts, and the plan of each: until one is near the goal when it is measured twice, or none is left to try."""
+    asked = time_budgets(settings)
+    narrowest = _least_share(channel_map, settings, table, asked)
+    attempts: list[Attempt] = []
+    made: list[Planned] = []
+    share, again = max(1.0, narrowest), False
+    while len(attempts) < ATTEMPTS:
+        planned = made[-1] if again else planner(aiming(settings, share), channel_map)
+        channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
+        timing = timed(model, planned.compact, sample_shape, settings, REPEATS)
+        attempts.append(_attempt(planned, table, share, timing, asked))
+        made.append(planned)
+        log(f"latency: attempt {len(attempts)}: {attempts[-1]}")
+        excess = mean_excess(attempts, share)
+        near = abs(excess - GOAL) <= NEAR
+        if (near and again) or (excess < GOAL and not _time_binds(planned)):
+            break
+        if excess > 1 and share <= narrowest:
+            raise PlanError(_out_of_reach(asked, timing))
+        share, again = (share, True) if near else (max(next_share(attempts), narrowest), False)
+    return attempts, made
+
+
+def time_budgets(settings: PruneSettings) -> dict[str, float]:
+    """The budgets of time that are given."""
+    given = {name: getattr(settings.budget, name) for name in LATENCIES}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def require_reachable(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    sample_shape: Sequence[int],
+    settings: PruneSettings,
+    table: LatencyTable,
+    planner: Planner,
+) -> None:
+    """Refuses budgets of time that the narrowest plan does not meet: where that is predicted, it is measured.
+
+    Raises:
+        PlanError: they cannot be met; with the best that can be.
+    """
+    asked = time_budgets(settings)
+    narrowest = _least_share(channel_map, settings, table, asked)
+    if narrowest > 1:
+        planned = planner(aiming(settings, narrowest), channel_map)
+        timing = timed(model, planned.compact, sample_shape, settings, REPEATS)
+        if timing.excess(asked) > 1:
+            raise PlanError(_out_of_reach(asked, timing))
+
+
+def aiming(settings: PruneSettings, share: float) -> PruneSettings:
+    """Settings whose budgets of time are multiplied: a plan by them takes that share of the time, as predicted."""
+    budget = settings.budget
+    if budget.latency_ms is not None:
+        budget = replace(budget, latency_ms=budget.latency_ms * share)
+    if budget.speedup is not None:
+        budget = replace(budget, speedup=max(budget.speedup / share, _LEAST_SPEEDUP))
+    return replace(settings, budget=budget)
+
+
+def timed(
+    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
+) -> Timing:
+    """Measures a compact model beside the dense one on the target of the settings, in a process of its own.
+
+    Raises:
+        RunError: it cannot be measured there.
+    """
+    wanted = as_latency(settings.target, repeats)
+    found = measure_latency(
+        {"dense": model, "pruned": compact}, sample_shape, wanted, devices(settings.target.device, wanted)
+    )
+    if found.failures:
+        raise RunError(f"latency not measured: {'; '.join(failed(found.failures))}")
+    row, ratio = found.rows[1], found.speedup[0]
+    doubts = tuple(dict.fromkeys([*row["doubts"], *ratio["doubts"]]))
+    ms = (row["median_ms"], row["low_ms"], row["high_ms"])
+    return Timing(*ms, ratio["median"], ratio["low"], ratio["high"], not doubts, doubts)
+
+
+def _least_share(
+    channel_map: ChannelMap, settings: PruneSettings, table: LatencyTable, asked: dict[str, float]
+) -> float:
+    """The least time that any plan is predicted to take, over what was asked for."""
+    least = least_left(channel_map, settings, table)
+    shares = [least[name] / as_given(name, value) for name, value in asked.items()]
+    return max(shares) * (1 + 1e-9)
+
+
+def _attempt(planned: Planned, table: LatencyTable, share: float, timing: Timing, asked: dict[str, float]) -> Attempt:
+    chart, keep = planned.plan.channel_map, planned.plan.keep
+    return Attempt(share, table.at(chart, keep), chart.macs(keep) / chart.macs(), timing.excess(asked), timing)
+
+
+def _time_binds(planned: Planned) -> bool:
+    return planned.plan.provenance["binding"] in LATENCIES
+
+
+def _noted(planned: Planned, settings: PruneSettings, final: Timing) -> Planned:
+    """The plan with the budgets of time as they were asked for, and what was measured."""
+    provenance = dict(planned.plan.provenance)
+    measured = {"latency_ms": final.ms, "speedup": final.speedup}
+    provenance["prune"] = plain(asdict(settings))
+    provenance["budgets"] = {
+        name: found
+        if name not in measured
+        else {"asked": getattr(settings.budget, name), "left": measured[name], "dense": found["dense"]}
+        for name, found in provenance["budgets"].items()
+    }
+    return replace(planned, plan=replace(planned.plan, provenance=provenance))
+
+
+def _asked_in_words(name: str, value: float) -> str:
+    return f"{name} {in_words(name, as_given(name, value))}"
+
+
+def _out_of_reach(asked: dict[str, float], timing: Timing) -> str:
+    wanted = " and ".join(_asked_in_words(name, value) for name, value in asked.items())
+    return (
+        f"budget {wanted}: the narrowest plan takes {timing.ms:.4g} ms, {timing.speedup:.3g}x the dense model's speed "
+        "(measured), and that is the best that can be had; raise the budget, or relax exclude, ratios, min_channels "
+        "and round_to"
+    )
