@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.training import recalibrate_batchnorm
-    from prunekit.workflow import explain, finetune, plan_model, prune, sensitivity
+    from prunekit.workflow import explain, finetune, plan_model, profile, prune, sensitivity
 
 __version__ = version("prunekit")
 
@@ -58,6 +58,7 @@ _PLACES = {
     "load_plan": "prunekit.planning:load_plan",
     "masked": "prunekit.masking:masked",
     "plan_model": "prunekit.workflow:plan_model",
+    "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
     "save": "prunekit.compaction:save",
@@ -106,6 +107,7 @@ __all__ = [
     "load_plan",
     "masked",
     "plan_model",
+    "profile",
     "prune",
     "recalibrate_batchnorm",
     "save",

@@ -16,6 +16,7 @@ from prunekit.cli.group import FAILED, INTERRUPTED, ErrorGroup
 from prunekit.cli.inspect import inspect_command
 from prunekit.cli.list import list_command
 from prunekit.cli.options import debug_option
+from prunekit.cli.profile import profile_command
 from prunekit.cli.prune import prune_command
 from prunekit.cli.sensitivity import sensitivity_command
 
@@ -36,6 +37,7 @@ COMMANDS = (
     calibrate_command,
     sensitivity_command,
     evaluate_command,
+    profile_command,
     bench_command,
     explain_command,
     inspect_command,

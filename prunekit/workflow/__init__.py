@@ -6,6 +6,8 @@ from prunekit.workflow.explain import Explanation, explain
 from prunekit.workflow.finetune import RunResult, finetune, prune_job
 from prunekit.workflow.oneshot import Pruned, prune
 from prunekit.workflow.own import Own
+from prunekit.workflow.profile_run import ProfileRun, profile_job
+from prunekit.workflow.profiling import Profile, profile
 from prunekit.workflow.pruning import Planned, plan_model
 from prunekit.workflow.sensitivity import Sensitivity, sensitivity
 from prunekit.workflow.sensitivity_run import SensitivityRun, analyse
@@ -17,6 +19,8 @@ __all__ = [
     "JobSettings",
     "Own",
     "Planned",
+    "Profile",
+    "ProfileRun",
     "Pruned",
     "RunResult",
     "Sensitivity",
@@ -27,6 +31,8 @@ __all__ = [
     "explain",
     "finetune",
     "plan_model",
+    "profile",
+    "profile_job",
     "prune",
     "prune_job",
     "sensitivity",

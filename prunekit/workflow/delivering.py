@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from torch import nn
 
@@ -12,14 +13,15 @@ from prunekit.errors import PlanError, RunError
 from prunekit.measure import measure_latency
 from prunekit.measure.wording import failed
 from prunekit.planning import PruneSettings
-from prunekit.planning.budgets import as_given, in_words
+from prunekit.planning.budgets import as_given
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import LATENCIES
 from prunekit.planning.solve import least_left, plain
-from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, distance, mean_excess, next_share
+from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.bench import devices
+from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
 from prunekit.workflow.profiling import as_latency
-from prunekit.workflow.pruning import Planned
+from prunekit.workflow.pruning import Planned, feasible, plan_model
 from prunekit.workflow.runs import Log
 
 ATTEMPTS = 8
@@ -31,47 +33,7 @@ _LEAST_SPEEDUP = 1 + 1e-6
 Planner = Callable[[PruneSettings, ChannelMap], Planned]
 
 
-@dataclass(frozen=True, eq=False)
-class Delivered:
-    """A frozen plan, and the figure that counts.
-
-    Attributes:
-        planned: the plan; its provenance has the budgets of time as they were asked for, with what was measured.
-        asked: the budgets of time.
-        attempts: all plans that were measured on the way, in order.
-        final: measured last, of the frozen plan.
-        excess: of that figure.
-        binding: whether time is what the plan is limited by; if not, it may be faster than asked for.
-    """
-
-    planned: Planned
-    asked: dict[str, float]
-    attempts: tuple[Attempt, ...]
-    final: Timing
-    excess: float
-    binding: bool
-
-    @property
-    def within(self) -> bool:
-        """Whether what is delivered is within the tolerance, or faster where another budget binds."""
-        return abs(self.excess - 1) <= TOLERANCE or (self.excess < 1 and not self.binding)
-
-    @property
-    def shortfalls(self) -> list[str]:
-        """What was promised and not delivered, in sentences."""
-        found = f"{in_words('latency_ms', self.final.ms)}, {self.final.speedup:.3g}x the dense model's speed"
-        asked = " and ".join(_asked_in_words(name, value) for name, value in self.asked.items())
-        texts = []
-        if self.excess > 1:
-            texts.append(f"budget {asked}: delivered {found}: {100 * (self.excess - 1):.1f} % slower than asked for")
-        elif not self.within:
-            texts.append(f"budget {asked}: delivered {found}: {100 * (1 - self.excess):.1f} % faster than asked for")
-        if not self.final.stable:
-            texts.append(f"budget {asked}: the figure is unstable: {'; '.join(self.final.doubts)}")
-        return texts
-
-
-def deliver(
+def freeze(
     model: nn.Module,
     channel_map: ChannelMap,
     sample_shape: Sequence[int],
@@ -80,8 +42,8 @@ def deliver(
     planner: Planner,
     *,
     log: Log,
-) -> Delivered:
-    """Plans for budgets of time: predicts, measures the compact model, corrects the aim, and measures the frozen plan.
+) -> Frozen:
+    """Plans for budgets of time: predicts, measures, and corrects the aim until what is measured fits.
 
     Args:
         model: dense; on the CPU.
@@ -96,16 +58,24 @@ def deliver(
         PlanError: the budgets cannot be met; with the best that can be, measured.
         RunError: the target cannot run the model.
     """
-    asked = time_budgets(settings)
     attempts, made = _searched(model, channel_map, sample_shape, settings, table, planner, log)
     best = min(range(len(attempts)), key=lambda index: distance(mean_excess(attempts, attempts[index].share)))
-    final = timed(model, made[best].compact, sample_shape, settings, LAST_REPEATS)
-    excess, planned = final.excess(asked), _noted(made[best], settings, final)
-    log(
-        f"latency: frozen attempt {best + 1} of {len(attempts)}, measured last: {final}: "
-        f"{100 * excess:.1f} % of the time asked for"
-    )
-    return Delivered(planned, asked, tuple(attempts), final, excess, _time_binds(planned))
+    log(f"latency: attempt {best + 1} is taken")
+    planned = made[best]
+    return Frozen(_as_asked(planned, settings), time_budgets(settings), tuple(attempts), _time_binds(planned))
+
+
+def delivered(
+    frozen: Frozen, model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, log: Log
+) -> Delivered:
+    """Measures the model that is handed over, compacted by a frozen plan, beside the dense one in a fresh process.
+
+    Raises:
+        RunError: the target cannot run it.
+    """
+    found = Delivered(frozen, timed(model, compact, sample_shape, settings, LAST_REPEATS))
+    log(f"latency: measured last: {found.final}: {100 * found.excess:.1f} % of the time asked for")
+    return found
 
 
 def _searched(
@@ -148,24 +118,30 @@ def time_budgets(settings: PruneSettings) -> dict[str, float]:
 
 def require_reachable(
     model: nn.Module,
+    example_inputs: tuple[Any, ...],
     channel_map: ChannelMap,
-    sample_shape: Sequence[int],
     settings: PruneSettings,
     table: LatencyTable,
-    planner: Planner,
 ) -> None:
-    """Refuses budgets of time that the narrowest plan does not meet: where that is predicted, it is measured.
+    """Refuses budgets that cannot be met; where that is predicted for budgets of time, the narrowest plan is measured.
+
+    Args:
+        model: dense, with or without weights: time does not depend on them.
+        example_inputs: one tensor, (1, ...).
 
     Raises:
         PlanError: they cannot be met; with the best that can be.
     """
     asked = time_budgets(settings)
     narrowest = _least_share(channel_map, settings, table, asked)
-    if narrowest > 1:
-        planned = planner(aiming(settings, narrowest), channel_map)
-        timing = timed(model, planned.compact, sample_shape, settings, REPEATS)
-        if timing.excess(asked) > 1:
-            raise PlanError(_out_of_reach(asked, timing))
+    if narrowest <= 1:
+        feasible(channel_map, settings, table)
+        return
+    by_norm = replace(aiming(settings, narrowest), criterion="l2", scope="global")
+    planned = plan_model(model, example_inputs, by_norm, channel_map=channel_map, latency=table)
+    timing = timed(model, planned.compact, tuple(example_inputs[0].shape[1:]), settings, REPEATS)
+    if timing.excess(asked) > 1:
+        raise PlanError(_out_of_reach(asked, timing))
 
 
 def aiming(settings: PruneSettings, share: float) -> PruneSettings:
@@ -216,28 +192,15 @@ def _time_binds(planned: Planned) -> bool:
     return planned.plan.provenance["binding"] in LATENCIES
 
 
-def _noted(planned: Planned, settings: PruneSettings, final: Timing) -> Planned:
-    """The plan with the budgets of time as they were asked for, and what was measured."""
-    provenance = dict(planned.plan.provenance)
-    measured = {"latency_ms": final.ms, "speedup": final.speedup}
-    provenance["prune"] = plain(asdict(settings))
-    provenance["budgets"] = {
-        name: found
-        if name not in measured
-        else {"asked": getattr(settings.budget, name), "left": measured[name], "dense": found["dense"]}
-        for name, found in provenance["budgets"].items()
-    }
+def _as_asked(planned: Planned, settings: PruneSettings) -> Planned:
+    """The plan with the settings as they were given, not as they were aimed at."""
+    provenance = {**planned.plan.provenance, "prune": plain(asdict(settings))}
     return replace(planned, plan=replace(planned.plan, provenance=provenance))
 
 
-def _asked_in_words(name: str, value: float) -> str:
-    return f"{name} {in_words(name, as_given(name, value))}"
-
-
 def _out_of_reach(asked: dict[str, float], timing: Timing) -> str:
-    wanted = " and ".join(_asked_in_words(name, value) for name, value in asked.items())
     return (
-        f"budget {wanted}: the narrowest plan takes {timing.ms:.4g} ms, {timing.speedup:.3g}x the dense model's speed "
-        "(measured), and that is the best that can be had; raise the budget, or relax exclude, ratios, min_channels "
-        "and round_to"
+        f"budget {in_words_all(asked)}: the narrowest plan takes {timing.ms:.4g} ms, {timing.speedup:.3g}x the dense "
+        "model's speed (measured), and that is the best that can be had; raise the budget, or relax exclude, ratios, "
+        "min_channels and round_to"
     )

@@ -11,6 +11,7 @@ from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradi
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
@@ -19,6 +20,8 @@ from prunekit.workflow.tables import layer_rows
 
 def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, Any]:
     """Plans a job without training: data, model, budget and globs are checked, and the widths shown.
+
+    Budgets of time are predicted from a profile, which is measured unless it is in the cache.
 
     Without weights and without a cached baseline the scores are those of random weights, which the result says; under
     scope `uniform` the widths do not depend on them.
@@ -29,7 +32,9 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     devices("auto", job.latency)
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
-    feasible(chart, job.prune)
+    timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
+    latency = None if timed is None else timed.table
+    feasible(chart, job.prune, latency)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
@@ -45,6 +50,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
         patches=job_patches(prepared, prepared.model, chart, log=log),
         seed=job.seed,
         channel_map=chart,
+        latency=latency,
     )
     settled = planned.plan.channel_map
     return {

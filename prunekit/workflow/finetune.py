@@ -10,9 +10,11 @@ from typing import Any
 from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.workflow.bench import devices
+from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import feasible
 from prunekit.workflow.runs import Log, run_folder
 from prunekit.workflow.settings import JobSettings
@@ -98,9 +100,13 @@ def _run(
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    feasible(chart, job.prune)
+    timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
+    if timed is None:
+        feasible(chart, job.prune)
+    else:
+        require_reachable(prepared.model, prepared.example_inputs, chart, job.prune, timed.table)
     with run_folder(job.output, job.name, log, resolved) as run, threads(job.threads):
-        metrics = Journey(prepared, chart, run, progress=progress, training=training).travel()
+        metrics = Journey(prepared, chart, run, timed, progress=progress, training=training).travel()
         if finish is not None:
             finish(run.path)
     return RunResult(run.path, metrics)

@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from prunekit.artifacts import write_json
-from prunekit.calibration import ChannelStats
 from prunekit.channels import ChannelMap
-from prunekit.compaction import compact, save
+from prunekit.compaction import compact, load, save
 from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
 from prunekit.masking import masked, sparsity
@@ -25,22 +24,18 @@ from prunekit.planning import Plan
 from prunekit.training import ClampRow, EpochRow, History, fit
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
-from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
+from prunekit.workflow.delivered import Delivered, Frozen
+from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
-from prunekit.workflow.evidence import needs_activations
-from prunekit.workflow.pruning import Planned, plan_curves, plan_model
+from prunekit.workflow.plan_stage import find_plan
+from prunekit.workflow.profiling import Profile
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import (
-    CURVE_COLUMNS,
     clamp_rows,
     clamp_summary,
-    coupling_rows,
-    curve_rows,
     history_rows,
     layer_rows,
-    lock_rows,
-    score_rows,
     write_csv,
 )
 
@@ -68,14 +63,23 @@ class Journey:
         prepared: what it works on.
         chart: the channel map of its model.
         run: where it writes.
+        timed: the latency profile of the target, where a budget is one of time.
         progress: shows bars on stderr.
         training: whether to fine-tune, the pruned model and a dense one for comparison.
     """
 
     def __init__(
-        self, prepared: Prepared, chart: ChannelMap, run: RunFolder, *, progress: bool, training: bool
+        self,
+        prepared: Prepared,
+        chart: ChannelMap,
+        run: RunFolder,
+        timed: Profile | None = None,
+        *,
+        progress: bool,
+        training: bool,
     ) -> None:
-        self.prepared, self.chart, self.run, self.progress, self.training = prepared, chart, run, progress, training
+        self.prepared, self.chart, self.run, self.timed = prepared, chart, run, timed
+        self.progress, self.training = progress, training
         self.job, self.log = prepared.job, run.log
         self.clock = _Clock()
         self.history: list[dict[str, Any]] = []
@@ -87,7 +91,9 @@ class Journey:
             baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
         dense = baseline.model
         self._note("baseline", baseline.rows, baseline.clamps)
-        planned = self._planned(dense)
+        planned, frozen = find_plan(
+            self.prepared, dense, self.chart, self.run, self.timed, training=self.training, stage=self.clock.stage
+        )
         plan = planned.plan
         with self.clock.stage("repair"):
             pruned, report = repair_model(self.prepared, dense, plan, self.run, training=self.training)
@@ -105,56 +111,19 @@ class Journey:
             share = sparsity(pruned, plan)
             measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
             measured = replace(measured, activations=self._measure_activations(small))
+            final = None if frozen is None else self._measure_last(dense, frozen)
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
         metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
         metrics |= {"fine_tuned": self.training, "repair": repair_summary(report)}
+        if self.timed is not None and final is not None:
+            metrics |= {"profile": self.timed.summary(), "delivered": final.summary()}
+            metrics["shortfalls"] += final.shortfalls
         write_json(self.run.path / "metrics.json", metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:
             self.log(f"shortfall: {shortfall}")
         return metrics
-
-    def _planned(self, dense: nn.Module) -> Planned:
-        with self.clock.stage("calibrate"):
-            stats: ChannelStats | None = None
-            if self.training or needs_activations(self.job.prune.criterion):
-                stats = calibrate_model(self.prepared, dense, log=self.log).stats
-                stats.save(self.run.path / "statistics")
-            gradients = loss_gradients(self.prepared, dense, log=self.log)
-            patches = job_patches(self.prepared, dense, self.chart, log=self.log)
-        with self.clock.stage("plan"):
-            planned = plan_model(
-                dense,
-                self.prepared.example_inputs,
-                self.job.prune,
-                stats=stats,
-                gradients=gradients,
-                patches=patches,
-                seed=self.job.seed,
-                channel_map=self.chart,
-            )
-            self._keep_plan(planned)
-            if patches is not None:
-                curves = plan_curves(planned, patches)
-                write_csv(
-                    self.run.path / "sensitivity.csv", curve_rows(planned.plan.channel_map, curves), CURVE_COLUMNS
-                )
-        return planned
-
-    def _keep_plan(self, planned: Planned) -> None:
-        planned.plan.save(self.run.path)
-        write_csv(self.run.path / "scores.csv", score_rows(planned.plan, planned.scores), results.SCORE_COLUMNS)
-        write_csv(self.run.path / "locks.csv", lock_rows(planned.plan), results.LOCK_COLUMNS)
-        write_csv(self.run.path / "coupling.csv", coupling_rows(planned.plan), results.COUPLING_COLUMNS)
-        chart = planned.plan.channel_map
-        left = chart.macs(planned.plan.keep) / chart.macs()
-        self.log(
-            f"plan: {left:.1%} of the MACs left, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
-            f"masked == compact in the trial to {planned.max_relative_difference:.1e}"
-        )
-        for text in planned.locked_by_trial:
-            self.log(f"plan: locked after the trial: {text}")
 
     def _finetune_masked(self, model: nn.Module, plan: Plan) -> nn.Module:
         model = model.to(self.prepared.device)
@@ -193,6 +162,12 @@ class Journey:
         )
         self._note(name, history.rows, history.clamps)
         return model.cpu()
+
+    def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
+        """What counts for budgets of time: the model as its folder gives it, in a fresh process."""
+        pruned = load(self.run.path / "model", None if self.prepared.build else dense)
+        shape = self.prepared.splits.sample_shape
+        return delivered(frozen, dense, pruned, shape, self.job.prune, log=self.log)
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
         """With thresholds found anew: training has changed what they were found for."""

@@ -21,10 +21,13 @@ from prunekit.errors import DataError
 from prunekit.measure.verify import verify
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.select import Scores
-from prunekit.planning.settings import Criterion, Scope
+from prunekit.planning.settings import Criterion, Scope, TargetSettings
 from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
+from prunekit.workflow.delivered import Delivered, Frozen
+from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import gathered, patch_statistics, statistics
+from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import Planned, plan_model
 
 IMAGES = 1024
@@ -44,7 +47,8 @@ class Pruned:
             and of the outputs where it was repaired.
         repair: what the repair did; None without.
         notes: what the calibration was short of, and what was set to 0 in the compact model as too small for full
-            precision, in sentences.
+            precision, in sentences; and what was promised and not delivered.
+        delivered: what was asked for and measured, where a budget is one of time.
     """
 
     model: nn.Module
@@ -54,6 +58,7 @@ class Pruned:
     masked: nn.Module | None = None
     repair: RepairReport | None = None
     notes: tuple[str, ...] = ()
+    delivered: Delivered | None = None
 
 
 def prune(
@@ -64,6 +69,9 @@ def prune(
     channels: float | None = None,
     params: float | None = None,
     size_mb: float | None = None,
+    latency_ms: float | None = None,
+    speedup: float | None = None,
+    target: TargetSettings | None = None,
     criterion: Criterion | None = None,
     scope: Scope | None = None,
     round_to: int = 1,
@@ -93,8 +101,13 @@ def prune(
         macs: share of the multiply-accumulates that may be left, above 0 and below 1.
         channels: share of the channels that may be left.
         params: share of the parameters that may be left.
-        size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file. At least one of these four is
-            given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
+        latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
+        speedup: how many times faster than the dense model it is to be on the target, measured. At least one of these
+            six is given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        target: runtime, device, batch, threads, dtype and memory format of `latency_ms` and `speedup`; float32 in eager
+            on one CPU thread where it is not given. The model is profiled there, and plans are measured and made anew
+            until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
             collected from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; or `per_mac`, ranked by
@@ -119,7 +132,8 @@ def prune(
     """
     criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
     settings = PruneSettings(
-        budget=BudgetSettings(channels, macs, params, size_mb),
+        budget=BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup),
+        target=target or TargetSettings(),
         criterion=criterion,
         scope=scope or ("per_mac" if criterion == "elimination" else "uniform"),
         round_to=round_to,
@@ -131,10 +145,11 @@ def prune(
     if isinstance(data, tuple):
         if repair:
             raise DataError("repair: expected images to repair from, a tensor or a loader; got a tuple of inputs")
-        planned = _planned(model, data, settings, given)
+        planned, frozen = _planned(model, data, settings, given, _traced(model, data, given))
         flushed = flush_subnormals(planned.compact, data)
         difference = planned.max_relative_difference
-        return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
+        result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
+        return _timed(model, data, settings, frozen, result)
     seen = gathered(data, images)
     seen = seen.to(next((parameter.device for parameter in model.parameters()), seen.device))
     return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
@@ -159,17 +174,33 @@ def _prune_on(
     if "patches" in get_criterion(settings.criterion).needs:
         patches = patch_statistics(model, images, chart, repairing, settings.exclude)
     given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
-    planned = _planned(model, (images[:2],), settings, given, chart, patches)
+    planned, frozen = _planned(model, (images[:2],), settings, given, chart, patches)
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
     notes = _notes(settings.criterion, given.stats, patches)
     if repairing is None:
         flushed = flush_subnormals(planned.compact, (images[:2],))
-        return Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
+        result = Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
+        return _timed(model, (images[:2],), settings, frozen, result)
     masked, report = repair_masked(model, plan, images, repairing)
     flushed = flush_subnormals(compact(masked, plan), (images[:2],))
     proof = verify(masked, flushed.model, plan, [(images[:8],)])
     difference, notes = max(difference, proof.max_relative_difference), notes + _said(flushed)
-    return Pruned(flushed.model, plan, scores, difference, masked, report, notes)
+    result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
+    return _timed(model, (images[:2],), settings, frozen, result)
+
+
+def _timed(
+    model: nn.Module, example: tuple[Any, ...], settings: PruneSettings, frozen: Frozen | None, result: Pruned
+) -> Pruned:
+    """The result with what it was measured to take, where a budget is one of time."""
+    if frozen is None:
+        return result
+    found = delivered(frozen, model, result.model, example[0].shape[1:], settings, log=_quiet)
+    return replace(result, delivered=found, notes=result.notes + tuple(found.shortfalls))
+
+
+def _quiet(message: str) -> None:
+    """A function says nothing."""
 
 
 def _said(flushed: Flushed) -> tuple[str, ...]:
@@ -192,17 +223,27 @@ def _planned(
     example: tuple[Any, ...],
     settings: PruneSettings,
     given: _Given,
-    chart: ChannelMap | None = None,
+    chart: ChannelMap,
     patches: PatchStats | None = None,
-) -> Planned:
-    return plan_model(
-        model,
-        example,
-        settings,
-        stats=given.stats,
-        gradients=given.gradients,
-        patches=patches,
-        seed=given.seed,
-        channel_map=chart,
-        more_examples=given.more_examples,
-    )
+) -> tuple[Planned, Frozen | None]:
+    """A plan that meets the budgets; with how it was found, where one is of time."""
+    profiled = profile_for(model, example, chart, settings, log=_quiet)
+
+    def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
+        return plan_model(
+            model,
+            example,
+            wanted,
+            stats=given.stats,
+            gradients=given.gradients,
+            patches=patches,
+            seed=given.seed,
+            channel_map=channel_map,
+            more_examples=given.more_examples,
+            latency=None if profiled is None else profiled.table,
+        )
+
+    if profiled is None:
+        return plan(settings, chart), None
+    frozen = freeze(model, chart, example[0].shape[1:], settings, profiled.table, plan, log=_quiet)
+    return frozen.planned, frozen

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap
 from prunekit.compaction import compact
-from prunekit.errors import PlanError
+from prunekit.errors import PlanError, UsageError
 from prunekit.measure.choosing import choose
 from prunekit.measure.profile import Sample, cache_folder, fit, has_layer_clock, sampled, time_networks
 from prunekit.measure.runtimes import Setting
@@ -77,6 +77,46 @@ class Profile:
         """Median of the relative errors, without their signs, on networks that were held out."""
         return float(np.median([abs(check.error) for check in self.checks]))
 
+    def summary(self) -> dict[str, Any]:
+        """As plain data: how well the table predicts, and what every layer takes in the dense model."""
+        return {
+            "setting": dict(self.table.setting),
+            "networks": len(self.samples),
+            "seconds": self.seconds,
+            "dense_ms": self.table.dense_ms,
+            "error": self.error,
+            "layers": self.rows(),
+            "checks": [asdict(check) | {"error": check.error} for check in self.checks],
+            "notes": list(self.notes),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every module that takes time, the slowest first: in the dense model, and in what steps its widths count."""
+        total = sum(self.samples[0].times.modules_ms.values())
+        found = []
+        for layer in self.table.layers:
+            ms = self.samples[0].times.modules_ms.get(layer.module, 0.0)
+            steps = sorted({step for term in layer.terms for step in term.steps})
+            found.append(
+                {
+                    "module": layer.module,
+                    "dense_ms": ms,
+                    "share": ms / total if total else 0.0,
+                    "constant_ms": layer.constant,
+                    "steps": " ".join(map(str, steps)),
+                    "error": layer.error,
+                }
+            )
+        return sorted((row for row in found if row["dense_ms"]), key=lambda row: -row["dense_ms"])
+
+    def __str__(self) -> str:
+        worst = max(abs(check.error) for check in self.checks)
+        notes = "".join(f"; {note}" for note in self.notes)
+        return (
+            f"{len(self.samples)} networks in {self.seconds:.0f} s; the sum of the layers predicts those held out with "
+            f"a median error of {self.error:.1%}, at most {worst:.1%}{notes}"
+        )
+
 
 def profile(
     model: nn.Module,
@@ -124,6 +164,32 @@ def profile(
     if doubtful:
         notes.append(f"{doubtful} of {len(samples)} networks were timed on a machine too noisy to trust each of them")
     return Profile(table, _checked(channel_map, samples, table), samples, tuple(notes), time.perf_counter() - start)
+
+
+def profile_for(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...],
+    channel_map: ChannelMap,
+    settings: PruneSettings,
+    *,
+    log: Log,
+) -> Profile | None:
+    """A profile on the target of the settings; None where no budget is one of time.
+
+    Raises:
+        UsageError: the model takes something else than one tensor, or as for `profile`.
+    """
+    if not settings.budget.measured:
+        return None
+    if len(example_inputs) != 1 or not isinstance(example_inputs[0], Tensor):
+        raise UsageError(
+            "budget latency_ms or speedup: expected a model that takes one tensor, which is what is timed; give macs, "
+            "params, channels or size_mb instead"
+        )
+    shape = tuple(example_inputs[0].shape[1:])
+    found = profile(model, channel_map, shape, settings.target, settings, log=log)
+    log(f"profile: {found}")
+    return found
 
 
 def layer_setting(target: TargetSettings) -> tuple[Setting, list[str]]:

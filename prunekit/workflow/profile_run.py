@@ -1,0 +1,78 @@
+"""A job's latency profile, in a folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prunekit.artifacts import write_json
+from prunekit.channels import trace
+from prunekit.measure.machine import surroundings
+from prunekit.workflow.dense import prepare
+from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.profiling import NETWORKS, Profile, layer_setting, profile
+from prunekit.workflow.runs import Log, environment, run_folder
+from prunekit.workflow.settings import JobSettings
+from prunekit.workflow.tables import write_csv
+
+LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "error")
+CHECK_COLUMNS = ("macs_left", "predicted_ms", "measured_ms", "error")
+
+
+@dataclass(frozen=True)
+class ProfileRun:
+    """A finished profile.
+
+    Attributes:
+        folder: `profile.json`, `profile.csv`, `checks.csv` and whatever `finish` wrote.
+        result: the table and what it was made from.
+        metrics: what `profile.json` holds.
+    """
+
+    folder: Path
+    result: Profile
+    metrics: dict[str, Any]
+
+
+def profile_job(
+    job: JobSettings,
+    *,
+    networks: int = NETWORKS,
+    log: Log,
+    resolved: str = "",
+    finish: Callable[[Path], object] | None = None,
+    own: Own = RECIPE_ONLY,
+) -> ProfileRun:
+    """The latency of a job's dense model layer by layer, against their widths, on the job's `prune.target`.
+
+    Nothing is trained: latency does not depend on weights.
+
+    Args:
+        job: the settings.
+        networks: to measure, at least 10.
+        log: gets a line for each network.
+        resolved: the recipe's text, kept in the folder.
+        finish: called with the folder at the end, before the run counts as finished (the report).
+        own: the user's own code, where the job's model or data is their own.
+
+    Raises:
+        UsageError: data, model or target do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
+    prepared = prepare(job, own)
+    chart = trace(prepared.model, prepared.example_inputs)
+    shape = prepared.splits.sample_shape
+    with run_folder(job.output / job.name, "profile", log, resolved) as run:
+        machine = surroundings()
+        result = profile(prepared.model, chart, shape, job.prune.target, job.prune, networks=networks, log=run.log)
+        run.log(f"profile: {result}")
+        metrics = {"name": job.name, **result.summary(), "machine": machine, "environment": environment()}
+        write_csv(run.path / "profile.csv", metrics["layers"], LAYER_COLUMNS)
+        write_csv(run.path / "checks.csv", metrics["checks"], CHECK_COLUMNS)
+        write_json(run.path / "profile.json", metrics)
+        if finish is not None:
+            finish(run.path)
+    return ProfileRun(run.path, result, metrics)
