@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import mobilenet_v2, resnet18
 
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.measuring import Failed
@@ -223,16 +222,3 @@ def test_what_only_this_process_has_is_timed_here() -> None:
     assert "timed in this process" in lines[0]
     assert "Local" in lines[0]
     assert set(times.modules_ms) == {"0"}
-
-
-def layers_of(model: nn.Module) -> set[str]:
-    """Paths of all layers that multiply."""
-    return {path for path, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))}
-
-
-@pytest.mark.parametrize("build", [resnet18, mobilenet_v2])
-def test_every_layer_of_a_network_has_its_time(build: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    (times,) = time_networks(nn.Conv2d(3, 2, 3), [("net", build())], (3, 64, 64), EAGER, repeats=5, cache=None)
-    assert layers_of(build()) <= set(times.modules_ms) <= {path for path, _ in build().named_modules()}
-    assert times.rest_ms == 0

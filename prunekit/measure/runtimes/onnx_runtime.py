@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prunekit.measure.runtimes.setting import Runtime, Session, Setting, Source
+from prunekit.measure.runtimes.places import Places
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source
+
+KERNEL, FORWARD = "_kernel_time", "model_run"
+"""How the profiler names the time of a node, and that of all of them, which it writes after them."""
+CUT_OFF_US = 0.5
+"""The profiler cuts off fractions of microseconds."""
 
 
 def onnx_runtime() -> Runtime:
     """ONNX Runtime's CPU provider, on the exported file; one session has one pool of `threads` threads."""
-    return Runtime(_start, "onnx", ("cpu",), ("onnx", "onnxscript", "onnxruntime"), "export", _refuse)
+    return Runtime(
+        _start, "onnx", ("cpu",), ("onnx", "onnxscript", "onnxruntime"), "export", _refuse, times_layers=True
+    )
 
 
 def _refuse(setting: Setting) -> str:
@@ -25,18 +36,54 @@ def _refuse(setting: Setting) -> str:
 def _start(source: Source, sample: Tensor, setting: Setting) -> Session:
     import onnxruntime
 
-    session = open_session(source.files[setting.batch], setting.threads)
-    names = [output.name for output in session.get_outputs()]
-    feed = {session.get_inputs()[0].name: onnxruntime.OrtValue.ortvalue_from_numpy(sample.numpy())}
-    return Session(lambda: session.run_with_ort_values(names, feed), lambda found: [_tensor(value) for value in found])
+    file, value = source.files[setting.batch], onnxruntime.OrtValue.ortvalue_from_numpy(sample.numpy())
+    run = _run_of(open_session(file, setting.threads), value)
+    return Session(
+        run, lambda found: [_tensor(value) for value in found], lambda: _layers(file, value, setting.threads)
+    )
 
 
-def open_session(file: Path, threads: int) -> Any:
-    """A session on the CPU with this many threads."""
+def _run_of(session: Any, value: Any) -> Callable[[], Any]:
+    names, feed = [output.name for output in session.get_outputs()], {session.get_inputs()[0].name: value}
+    return lambda: session.run_with_ort_values(names, feed)
+
+
+def _layers(file: Path, value: Any, threads: int) -> LayerClock:
+    """The profiler of ONNX Runtime, in a session of its own; it writes a file beside the model's."""
+    session, places = open_session(file, threads, profile=file.with_suffix(".profile")), Places(file)
+
+    def passes(count: int) -> list[dict[str | None, float]]:
+        written = Path(session.end_profiling())
+        events = json.loads(written.read_text(encoding="utf-8"))
+        written.unlink()
+        return by_module(events, places)[-count:]
+
+    return LayerClock(_run_of(session, value), passes)
+
+
+def by_module(events: Sequence[Mapping[str, Any]], places: Places) -> list[dict[str | None, float]]:
+    """The milliseconds of each forward by module, from what the profiler wrote, in its order."""
+    found: list[dict[str | None, float]] = []
+    times: dict[str | None, float] = defaultdict(float)
+    for event in events:
+        if event["name"].endswith(KERNEL):
+            kind = event["args"]["op_name"].removeprefix("Fused")
+            place = places.of(event["name"].removesuffix(KERNEL), convolution=kind == "Conv")
+            times[place] += (event["dur"] + CUT_OFF_US) / 1000
+        elif event["name"] == FORWARD:
+            found.append(dict(times))
+            times.clear()
+    return found
+
+
+def open_session(file: Path, threads: int, profile: Path | None = None) -> Any:
+    """A session on the CPU with this many threads; with its profiler on where it is told how its file's name begins."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     # Models take turns in one process: the threads of one must not spin while another is timed.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from prunekit.errors import RunError
-from prunekit.measure.runtimes.setting import Runtime, Session, Setting, Source
+from prunekit.measure.evidence import Times
+from prunekit.measure.runtimes.places import Places
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source
 
 HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 
+CUT_OFF_US = 0.5
+"""The counters cut off fractions of microseconds."""
+
 
 def open_vino() -> Runtime:
     """OpenVINO's CPU plug-in tuned for latency, on the exported file; `dtype` is the precision of its kernels."""
-    return Runtime(_start, "onnx", ("cpu",), ("onnx", "onnxscript", "openvino"), "openvino", _refuse)
+    return Runtime(_start, "onnx", ("cpu",), ("onnx", "onnxscript", "openvino"), "openvino", _refuse, times_layers=True)
 
 
 def _refuse(setting: Setting) -> str:
@@ -27,6 +37,17 @@ def _refuse(setting: Setting) -> str:
 
 
 def _start(source: Source, sample: Tensor, setting: Setting) -> Session:
+    file, array = source.files[setting.batch], sample.numpy()
+    compiled = _compile(file, setting)
+    request = compiled.create_infer_request()
+    return Session(
+        lambda: request.infer([array], share_inputs=True, share_outputs=True),
+        lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
+        lambda: _Layers(_compile(file, setting, PERF_COUNT=True), Places(file), array).clock(),
+    )
+
+
+def _compile(file: Path, setting: Setting, **others: Any) -> Any:
     import openvino
 
     core, hint = openvino.Core(), HINTS[setting.dtype]
@@ -35,12 +56,64 @@ def _start(source: Source, sample: Tensor, setting: Setting) -> Session:
         "INFERENCE_NUM_THREADS": setting.threads,
         "INFERENCE_PRECISION_HINT": hint,
     }
-    compiled = core.compile_model(core.read_model(source.files[setting.batch]), "CPU", options)
+    compiled = core.compile_model(core.read_model(file), "CPU", options | others)
     used = compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
     if used != hint:  # it takes another where it has no kernels, without a word
         raise RunError(f"openvino: asked for {hint}, and its kernels compute in {used}")
-    request, array = compiled.create_infer_request(), sample.numpy()
-    return Session(
-        lambda: request.infer([array], share_inputs=True, share_outputs=True),
-        lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
-    )
+    return compiled
+
+
+class _Layers:
+    """The counters of OpenVINO's operators: means over all forwards so far, in whole microseconds."""
+
+    def __init__(self, compiled: Any, places: Places, array: Any) -> None:
+        self.request, self.array = compiled.create_infer_request(), array
+        self.place_of = _places_of(compiled.get_runtime_model(), places)
+        self.means_us: list[list[float]] = []
+
+    def clock(self) -> LayerClock:
+        return LayerClock(self.run, self.passes)
+
+    def run(self) -> None:
+        self.request.infer([self.array], share_inputs=True, share_outputs=True)
+        self.means_us.append([node.real_time.total_seconds() * 1e6 for node in self.request.profiling_info])
+
+    def passes(self, count: int) -> list[dict[str | None, float]]:
+        last_us = undisturbed(np.array(self.means_us), count)
+        times: dict[str | None, float] = defaultdict(float)
+        for node, us in zip(self.request.profiling_info, last_us, strict=True):
+            if node.status == node.Status.EXECUTED:
+                times[self.place_of.get(node.node_name)] += float(us) / 1000
+        return [dict(times)]
+
+
+def undisturbed(means: Times, count: int) -> Times:
+    """What each operator takes, from running means that are cut off to whole numbers.
+
+    One forward is the difference of two sums and as coarse as the number of all forwards before; the mean over several
+    is finer. Those that another process disturbed are left out of it.
+
+    Args:
+        means: (forwards, operators), each over all forwards so far.
+        count: of the last forwards, that are asked for.
+
+    Returns:
+        (operators,) means over the last forwards.
+    """
+    total = len(means)
+    sums = np.vstack([np.zeros_like(means[:1]), (means + CUT_OFF_US) * np.arange(1, total + 1)[:, None]])
+    each = np.diff(sums, axis=0)[-count:]
+    kept = each <= 2 * np.median(each, axis=0) + 4 * total
+    found: Times = np.maximum(0.0, np.mean(each, axis=0, where=kept))
+    return found
+
+
+def _places_of(executed: Any, places: Places) -> dict[str, str]:
+    """The module of every operator that OpenVINO executes: of the first in the file that it was made of."""
+    found: dict[str, str] = {}
+    for node in executed.get_ordered_ops():
+        info = node.get_rt_info()
+        names = info["originalLayersNames"].astype(str).split(",") if "originalLayersNames" in info else []
+        known = [place for place in map(places.of, filter(None, names)) if place is not None]
+        found |= {node.get_friendly_name(): known[0]} if known else {}
+    return found
