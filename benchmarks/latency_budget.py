@@ -1,21 +1,21 @@
 """Speedups asked for and delivered: each network profiled once on each runtime, then planned, measured and corrected.
 
 A row is one request. `asked` and `delivered` are speedups over the dense network; `delivered` is of the network that is
-handed over, compacted by the frozen plan, measured last in a fresh process alternated with the dense one, and `ci95` its
-interval. `macs_ratio` is the dense MACs over those left; `excess` the time taken over the time asked for; `within`
+handed over, compacted by the frozen plan, measured last in a fresh process alternated with the dense one, and `ci95`
+its interval. `macs_ratio` is the dense MACs over those left; `excess` the time taken over the time asked for; `within`
 whether that is within 3 %; `notes` what prunekit itself says of a figure that is slower than asked for, off, or
-unstable; `attempts` how many plans were measured on the way, each of whose excess is in `attempts_excess`. A request that
+unstable; `attempts` how many plans were measured on the way, `attempts_excess` the excess of each. A request that
 cannot be met is a row with `refused` and a `reason`; one that failed has a reason alone, and is tried again.
 `profile_error` is the median relative error of the table on networks that it was not fitted to, `profile_seconds` what
 the profile took in the run that made it, of whose `profile_networks` so many as `profile_cached` were measured before;
 `plan_seconds` is the longest that scoring, planning and the trial of one plan took, and `seconds` the whole request.
 
-Filters go by L2 norm, in the order of what they cost (scope `per_mac`, which with a budget of time is the time that they
-take). Weights are random unless `--weights` is a folder with `MODEL.pth`: time does not depend on them, but which filters
-go, and so where the time is saved, does; the importance of random filters is nearly equal.
+Filters go by L2 norm, in the order of what they cost (scope `per_mac`, which with a budget of time is the time that
+they take). Weights are random unless `--weights` is a folder with `MODEL.pth`: time does not depend on them, but which
+filters go, and so where time is saved, does; and the importance of random filters is nearly equal.
 
-With `--out` each row is written as soon as it is there, and rows in that file are not run again, so that a run which was
-interrupted goes on where it was; the profile's networks are kept in prunekit's own cache (`PRUNEKIT_CACHE`).
+With `--out` each row is written as soon as it is there, and rows in that file are not run again, so that a run which
+was interrupted goes on where it was; a profile's networks are kept in prunekit's own cache (`PRUNEKIT_CACHE`).
 
     python benchmarks/latency_budget.py [--models A,B] [--runtimes A,B] [--asked 1.5,2,3] [--out FILE] [--networks N]
         [--size 224] [--device cpu] [--batch 1] [--threads 1] [--dtype fp32] [--memory-format contiguous]
@@ -28,21 +28,20 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import RESULTS, Rows, as_items, as_markdown, keep, show
-from latency_networks import add_target, built, log, names, numbers, target_of, where
-from torch import nn
+from latency_networks import Case, add_target, built, log, names, numbers, profiled, target_of, where
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels import ChannelMap
 from prunekit.deploy.subnormals import flush_subnormals
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.workflow.delivering import delivered, freeze
-from prunekit.workflow.profiling import NETWORKS, Profile, profile
+from prunekit.workflow.profiling import NETWORKS
 from prunekit.workflow.pruning import Planned, plan_model
 
 MODELS = "resnet34,resnet50,mobilenet_v2,efficientnet_b0,vit_b_16"
@@ -51,39 +50,6 @@ COLUMNS = (
     "model", "runtime", "batch", "threads", "dtype", "asked", "delivered", "ci95", "macs_ratio", "excess", "within",
     "stable", "attempts", "profile_error", "plan_seconds", "seconds", "reason",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A network on a target: what its requests have in common."""
-
-    model: nn.Module
-    example: torch.Tensor
-    channel_map: ChannelMap
-    profiled: Profile
-    facts: dict[str, Any]
-
-
-def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, networks: int) -> Case:
-    """A network's profile, made once."""
-    channel_map, lines = trace(model, (example,)), list[str]()
-    shape = tuple(example.shape[1:])
-
-    def say(line: str) -> None:
-        lines.append(line)
-        log(line)
-
-    found = profile(model, channel_map, shape, settings.target, settings, networks=networks, log=say)
-    log(f"profile: {found}")
-    facts = {
-        "profile_error": found.error,
-        "profile_worst": max(abs(check.error) for check in found.checks),
-        "profile_seconds": found.seconds,
-        "profile_networks": len(found.samples),
-        "profile_cached": sum(line.endswith("measured before") for line in lines),
-        "profile_notes": list(found.notes),
-    }
-    return Case(model, example, channel_map, found, facts)
 
 
 def request(case: Case, settings: PruneSettings) -> dict[str, Any]:

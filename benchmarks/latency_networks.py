@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import torchvision
 from torch import nn
 
 import prunekit
+from prunekit.channels import ChannelMap, trace
 from prunekit.context import seeded
 from prunekit.measure.machine import surroundings
+from prunekit.planning import PruneSettings
 from prunekit.planning.settings import TargetSettings
+from prunekit.workflow.profiling import Profile, profile
 from prunekit.workflow.runs import environment
 
 TOOLS = ("onnxruntime", "openvino", "onnx", "torch-pruning")
@@ -63,6 +67,39 @@ def built(name: str, size: int, weights: Path | None) -> tuple[nn.Module, str]:
         if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
             prunekit.recalibrate_batchnorm(model, [(images, torch.zeros(len(images)))], torch.device("cpu"))
     return model.eval(), "random"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A network on a target, with its profile and what to report of it."""
+
+    model: nn.Module
+    example: torch.Tensor
+    channel_map: ChannelMap
+    profiled: Profile
+    facts: dict[str, Any]
+
+
+def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, networks: int) -> Case:
+    """A network's profile, made once."""
+    channel_map, lines = trace(model, (example,)), list[str]()
+    shape = tuple(example.shape[1:])
+
+    def say(line: str) -> None:
+        lines.append(line)
+        log(line)
+
+    found = profile(model, channel_map, shape, settings.target, settings, networks=networks, log=say)
+    log(f"profile: {found}")
+    facts = {
+        "profile_error": found.error,
+        "profile_worst": max(abs(check.error) for check in found.checks),
+        "profile_seconds": found.seconds,
+        "profile_networks": len(found.samples),
+        "profile_cached": sum(line.endswith("measured before") for line in lines),
+        "profile_notes": list(found.notes),
+    }
+    return Case(model, example, channel_map, found, facts)
 
 
 def target_of(runtime: str, options: argparse.Namespace) -> TargetSettings:
