@@ -18,6 +18,7 @@ from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, u
 
 STEPS = (1, 4, 8, 16, 32)
 """Blocks that kernels may work in: CPU vectors, tiles of tensor cores."""
+EPSILON = 1e-12
 GAIN = 0.02
 """By how much of the residual blocks of several channels must fit better than single channels."""
 
@@ -121,10 +122,11 @@ def _best_steps(
 
     plain: _Steps = (1, 1, 1)
     several = any(len(product.factors[0]) > 1 for group in groups for product in group[0].products)
-    tried = [(a, b, c) for a, b, c in combinations(STEPS if several else (1,), STEPS if several else (1,), (1, 16))]
-    found = {steps: residual(steps) for steps in tried}
+    multiplied = STEPS if several else (1,)
+    found = {steps: residual(steps) for steps in combinations(multiplied, multiplied, STEPS)}
     best = min(found, key=lambda steps: found[steps])
-    return best if found[best] < (1 - GAIN) * found[plain] else plain
+    rounding = EPSILON * sum(float(((took[one.module] * weights) ** 2).sum()) for group in groups for one in group)
+    return best if found[best] < (1 - GAIN) * found[plain] - rounding else plain
 
 
 def _solved(
