@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from prunekit.context import threads as with_threads
+from prunekit.measure.beside import ready
 from prunekit.measure.evidence import Contention, Times, doubts
 from prunekit.measure.machine import Load, cores
 from prunekit.measure.measuring import Failed, check, line_of
@@ -59,7 +60,7 @@ class Pair:
         clock = session.layers()
         whole, layers = (Timer(run, torch.device(self.setting.device)) for run in (session.run, clock.run))
         for timer in (whole, layers):
-            warm_up(timer)
+            ready(timer)
         load = Load()
         with load.watched():
             times = alternate([self.dense_timer, whole, layers], self.repeats)
