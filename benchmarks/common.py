@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +60,51 @@ def cold(script: str, *arguments: str, limit: float | None = None) -> subprocess
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, least and most of some repetitions."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def as_markdown(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
+    """Some columns of rows as a table."""
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[_cell(row.get(column)).replace("|", "\\|").replace("\n", " ") for column in columns] for row in rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def as_items(facts: dict[str, Any]) -> str:
+    """Facts as a list."""
+    return "".join(f"- {name}: {value}\n" for name, value in facts.items())
+
+
+class Rows:
+    """Rows in a file, one JSON object a line, each written as soon as it is there: a run goes on where it was.
+
+    Args:
+        path: of the file; None keeps them in memory alone.
+        keys: a row of the same values for these takes the place of an earlier one.
+        as_json: prints each new row.
+    """
+
+    def __init__(self, path: Path | None, keys: Sequence[str], *, as_json: bool) -> None:
+        self.path, self.keys, self.as_json = path, keys, as_json
+        self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+        for line in text.splitlines():
+            self._take(json.loads(line))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.found.values())
+
+    def get(self, **values: Any) -> dict[str, Any] | None:
+        """The row of these values of the keys."""
+        return self.found.get(tuple(values[key] for key in self.keys))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keeps a row, and writes it."""
+        self._take(row)
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        if self.as_json:
+            print(json.dumps(row), flush=True)
+
+    def _take(self, row: dict[str, Any]) -> None:
+        self.found[tuple(row.get(key) for key in self.keys)] = row

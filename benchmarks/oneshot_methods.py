@@ -149,7 +149,7 @@ def torch_pruning(case: Case, name: str) -> Result:
     best, low, high = None, 0.0, 1.0
     for _ in range(HALVINGS):
         ratio = (low + high) / 2
-        model = _cut(case, name, ratio, gradients)
+        model = cut(case, name, ratio, gradients)
         if count_macs(model, case.example) <= limit:
             best, high = model, ratio
         else:
@@ -186,7 +186,8 @@ def _squared_gradients(case: Case) -> dict[str, Tensor]:
 _GRADIENTS = {"tp-taylor": _gradients, "tp-hessian": _squared_gradients}
 
 
-def _cut(case: Case, name: str, ratio: float, gradients: dict[str, Tensor]) -> nn.Module:
+def cut(case: Case, name: str, ratio: float, gradients: dict[str, Tensor]) -> nn.Module:
+    """What torch-pruning leaves of a model at a ratio of channels, the residual stream whole."""
     import torch_pruning as peer
 
     model = deepcopy(case.dense)

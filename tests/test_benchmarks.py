@@ -169,3 +169,61 @@ def test_what_cannot_be_measured_is_said(cifar: tuple[str, ...], arguments: tupl
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+SMALL = ("--size", "32", "--networks", "10", "--json")
+
+
+def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "rows.jsonl"
+    arguments = ("--models", "resnet18", "--runtimes", "eager", *SMALL, "--out", str(file))
+    done = run("latency_budget.py", *arguments, "--asked", "1.5,900")
+    assert done.returncode == 0, done.stderr
+    met, refused = (json.loads(line) for line in done.stdout.splitlines())
+    assert {"model", "runtime", "device", "batch", "threads", "asked", "ci95", "stable", "within"} <= met.keys()
+    assert met["excess"] == pytest.approx(1.5 / met["delivered"])
+    assert met["macs_ratio"] > 1
+    assert met["attempts"] == len(met["attempts_excess"]) <= 8
+    assert (met["profile_networks"], met["profile_cached"]) == (10, 0)
+    assert refused["refused"] is True
+    assert "delivered" not in refused
+    assert "the best that can be had" in refused["reason"]
+    assert "2 requests: 1 delivered" in done.stderr
+    before = file.read_text()
+    again = run("latency_budget.py", *arguments, "--asked", "1.5,900")
+    assert (again.returncode, again.stdout, file.read_text()) == (0, "", before)
+    assert "2 requests: 1 delivered" in again.stderr
+
+
+def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    arguments = ("--model", "resnet18", "--runtimes", "eager", "--device", "cpu", "--repeats", "5", *SMALL)
+    done = run("latency.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = {row["plan"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert list(rows) == ["uniform", "macs", "macs+time"]
+    for row in rows.values():
+        assert 0.97 * rows["uniform"]["macs"] <= row["macs"] <= rows["uniform"]["macs"]
+        assert row["of_macs_ratio"] == pytest.approx(row["delivered"] / row["macs_ratio"])
+    assert rows["macs+time"]["predicted"] >= rows["macs"]["predicted"]
+
+
+def test_plans_of_three_kinds_are_brought_to_the_same_latency(
+    cifar: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch_pruning", reason="torch-pruning is not installed")
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    methods = ["time-l2", "macs-elimination", "tp-l2"]
+    arguments = ("--runtimes", "eager", "--batch", "8", "--images", "16", "--networks", "10", "--asked", "1.1")
+    done = run("latency_frontier.py", *cifar[1:], *arguments, "--method", ",".join(methods))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["method"] for row in rows] == methods
+    for row in rows:
+        assert row["excess"] == pytest.approx(1.1 / row["delivered"])
+        assert 0 < row["kept_elimination"] <= 1
+        assert 0 < row["kept_l2"] < 1
+        assert 0 <= row["top1_repaired"] <= 100
