@@ -88,7 +88,7 @@ class Linearised:
         """The transpose of `change`, a mean over rows."""
         values = values * self.counted / len(values)
         back = (values @ self.weights[1][:-1].T).view(len(self.active), -1) * self.active
-        return self.pair.inputs.T @ back, self.hidden.T @ values
+        return (back.T @ self.pair.inputs).T, (values.T @ self.hidden).T
 
 
 def gauss_newton(pair: Pair, weights: Weights, steps: int) -> tuple[Weights, float, float]:
