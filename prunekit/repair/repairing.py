@@ -169,7 +169,7 @@ class _Prepared:
         rows = pair_size(layer, plan, item, layer.rows * len(images) // SAMPLES, self._settings).rows
         if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
             return None
-        return SourceAim(layer.source, rows, kept_channels(layer.source, plan).to(images.device))
+        return SourceAim(layer.source, rows / len(images), kept_channels(layer.source, plan).to(images.device))
 
     def run(self) -> LayerFitter:
         """Refits all layers."""
