@@ -28,7 +28,7 @@ FRACTIONS = (1.0, 0.5, 0.25)
 """Of a step that are tried in turn until the error falls."""
 
 Weights = tuple[Tensor, Tensor]
-"""Of the first layer (d * taps + 1, k), and of the second (k * taps + 1, o); constants last, in units of the chains' ends."""
+"""Of both layers, (d * taps + 1, k) and (k * taps + 1, o); constants last, in units of the chains' ends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +56,11 @@ class Pair:
 
     def split(self) -> tuple[Pair, Pair]:
         """The windows to fit on, and those that judge."""
-        fitting, judging = (
-            Pair(self.first, self.second, *values, len(values[0]), self.rectified)
-            for rows in (slice(self.fitted), slice(self.fitted, None))
-            for values in [[each[rows] for each in (self.inputs, self.there, self.rest, self.wanted)]]
-        )
-        return fitting, judging
+        parts = []
+        for some in (slice(self.fitted), slice(self.fitted, None)):
+            values = (self.inputs[some], self.there[some], self.rest[some], self.wanted[some])
+            parts.append(Pair(self.first, self.second, *values, len(values[0]), self.rectified))
+        return parts[0], parts[1]
 
 
 class Linearised:

@@ -89,7 +89,8 @@ class Windows:
 
     def there(self) -> Tensor:
         """(N, 1, ...): False where what the second layer reads of them is padding."""
-        found = torch.ones(len(self.samples), *[1] * max(1, len(self.size)), dtype=torch.bool, device=self.samples.device)
+        shape = len(self.samples), *[1] * max(1, len(self.size))
+        found = torch.ones(shape, dtype=torch.bool, device=self.samples.device)
         for i, (size, total) in enumerate(zip(self._hidden(), self.made, strict=True)):
             at = self._along(i, self.starts[:, i] * self.second.stride[i] - self.second.padding[i], size)
             found = found & (at >= 0) & (at < total)
