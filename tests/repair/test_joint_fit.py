@@ -16,8 +16,9 @@ from prunekit.calibration.patches import Reading
 from prunekit.compaction import compact
 from prunekit.measure.verify import verify
 from prunekit.repair import RepairSettings, repair
+from prunekit.repair.batches import batches_of
 from prunekit.repair.joint import Linearised, Pair, conjugate_gradients, gauss_newton
-from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim, batches_of
+from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim
 
 WINDOWS, COLUMNS, HIDDEN, OUTPUTS = 40, 3, 3, 2
 FIRST = Reading((3, 2), (2, 1), (0, 0), (1, 2))
