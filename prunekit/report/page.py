@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
+from prunekit.report.explain import explained
 from prunekit.report.headline import budgeted, compared, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
@@ -67,6 +68,7 @@ def render(run: Run, state: str | None = None) -> str:
         clamps=_by_run(run.clamps),
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
         machine=wording.surroundings(run.metrics.get("machine", {})),
+        explained=explained(run.metrics["explanation"]) if run.metrics.get("explanation") else None,
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),
     )

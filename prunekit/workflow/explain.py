@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class Explanation:
     rows: tuple[OperatorRow, ...]
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        return {**asdict(self), "speedup": self.speedup._asdict()}
 
 
 def explain(

@@ -28,6 +28,7 @@ from prunekit.training import EpochRow
 from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import Prepared
+from prunekit.workflow.explaining import explain_job
 from prunekit.workflow.pruning import Planned
 from prunekit.workflow.runs import Log, RunFolder, environment
 from prunekit.workflow.settings import JobSettings
@@ -44,12 +45,14 @@ class Measured:
 
     Attributes:
         activations: what the activation masks do (`measure_masks`); None without.
+        explanation: why the pruned model is not faster (`explain_job`); None where nothing was looked for.
     """
 
     models: dict[str, dict[str, Any]]
     accuracies: dict[str, Accuracy]
     latency: LatencyReport
     activations: dict[str, Any] | None = None
+    explanation: dict[str, Any] | None = None
 
 
 def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Module | None, *, log: Log) -> Measured:
@@ -90,7 +93,8 @@ def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Mo
         log(f"latency: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
     for note in [*unstable(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
-    return Measured(figures, accuracies, latency)
+    explanation = explain_job(dense, pruned, prepared.splits.sample_shape, settings, log)
+    return Measured(figures, accuracies, latency, explanation=explanation)
 
 
 def metrics(
@@ -120,6 +124,7 @@ def metrics(
         "latency_notes": list(measured.latency.notes),
         "latency_failures": [dict(row) for row in measured.latency.failures],
         "machine": dict(measured.latency.machine),
+        "explanation": measured.explanation,
         "parity": {
             "max_relative_difference": proof.max_relative_difference,
             "inputs": proof.inputs,
