@@ -13,7 +13,7 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
-from prunekit.report.headline import budgeted, compared, masked, models, reference, repaired, tiles
+from prunekit.report.headline import budgeted, compared, deployed, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
 FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
@@ -63,6 +63,7 @@ def render(run: Run, state: str | None = None) -> str:
         skipped=_skipped(run.history),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         masked=list(masked(run.metrics)),
+        deployed=list(deployed(run.metrics)),
         repaired=list(repaired(run.metrics)),
         repair=_records(run.repair),
         clamps=_by_run(run.clamps),

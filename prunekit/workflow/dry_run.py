@@ -9,6 +9,7 @@ from prunekit.channels import trace
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import cached_baseline, prepare
+from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.pruning import feasible, plan_model
@@ -28,6 +29,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     """
     devices("auto", job.latency)
     prepared = prepare(job, own)
+    require_deployable(prepared)
     chart = trace(prepared.model, prepared.example_inputs)
     feasible(chart, job.prune)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None

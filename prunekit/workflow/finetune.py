@@ -11,6 +11,7 @@ from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import prepare
+from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.pruning import feasible
@@ -97,6 +98,7 @@ def _run(
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     prepared = prepare(job, own)
+    require_deployable(prepared)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
     feasible(chart, job.prune)
     with run_folder(job.output, job.name, log, resolved) as run, threads(job.threads):

@@ -27,6 +27,7 @@ from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
+from prunekit.workflow.deploying import deploy
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.pruning import Planned, plan_curves, plan_model
 from prunekit.workflow.repairing import repair_model, repair_summary
@@ -101,13 +102,17 @@ class Journey:
             with self.clock.stage("control"):
                 control = self._train("control", copy.deepcopy(dense))
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
+        with self.clock.stage("deploy"):
+            deployed = deploy(self.prepared, self.run, dense, plan)
         with self.clock.stage("measure"):
             share = sparsity(pruned, plan)
-            measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
+            ready = None if deployed is None else deployed.model
+            measured = results.measure(self.prepared, self.run, dense, control, ready, log=self.log)
             measured = replace(measured, activations=self._measure_activations(small))
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
         metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
         metrics |= {"fine_tuned": self.training, "repair": repair_summary(report)}
+        metrics |= {"deployment": None if deployed is None else deployed.figures()}
         write_json(self.run.path / "metrics.json", metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
