@@ -122,10 +122,10 @@ def _alike(name: str, zoo: Zoo) -> str:
     return f"; did you mean {', '.join(close)}?" if close else ""
 
 
-def _keep(found: list[dict[str, Any]], options: argparse.Namespace) -> None:
+def _keep(found: list[dict[str, Any]], zoo: Zoo, options: argparse.Namespace) -> None:
     """Writes all rows of a zoo, or those of some models in place of their earlier ones."""
     name = f"coverage_{options.zoo}"
-    size = options.size or "the model's own"
+    size = options.size or zoo.SIZE
     setting: dict[str, Any] = {"zoo": options.zoo, "size": size, "batch": 1, "threads": 1, "share": 0.5}
     kept = None
     if options.models:
@@ -166,7 +166,7 @@ def main() -> None:
         show(found, as_json=False)
     print(_summary(found), file=sys.stderr)
     if options.keep:
-        _keep(found, options)
+        _keep(found, zoo, options)
 
 
 if __name__ == "__main__":

@@ -5,26 +5,25 @@ from __future__ import annotations
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from coverage_reasons import costly, held
 from torch import nn
 from zoo_cases import Case, randomise
 
 import prunekit
-from prunekit.channels import ChannelMap, Lock
+from prunekit.channels import ChannelMap
 from prunekit.channels.comparing import TOLERANCE
-from prunekit.channels.map import Keep, MacTerm
+from prunekit.channels.map import MacTerm
 from prunekit.errors import PrunekitError
 from prunekit.nested import gather
 
 FREE_PARAMETERS = 0.95
 MACS_LEFT = 0.32
-EXPECTED = ("output of the model", "its partner in this product has a size that does not depend on any parameter")
-"""Locks that every model has: its classes and the channels of its images."""
 
 
 def check(case: Case) -> dict[str, Any]:
@@ -49,9 +48,9 @@ def check(case: Case) -> dict[str, Any]:
         return failed("; ".join(problems), row)
     reasons = []
     if row["macs_left"] > MACS_LEFT:
-        reasons.append("more than a quarter of the MACs stays in " + ", ".join(_costly(chart, plan.keep)))
-    if row["free_parameter_share"] < FREE_PARAMETERS or reasons:
-        reasons += _locks(chart)
+        reasons.append("MACs beyond a quarter: " + ", ".join(costly(chart, plan.keep)))
+    if row["free_parameter_share"] < FREE_PARAMETERS:
+        reasons.append("parameters: " + ", ".join(held(chart)))
     return {"passed": not reasons, "verdict": "partly" if reasons else "passed", **row, "reason": "; ".join(reasons)}
 
 
@@ -142,26 +141,3 @@ def _seeded(model: nn.Module, example: tuple[Any, ...]) -> Any:
 
 def _same(left: Any, right: Any) -> bool:
     return not isinstance(left, torch.Tensor) or torch.equal(left.nan_to_num(), right.nan_to_num())
-
-
-def _costly(chart: ChannelMap, keep: Keep, most: int = 3) -> list[str]:
-    """The layers in which most MACs stay beyond a quarter of what they had."""
-    dense, kept = chart.layer_macs(), chart.layer_macs(keep)
-    worst = sorted(dense, key=lambda path: dense[path] / 4 - kept[path])[:most]
-    return [f"{path} ({kept[path] / max(dense[path], 1):.0%} of {dense[path] / chart.macs():.1%})" for path in worst]
-
-
-def _locks(chart: ChannelMap, most: int = 3) -> list[str]:
-    """The locks that hold most channels, alike ones of several modules together."""
-    alike: dict[tuple[str, str], list[Lock]] = {}
-    for lock in chart.locks:
-        if lock.reason not in EXPECTED:
-            alike.setdefault((lock.operator, lock.reason), []).append(lock)
-    ranked = sorted(alike.items(), key=lambda item: -sum(lock.channels for lock in item[1]))
-    return [_said(operator, reason, locks) for (operator, reason), locks in ranked[:most]]
-
-
-def _said(operator: str, reason: str, locks: Iterable[Lock]) -> str:
-    locks = list(locks)
-    more = f" and {len(locks) - 1} more" if len(locks) > 1 else ""
-    return f"{locks[0].module or 'the top-level forward'}{more}: {operator} {reason}".replace("  ", " ")

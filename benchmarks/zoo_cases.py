@@ -21,6 +21,9 @@ class Case:
 class Zoo(Protocol):
     """A module of this folder: the names of a zoo's models, and how each is built."""
 
+    SIZE: str
+    """What the sides of the inputs are where none is asked for, in words."""
+
     def names(self) -> list[str]:
         """Every model that the matrix has a row for."""
         ...

@@ -17,6 +17,7 @@ from zoo_cases import Case
 Inputs = Callable[[int], dict[str, Tensor]]
 Build = Callable[[], nn.Module]
 
+SIZE = "32"
 WORDS = 99
 LENGTH = 12
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}

@@ -23,6 +23,7 @@ from zoo_cases import Case, images
 SMALLEST = Path(__file__).with_name("zoo_timm_smallest.json")
 LARGEST, REDUCED = 384, 224
 """Pixels along an image: the most that a model is checked with, and what it gets instead."""
+SIZE = f"the model's own, {REDUCED} where that is above {LARGEST}"
 CLASSES = 1000
 
 

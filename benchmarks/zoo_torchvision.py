@@ -13,6 +13,7 @@ from zoo_cases import Case, images
 SIDES = {"inception_v3": 299, "efficientnet_v2_s": 384, "efficientnet_v2_m": 480, "efficientnet_v2_l": 480} | {
     f"efficientnet_b{i}": size for i, size in enumerate((224, 240, 288, 300, 380, 456, 528, 600))
 }
+SIZE = "the model's own; 224 for those other than classifiers that take any, 128 for optical flow"
 FLOORS = {"inception_v3": 96, "maxvit_t": 224}
 """The smallest image, where that is more than 64."""
 FRAMES = {"mvit_v1_b": 16, "mvit_v2_s": 16, "s3d": 16}

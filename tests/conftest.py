@@ -1,9 +1,35 @@
-"""One thread for every test: two OpenMP threads beside a busy process are many times slower than one."""
+"""Processes and threads of the suite.
+
+One thread for every test: two OpenMP threads beside a busy process are many times slower than one. What a test starts
+inherits that. Whole folders are shared out among processes.
+"""
 
 from __future__ import annotations
 
+import os
+
+import psutil
 import pytest
 import torch
+
+from prunekit.measure.machine import cores
+
+MOST = 4
+MEMORY = 3 << 30
+"""Bytes that a process of the suite takes in the end, about."""
+
+
+def pytest_configure() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """None for single files, which are done before a second process has imported torch."""
+    if all(".py" in argument for argument in config.args):
+        return 0
+    return max(1, min(MOST, cores(), psutil.virtual_memory().available // MEMORY))
 
 
 @pytest.fixture(autouse=True)

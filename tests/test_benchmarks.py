@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,27 @@ def test_models_of_every_zoo_pass(zoo: str) -> None:
         assert row["free_parameter_share"] >= 0.95
         assert 0.1 < row["macs_left"] <= 0.32  # half of the heads and half of each: a quarter of attention
         assert {"free_macs_share", "seconds", "reason"} <= row.keys()
+
+
+def test_what_a_model_keeps_beyond_a_quarter_is_said_with_layers_and_operators() -> None:
+    done = run("coverage.py", "--models", "squeezenet1_1,mnasnet0_5", "--size", "64", "--json")
+    assert done.returncode == 0, done.stderr
+    squeezenet, mnasnet = [json.loads(line) for line in done.stdout.splitlines()]
+    stem = "points in {}: aten.convolution has a width of 3 that stays (aten.convolution its partner in this product"
+    scores = "{} has a width of 1000 that stays (output of the model"
+    expected = {
+        "features.0": (squeezenet, stem.format("features.0")),
+        "classifier.1": (squeezenet, "points in classifier.1: " + scores.format("aten.convolution")),
+        "layers.0": (mnasnet, stem.format("layers.0")),
+        "classifier": (mnasnet, "points in classifier.1: " + scores.format("aten.addmm")),
+        "depthwise": (mnasnet, "and 16 more: aten.convolution has one width alone"),
+    }
+    for what, (row, text) in expected.items():
+        assert text in row["reason"], what
+    for row in (squeezenet, mnasnet):
+        assert row["verdict"] == "partly"
+        points = [float(number) for number in re.findall(r"([0-9.]+) points", row["reason"])]
+        assert sum(points) == pytest.approx(100 * row["macs_left"] - 25, abs=0.25)
 
 
 def test_a_model_that_does_not_get_through_is_a_row_with_a_reason() -> None:

@@ -14,10 +14,12 @@ from prunekit.cli import cli
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORTER = (
+    ("  name: resnet34", "  name: resnet18"),
     ("image_size: 32", "image_size: 16"),
     ("epochs: 12", "epochs: 0"),
     ("epochs: 4", "epochs: 1"),
     ("threads: 2", "threads: 1\n\ncalibration:\n  images: 64"),
+    ("batches: [1, 16]", "batches: [1]\n  repeats: 5"),
 )
 """What is changed in the recipe's copy that the commands run on; the commands themselves are as written."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from prunekit.workflow.targets import Target
 
 SHOWN = 15
 
@@ -63,17 +61,17 @@ def explain_command(
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
     from prunekit import report
+    from prunekit.measure.runtimes import sample_of
     from prunekit.workflow.explain import explain
 
     with console.running():
         target = one_target(names, overrides, ModelOptions(**options))
         against = _dense(names[0], dense, overrides, ModelOptions(**options))
-        example = _example(batch, target)
+        example = (sample_of(target.sample_shape, batch),)  # random: on zeros, activations would be zeros too
         found = explain(
             against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log
         )
-    figures = {**asdict(found), "speedup": found.speedup._asdict()}
-    payload = plain({"pruned": target.name, "dense": dense or "its dense model", **figures})
+    payload = plain({"pruned": target.name, "dense": dense or "its dense model", **found.figures()})
     save(payload, output, "explain.json", console)
     if output is not None:
         console.log(f"wrote {report.write_explanation(output, payload)}")
@@ -88,14 +86,6 @@ def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOpt
     from prunekit.workflow.counterpart import dense_of
 
     return dense_of(Path(name), options.factory)
-
-
-def _example(batch: int, target: Target) -> tuple[Any, ...]:
-    """Random inputs: on zeros, activations would be zeros too."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randn(batch, *target.sample_shape, generator=generator),)
 
 
 def text(result: dict[str, Any]) -> str:

@@ -129,15 +129,17 @@ def _run(job: JobSettings, own: Own, console: Console, *, training: bool) -> lis
 
 def _headline(metrics: dict[str, Any], folder: Path) -> str:
     from prunekit.measure.wording import doubtful, where
-    from prunekit.report.headline import budgeted, clamped, compared, masked, models, reference, repaired
+    from prunekit.report.headline import budgeted, clamped, compared, deployed, masked, models, reference, repaired
     from prunekit.report.numbers import factor, interval
 
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
     speedups = [
-        f"Speedup ({where(row)}): {factor(row['median'])} {interval(row['low'], row['high'])}{doubtful(row)}"
+        f"Speedup of {row['model']} ({where(row)}): {factor(row['median'])} "
+        f"{interval(row['low'], row['high'])}{doubtful(row)}"
         for row in metrics["speedup"]
     ]
     budgets = [f"Budget {text}" for text in budgeted(metrics.get("plan", {}))]
+    ready = [f"Deployed: {text}" for text in deployed(metrics)]
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
@@ -149,6 +151,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
             *budgets,
             *speedups,
             *repairs,
+            *ready,
             *masks,
             *clamps,
             *shortfalls,

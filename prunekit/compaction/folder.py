@@ -22,6 +22,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded import folds_of, kept_of_folded, with_folds
+from prunekit.compaction.layout import lies_channels_last, with_channels_last
 from prunekit.context import seeded
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models import ModelSettings, build_model
@@ -71,6 +72,7 @@ def save(
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(shapes[name]) for name in kept},
             "folded_norms": folds,
+            "channels_last": lies_channels_last(model),
             "example": {"shapes": input_shapes},
             "provenance": dict(plan.provenance),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -198,7 +200,8 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
         raise ArtifactError(f"{path}: its checksum is not the one in {MANIFEST}; the file is damaged or was exchanged")
     try:
         # copies: the file's own layout is not aligned, which changes the last bit of what CPU kernels compute
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+        copied = with_channels_last if manifest.get("channels_last") is True else torch.clone
+        return {name: copied(tensor) for name, tensor in load_file(path).items()}
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error
 

@@ -41,12 +41,12 @@ def alternately(runs: Sequence[Run], device: torch.device) -> Times:
     """Milliseconds (runs, rounds) of several ways of running what is warm already, after a few calls of each."""
     with torch.no_grad():
         timers = [Timer(run, device) for run in runs]
-        round_ms = sum(_ready(one) for one in timers)
+        round_ms = sum(ready(one) for one in timers)
         return alternate(timers, ROUNDS if round_ms <= LONG_MS else FEWER_ROUNDS)
 
 
-def _ready(run: Callable[[], float]) -> float:
-    """The milliseconds of the last of a few calls."""
+def ready(run: Callable[[], float]) -> float:
+    """Calls a few times what other models have warmed the process up for; the milliseconds of the last call."""
     times: list[float] = []
     while len(times) < CALLS_BEFORE and sum(times) < BEFORE_MS:
         times.append(run())

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from prunekit.measure.evidence import Estimate, paired_ratio
+from prunekit.measure.evidence import Contention, Estimate, paired_ratio
+from prunekit.measure.machine import Load, cores
 from prunekit.measure.operators import Key, OperatorCalls, OperatorTimer, floor, record
 from prunekit.measure.timing import Timer, alternate, warm_up
 
@@ -72,6 +73,7 @@ class Breakdown:
         floor_ms: time of an operator on one number.
         rows: the pruned model's slowest first.
         dense_calls, pruned_calls: what each model ran, for experiments on it.
+        contention: what else ran meanwhile; None where the CPU is not what was timed.
     """
 
     dense_ms: float
@@ -86,6 +88,7 @@ class Breakdown:
     rows: tuple[OperatorRow, ...]
     dense_calls: Mapping[Key, OperatorCalls]
     pruned_calls: Mapping[Key, OperatorCalls]
+    contention: Contention | None = None
 
     @property
     def shortfall_ms(self) -> float:
@@ -120,7 +123,9 @@ def break_down(
             warm_up(run)
         for clock in clocks:
             clock.passes.clear()
-        times = alternate(runs, rounds)
+        load = Load()
+        with load.watched():
+            times = alternate(runs, rounds)
     sides = [_sides(found, clock.passes, batch) for found, clock in zip(calls, clocks, strict=True)]
     dense_ms, pruned_ms = (float(np.median(row)) for row in times[:2])
     macs = [sum(side.macs or 0 for side in side_by_key.values()) for side_by_key in sides]
@@ -140,6 +145,7 @@ def break_down(
         rows=joined(sides[0], sides[1], macs_ratio, operators[1] + outside[1]),
         dense_calls=calls[0],
         pruned_calls=calls[1],
+        contention=Contention(torch.get_num_threads(), cores(), load.others) if device.type == "cpu" else None,
     )
 
 

@@ -45,6 +45,19 @@ class Contention:
     cores: int
     others: float
 
+    @property
+    def free(self) -> float:
+        """Cores that were left, as far as counters of CPU time can tell."""
+        return self.cores - self.others + SLACK
+
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether threads had to wait for a core, which voids a measurement."""
+        return self.threads > self.free
+
+    def __str__(self) -> str:
+        return f"{self.threads} on {self.cores} cores, of which other processes kept {self.others:.1f} busy"
+
 
 def median_interval(values: Times) -> Estimate:
     """Median of (N,) values, and its 95 % percentile bootstrap interval (Efron 1979), fixed seed."""
@@ -70,21 +83,18 @@ def doubts(values: Times, contention: Contention | None) -> list[str]:
         values: (N,) times or ratios, in the order in which they were taken.
         contention: what else ran; None where it does not matter.
     """
-    void = _oversubscribed(contention) if contention is not None else ""
+    void = oversubscribed(contention)
     found = [void] if void else [_wide(values), _drift(values)]  # what is void needs no other reason
     return [reason for reason in found if reason]
 
 
-def _oversubscribed(found: Contention) -> str:
-    free = found.cores - found.others + SLACK
-    if found.threads <= free:
+def oversubscribed(found: Contention | None) -> str:
+    """That threads had to wait for a core, with what would settle it; empty where they had not."""
+    if found is None or not found.oversubscribed:
         return ""
-    fewer = math.floor(free)
-    cure = f"at most {fewer} thread{'s'[: fewer != 1]} here, or an idle machine" if fewer else "an idle machine"
-    return (
-        f"threads oversubscribed, which voids a measurement: {found.threads} on {found.cores} cores, of which other "
-        f"processes kept {found.others:.1f} busy; to settle it: {cure}"
-    )
+    fewer = math.floor(found.free)
+    cure = f"at most {fewer} thread{'s'[: fewer != 1]} here, or an idle machine" if fewer >= 1 else "an idle machine"
+    return f"threads oversubscribed, which voids a measurement: {found}; to settle it: {cure}"
 
 
 def _wide(values: Times) -> str:

@@ -21,6 +21,7 @@ from prunekit.measure.isolated import Outcome, measure_apart
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.measuring import Failed, Job, Timed, plain_tensors
 from prunekit.measure.runtimes import RUNTIMES, Source, exported, sample_of
+from prunekit.measure.runtimes.torch_modules import layout_of
 from prunekit.measure.settings import LatencySettings
 
 Row = dict[str, Any]
@@ -30,8 +31,9 @@ Row = dict[str, Any]
 class LatencyReport:
     """What was timed.
 
-    Every row has the keys of its setting: runtime, device, batch, threads, dtype, memory_format; and `stable`, with the
-    reasons in `doubts` where it is not: such a figure supports no claim.
+    Every row has the keys of its setting: runtime, device, batch, threads, dtype, memory_format (that of the model in
+    torch's own runtimes, where its kernels lie channels last); and `stable`, with the reasons in `doubts` where it is
+    not: such a figure supports no claim.
 
     Attributes:
         rows: one per model and setting, with the milliseconds of one forward of the whole batch: median_ms with its
@@ -113,7 +115,7 @@ def measure_latency(
             outcomes += found
             notes += [note] if note else []
     machine |= {"clock_mhz_after": clock_mhz()}
-    return _report(list(models), outcomes, [*notes, *_cuda_note(devices)], machine)
+    return _report(copies, outcomes, [*notes, *_cuda_note(devices)], machine)
 
 
 @dataclass
@@ -134,12 +136,12 @@ class _Carriers:
         return self.exported
 
 
-def _report(names: list[str], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:
+def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:
     timed = [outcome for outcome in outcomes if isinstance(outcome, Timed)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
     return LatencyReport(
-        rows=tuple(row for found in timed for row in _rows(names, found)),
-        speedup=tuple(row for found in timed for row in _speedups(names, found)),
+        rows=tuple(row for found in timed for row in _rows(models, found)),
+        speedup=tuple(row for found in timed for row in _speedups(models, found)),
         samples=tuple(tuple(times.tolist()) for found in timed for times in found.times),
         notes=tuple(notes),
         failures=tuple(asdict(found.setting) | {"reason": found.reason} for found in failed),
@@ -147,23 +149,30 @@ def _report(names: list[str], outcomes: list[Outcome], notes: list[str], machine
     )
 
 
-def _rows(names: list[str], found: Timed) -> Iterator[Row]:
-    for name, times, calls, memory in zip(names, found.times, found.warm_up, found.memory, strict=True):
+def _setting(models: Mapping[str, nn.Module], name: str, found: Timed) -> Row:
+    row = {"model": name} | asdict(found.setting)
+    if RUNTIMES[found.setting.runtime].carrier == "module":
+        row["memory_format"] = layout_of(models[name], found.setting.memory_format)
+    return row
+
+
+def _rows(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
+    for name, times, calls, memory in zip(models, found.times, found.warm_up, found.memory, strict=True):
         median, low, high = median_interval(times)
         p10, p90, p99 = np.percentile(times, (10, 90, 99)).tolist()
         figures = {"median_ms": median, "low_ms": low, "high_ms": high, "p10_ms": p10, "p90_ms": p90, "p99_ms": p99}
         figures |= {"samples_per_s": 1000 * found.setting.batch / median, "peak_memory_bytes": memory}
         reasons = doubts(times, found.contention)
         evidence = {"repeats": len(times), "warm_up": calls, "stable": not reasons, "doubts": reasons}
-        yield {"model": name} | asdict(found.setting) | figures | evidence
+        yield _setting(models, name, found) | figures | evidence
 
 
-def _speedups(names: list[str], found: Timed) -> Iterator[Row]:
-    for name, times in zip(names[1:], found.times[1:], strict=True):
+def _speedups(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
+    for name, times in zip(list(models)[1:], found.times[1:], strict=True):
         median, low, high = paired_ratio(found.times[0], times)
         reasons = doubts(found.times[0] / times, found.contention)
         figures = {"median": median, "low": low, "high": high, "stable": not reasons, "doubts": reasons}
-        yield {"model": name} | asdict(found.setting) | figures
+        yield _setting(models, name, found) | figures
 
 
 def _cuda_note(devices: Sequence[torch.device]) -> list[str]:

@@ -34,11 +34,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def load_average() -> float:
-    """Threads of the whole system that ran or wanted a core over the last minute."""
-    return float(psutil.getloadavg()[0])
-
-
 def clock_mhz() -> float | None:
     """Current clock, the mean over all cores; None where the system does not tell."""
     with suppress(NotImplementedError, OSError, RuntimeError):

@@ -114,8 +114,7 @@ def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
     load = Load()
     with load.watched():
         times = alternate(timers, job.repeats)
-    on_cpu = setting.device == "cpu"
-    contention = Contention(setting.threads, cores(), load.others) if on_cpu else None
+    contention = Contention(setting.threads, cores(), load.others) if setting.device == "cpu" else None
     return Timed(setting, times, calls, tuple(taken), contention)
 
 

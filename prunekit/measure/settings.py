@@ -21,3 +21,5 @@ class LatencySettings:
     dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
     memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
     """Of the parameters and the input; runtimes that choose layouts themselves know `contiguous` alone."""
+    explain: bool = True
+    """Whether a job looks for what keeps the pruned model from its ideal speed, in eager on the CPU, first setting."""

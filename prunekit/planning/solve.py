@@ -192,7 +192,11 @@ def _keep(channel_map: ChannelMap, parts: list[Part], counts: Labels) -> Keep:
 
 
 def _uniform(parts: list[Part]) -> tuple[Ladder, int]:
-    """The same share of every part."""
+    """The same share of every part, and so of heads and of positions in them.
+
+    Products between tokens have the width of attention, heads times positions, as a factor once. Were positions whole,
+    half of these MACs would be left at half of the channels: 33.5 % of timm's test_vit, pit_ti_224 and halonet_h1.
+    """
 
     def ladder(step: int) -> Labels:
         return np.array([part.at_most(part.labels.size * step / GRID) for part in parts])

@@ -22,13 +22,15 @@ ROOTS = {
     "torchvision": "the folder of torchvision's data sets",
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
+LAID_OUT = ("eager", "compile", "cudagraphs")
+"""Runtimes that keep a model's layout."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Every key path whose value does not fit the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
-    for check in (_names, _budget, _activations, _baseline, _data, _images):
+    for check in (_names, _budget, _activations, _baseline, _data, _images, _deploy):
         yield from check(values)
 
 
@@ -98,6 +100,20 @@ def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
     if because and isinstance(images, int) and 0 < images < FEWEST_IMAGES:
         text = f"expected at least {FEWEST_IMAGES}, because {because}, got {images}"
         yield ("calibration", "images"), f"{text}; a thousand is a good number"
+
+
+def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Channels last must be seen by what is timed, and beside models that are not."""
+    deploy, latency = _section(values, "deploy") or {}, _section(values, "latency") or {}
+    if deploy.get("channels_last") is not True:
+        return
+    runtimes, formats = latency.get("runtimes", ["eager"]), latency.get("memory_formats", [])
+    if isinstance(runtimes, list) and not set(map(str, runtimes)) & set(LAID_OUT):
+        text = f"expected one of {', '.join(map(repr, LAID_OUT))} among them, because deploy.channels_last is true"
+        yield ("latency", "runtimes"), f"{text}, and other runtimes choose layouts themselves"
+    if isinstance(formats, list) and "channels_last" in formats:
+        text = "expected contiguous alone, because deploy.channels_last is true: that model is timed with channels last"
+        yield ("latency", "memory_formats"), f"{text}, beside others that are not"
 
 
 def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.collector import first_tensor
 from prunekit.errors import DataError, UsageError
-from prunekit.repair.record import Batch
+from prunekit.repair.batches import Batch
 
 FLAT = 1e-13
 """Variance among samples, as a share of the mean square, that is no more than float32's rounding."""

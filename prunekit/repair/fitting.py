@@ -63,7 +63,7 @@ class LayerFitter(LayerWeights):
             return
         found = [self._part(layer, dense, running, group, place) for place, group in enumerate(groups)]
         report = joined(layer.weight, [part for part in found if part is not None])
-        if running.paired is not None:
+        if running.before is not None:
             report = self._with_source(layer, dense, running, report)
         self.done.append(report)
 

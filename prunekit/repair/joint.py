@@ -1,6 +1,6 @@
 """Gauss-Newton steps on two layers at once: one that a ReLU follows, and the one that alone reads what it lets through.
 
-Pure functions over sampled rows; all of a row's positions of the first layer are computed anew.
+Pure functions over windows of samples; all that the second reads of the first is computed anew.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from prunekit.calibration.patches import products, with_constant
+from prunekit.calibration.patches import Reading, products, sampled_rows, with_constant
 
 INNER = 6
 """Conjugate gradient steps within each Gauss-Newton step."""
@@ -21,26 +22,31 @@ RIDGE = 1e-3
 """Of the Gram matrices that precondition, as a share of their mean diagonal."""
 SHARED = 0.1
 """Added to how channels act together on what reads them, as a share of the mean: some are read by nothing."""
+CONDITIONING_ROWS = 8192
+"""Positions whose Gram matrices precondition."""
 FRACTIONS = (1.0, 0.5, 0.25)
 """Of a step that are tried in turn until the error falls."""
 
 Weights = tuple[Tensor, Tensor]
-"""Of the first layer (d + 1, k), and of the second (taps * k + 1, o); constants last, in units of the chains' ends."""
+"""Of both layers, (d * taps + 1, k) and (k * taps + 1, o); constants last, in units of the chains' ends."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """N rows of the second layer, each of which reads the first at so many positions.
+    """N windows of samples, see `Windows`, in which both layers are looked at.
 
     Attributes:
-        inputs: (N * taps, d + 1) what the first reads at each of them, a constant last.
-        there: (N * taps, 1) 0 where the second reads padding, else 1.
-        rest: (N, o) what is added to the end of the second's chain.
-        wanted: (N, o) what the dense network has there.
-        fitted: number of rows to fit on; the rest judge.
+        first, second: how the layers read, without padding.
+        inputs: (N, d, ...) what the first reads.
+        there: (N, 1, ...) 0 where the second reads padding, else 1.
+        rest: (N, o, ...) what is added to the end of the second's chain.
+        wanted: (N, o, ...) what the dense network has there.
+        fitted: number of windows to fit on; the rest judge.
         rectified: whether only the positive part of it is used.
     """
 
+    first: Reading
+    second: Reading
     inputs: Tensor
     there: Tensor
     rest: Tensor
@@ -49,13 +55,11 @@ class Pair:
     rectified: bool = False
 
     def split(self) -> tuple[Pair, Pair]:
-        """The rows to fit on, and those that judge."""
-        taps = len(self.inputs) // len(self.rest)
+        """The windows to fit on, and those that judge."""
         parts = []
-        for rows in (slice(self.fitted), slice(self.fitted, None)):
-            wide = slice(*(None if end is None else end * taps for end in (rows.start, rows.stop)))
-            values = (self.inputs[wide], self.there[wide], self.rest[rows], self.wanted[rows])
-            parts.append(Pair(*values, len(values[-1]), self.rectified))
+        for some in (slice(self.fitted), slice(self.fitted, None)):
+            values = (self.inputs[some], self.there[some], self.rest[some], self.wanted[some])
+            parts.append(Pair(self.first, self.second, *values, len(values[0]), self.rectified))
         return parts[0], parts[1]
 
 
@@ -68,11 +72,11 @@ class Linearised:
 
     def __init__(self, pair: Pair, weights: Weights) -> None:
         self.pair, self.weights = pair, weights
-        hidden = pair.inputs @ weights[0]
+        hidden = _through(pair.first, pair.inputs, weights[0])
         self.active = (hidden > 0) * pair.there
-        self.hidden = with_constant((hidden * self.active).view(len(pair.rest), -1))
-        end = pair.rest + self.hidden @ weights[1]
-        self.counted = (pair.wanted > 0) | (end > 0) if pair.rectified else torch.ones_like(end, dtype=torch.bool)
+        self.hidden = hidden.mul_(self.active)
+        end = pair.rest + _through(pair.second, self.hidden, weights[1])
+        self.counted = ((pair.wanted > 0) | (end > 0)).to(end) if pair.rectified else torch.ones_like(end)
         wanted = pair.wanted.clamp(min=0) if pair.rectified else pair.wanted
         self.missing = (wanted - end) * self.counted
         seen = end.clamp(min=0) if pair.rectified else end
@@ -80,15 +84,60 @@ class Linearised:
         self.bound = float(self.missing.square().mean())
 
     def change(self, step: Weights) -> Tensor:
-        """(N, o) what a step changes at the end, to first order."""
-        through = ((self.pair.inputs @ step[0]) * self.active).view(len(self.pair.rest), -1)
-        return (through @ self.weights[1][:-1] + self.hidden @ step[1]) * self.counted
+        """(N, o, ...) what a step changes at the end, to first order."""
+        through = _through(self.pair.first, self.pair.inputs, step[0]).mul_(self.active)
+        kept = torch.cat([self.weights[1][:-1], torch.zeros_like(self.weights[1][-1:])])
+        return (_through(self.pair.second, through, kept) + _through(self.pair.second, self.hidden, step[1])).mul_(
+            self.counted
+        )
 
     def gradient(self, values: Tensor) -> Weights:
-        """The transpose of `change`, a mean over rows."""
-        values = values * self.counted / len(values)
-        back = (values @ self.weights[1][:-1].T).view(len(self.active), -1) * self.active
-        return self.pair.inputs.T @ back, self.hidden.T @ values
+        """The transpose of `change`, a mean over positions."""
+        values = values * self.counted / (values.numel() // values.shape[1])
+        back, second = _back(self.pair.second, self.hidden, self.weights[1], values)
+        return _back(self.pair.first, self.pair.inputs, self.weights[0], back.mul_(self.active), read=False)[1], second
+
+
+def _kernel(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
+    """(d * taps + 1, o) -> (o, d, ...), without the constants."""
+    return weight[:-1].T.reshape(weight.shape[1], inputs.shape[1], *reading.kernel)
+
+
+def _through(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
+    """What a layer gives that pads nothing."""
+    convolution = (F.conv1d, F.conv2d, F.conv3d)[len(reading.kernel) - 1]
+    found: Tensor = convolution(
+        inputs, _kernel(reading, inputs, weight), weight[-1], reading.stride, dilation=reading.dilation
+    )
+    return found
+
+
+def _back(
+    reading: Reading, inputs: Tensor, weight: Tensor, values: Tensor, *, read: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The transposes of `_through`, by what it reads (unless not wanted) and by its weight."""
+    none = [0] * len(reading.kernel)
+    into, kernel, constants = torch.ops.aten.convolution_backward(
+        values,
+        inputs,
+        _kernel(reading, inputs, weight),
+        [weight.shape[1]],
+        reading.stride,
+        none,
+        reading.dilation,
+        False,
+        none,
+        1,
+        [read, True, True],
+    )
+    return into, torch.cat([kernel.flatten(1).T, constants[None]])
+
+
+def _gram(reading: Reading, inputs: Tensor) -> Tensor:
+    """(d * taps + 1, d * taps + 1) of some of what a layer reads, with a constant."""
+    rows = sampled_rows(reading.rows_of(inputs), CONDITIONING_ROWS, 0).to(inputs.device)
+    patches = with_constant(reading.patches(inputs, rows, reading.spatial(inputs)))
+    return products(patches, patches)
 
 
 def gauss_newton(pair: Pair, weights: Weights, steps: int) -> tuple[Weights, float, float]:
@@ -102,8 +151,7 @@ def gauss_newton(pair: Pair, weights: Weights, steps: int) -> tuple[Weights, flo
         The weights, and the mean squared error on held-out rows before and after.
     """
     fitting, judging = pair.split()
-    some = fitting.inputs[:: len(fitting.inputs) // len(fitting.rest)]  # one of each row's positions is enough
-    factor, now = _factor(products(some, some)), Linearised(fitting, weights)
+    factor, now = _factor(_gram(pair.first, fitting.inputs)), Linearised(fitting, weights)
     before = after = Linearised(judging, weights).error
     for _ in range(steps):
         step = _step(now, factor)
@@ -130,11 +178,10 @@ def _factor(matrix: Tensor) -> Tensor:
 
 def _step(now: Linearised, inputs: Tensor) -> Weights:
     """The damped Gauss-Newton step."""
-    taps, width = len(now.pair.inputs) // len(now.pair.rest), now.active.shape[1]
-    read = now.weights[1][:-1].double().view(taps, width, -1)
-    together = torch.einsum("tko,tlo->kl", read, read) * float(now.active.double().mean())
+    read = now.weights[1][:-1].double().view(now.active.shape[1], now.pair.second.taps, -1)
+    together = torch.einsum("kto,lto->kl", read, read) * float(now.active.double().mean())
     together.diagonal().add_(SHARED * float(together.diagonal().mean()) or 1.0)
-    channels, hidden = torch.linalg.cholesky(together), _factor(products(now.hidden, now.hidden))
+    channels, hidden = torch.linalg.cholesky(together), _factor(_gram(now.pair.second, now.hidden))
 
     def solved(gradient: Weights) -> Weights:
         first = torch.cholesky_solve(torch.cholesky_solve(gradient[0].double(), inputs).T.contiguous(), channels).T

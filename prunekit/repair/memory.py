@@ -31,13 +31,15 @@ OUTPUTS = 9
 CHUNKS = 3
 """Blocks of rows that a fit of many groups holds."""
 
-PAIR_ROWS = 16384
+PAIR_ROWS = 2**18
 PAIR_PRODUCTS = 2**30
-"""Multiply-accumulates of a derivative of two layers and its transpose, taken about twenty times for each pair."""
+"""Multiply-accumulates of a derivative of two layers, and again of its transpose, taken about twenty times a pair."""
 EQUATIONS = 16
 """Sampled outputs for each weight of two layers, at least, for them to be fitted together."""
+HALO = 2
+"""Positions that the first layer of a pair makes for each that the second does, at borders of windows and behind."""
 COPIES = 3
-"""Blocks of a pair's inputs that its fit holds; what its first layer gives is held twice as often."""
+"""Blocks of a pair's inputs that its fit holds; what its layers give is held twice as often."""
 
 
 def kept_groups(layer: Layer, plan: Plan) -> list[int]:
@@ -113,13 +115,13 @@ def pair_size(layer: Layer, plan: Plan, item: int, most: int, settings: RepairSe
     wanted = settings.joint_steps and settings.sequential and settings.fit == "patch"
     if source is None or not wanted or source.reading.groups * layer.reading.groups > 1:
         return PairSize(0, 0)
-    columns, hidden = (len(kept_channels(each, plan)) for each in (source, layer))
-    columns, taps = columns * source.reading.taps + 1, layer.reading.taps
+    read, hidden = (len(kept_channels(each, plan)) for each in (source, layer))
+    columns, taps = read * source.reading.taps + 1, layer.reading.taps
     outputs = len(np.asarray(plan.kept(layer.weight, layer.axes[0])))
-    each = item * taps * (COPIES * columns + 2 * COPIES * hidden)
-    products = 2 * taps * hidden * (columns + 2 * outputs)
+    each = item * COPIES * (HALO * (read + 2 * hidden) + 4 * outputs)
+    products = hidden * (columns + 2 * taps * outputs)
     free = settings.memory_bytes * FIT / 2
-    rows = int(min(PAIR_ROWS, settings.rows, most, PAIR_PRODUCTS / products, free / each / (1 + settings.held_out)))
+    rows = int(min(PAIR_ROWS, most, PAIR_PRODUCTS / products, free / each / (1 + settings.held_out)))
     enough = rows * outputs >= EQUATIONS * (hidden * columns + outputs * (taps * hidden + 1))
     return PairSize(rows, each) if enough else PairSize(0, 0)
 

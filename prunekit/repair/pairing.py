@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from prunekit.calibration.layers import Layer
-from prunekit.calibration.patches import with_constant
 from prunekit.repair.fits import FLAT, Change
 from prunekit.repair.joint import Pair, Weights, gauss_newton
 from prunekit.repair.record import Sample
 from prunekit.repair.weights import LayerWeights
+from prunekit.repair.windows import convolving
 
 
 class PairFitter(LayerWeights):
@@ -34,35 +34,35 @@ class PairFitter(LayerWeights):
         (first, second), before, after = gauss_newton(pair, weights, steps)
         if after < before:
             self._add(source, hidden, (first - weights[0]).T.double())
-            columns = (second - weights[1])[:-1].view(layer.reading.taps, len(hidden), -1)
-            self._add(layer, rows, with_last(columns.permute(2, 1, 0).flatten(1), (second - weights[1])[-1]).double())
+            self._add(layer, rows, (second - weights[1]).T.double())
         return before, after
 
     def _pair(self, layer: Layer, dense: Sample, running: Sample, rows: Tensor) -> Pair:
-        """The rows at which both layers were looked at, in units of the end of the second's chain."""
-        paired, before, there = running.paired, running.before, running.there
-        assert paired is not None
+        """The windows in which both layers were looked at, in units of the end of the second's chain."""
+        before, there = running.before, running.there
+        assert layer.source is not None
         assert before is not None
         assert there is not None
-        assert dense.outputs is not None
+        assert dense.window_outputs is not None
         scale, offset = self._affine(self._dense_modules, layer, rows)
-        wanted = scale * dense.outputs[paired][:, rows].double() + offset
+        wanted = scale * dense.window_outputs[:, rows].double() + offset
         rest = torch.zeros_like(wanted)
-        if running.others is not None and dense.others is not None:
-            wanted = wanted + dense.others[paired][:, rows].double()
-            rest = running.others[paired][:, rows].double()
-        inputs = with_constant(before.view(there.numel(), -1))
-        fitted = int(paired[: dense.fitted].sum())
-        kind = inputs.dtype
-        return Pair(inputs, there.view(-1, 1).to(kind), rest.to(kind), wanted.to(kind), fitted, layer.rectified)
+        if running.window_others is not None and dense.window_others is not None:
+            wanted = wanted + dense.window_others[:, rows].double()
+            rest = running.window_others[:, rows].double()
+        first, second = convolving(layer.source.reading), convolving(layer.reading)
+        sizes = second.spatial_of(tuple(there.shape[2:]))
+
+        def shaped(values: Tensor) -> Tensor:  # (windows * positions, o) -> (windows, o, ...)
+            return values.to(before.dtype).view(len(before), *sizes, -1).movedim(-1, 1)
+
+        ends = shaped(rest), shaped(wanted)
+        return Pair(first, second, before, there.to(before), *ends, running.windows_fitted, layer.rectified)
 
     def _both(self, source: Layer, layer: Layer, hidden: Tensor, rows: Tensor) -> Weights:
         """Weights and constants of both layers, in units of the ends of their chains."""
-        first, second = self._whole(source, hidden), self._whole(layer, rows)
-        taps = second[:, :-1].view(len(rows), len(hidden), -1)
-        second = with_last(taps.permute(0, 2, 1).flatten(1), second[:, -1])
         kind = self._tensors[layer.weight].dtype
-        return first.T.to(kind), second.T.to(kind)
+        return self._whole(source, hidden).T.to(kind), self._whole(layer, rows).T.to(kind)
 
     def _whole(self, layer: Layer, rows: Tensor) -> Tensor:
         """(o, d + 1) kept weights and the constant last, at the end of the chain."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,53 +11,18 @@ from torch import Tensor, nn
 
 from prunekit.calibration.layers import Call, Layer
 from prunekit.calibration.patches import sampled_rows
+from prunekit.repair.batches import Batch
 from prunekit.repair.kept import Kept
 from prunekit.repair.resuming import DivergedError, ResumableRun
-
-Inputs = tuple[Tensor, ...]
-"""Positional inputs of a model, samples first."""
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Some of the calibration images.
-
-    Attributes:
-        number: of the batch.
-        inputs: of the model.
-        share: of the rows that are sampled.
-    """
-
-    number: int
-    inputs: Inputs
-    share: float
-
-
-def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch], int]:
-    """Batches to fit on, then those of the held-out images; and how many are to fit on.
-
-    Args:
-        held_out: share of the images, the last ones, that only judge.
-        size: images in a batch, at most.
-    """
-    total = len(inputs[0])
-    split = total - max(1, round(total * held_out))
-    parts = [(0, split, 1.0), (split, total, held_out)]
-    bounds = [
-        (start, min(start + size, last), share / (last - first))
-        for first, last, share in parts
-        for start in range(first, last, size)
-    ]
-    found = [Batch(i, tuple(x[a:b] for x in inputs), each * (b - a)) for i, (a, b, each) in enumerate(bounds)]
-    return found, sum(a < split for a, _, _ in bounds)
+from prunekit.repair.windows import Windows
 
 
 class SourceAim(NamedTuple):
-    """What is taken of the layer before: some input channels, wherever some rows of the aimed layer read its output."""
+    """What is taken of the layer before: some input channels, in windows of the aimed layer's output, see `Windows`."""
 
     layer: Layer
-    rows: int
-    channels: Tensor
+    each: float
+    channels: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +35,7 @@ class Aim:
         channels: of its input whose patches are taken; None: no patches.
         centres: whether the whole input is taken at the centres of the patches.
         outputs: whether what the layer gives is taken.
-        source: of the layer before; None: nothing.
+        source: of the layer before, and of this one's ends in the same windows; None: nothing.
     """
 
     layer: Layer
@@ -92,9 +56,10 @@ class Sample:
         outputs: (N, output channels) of the layer itself.
         others: (N, output channels) of the other summand, where the layer's output is added to something.
         centres: (N, input channels) at the middle of each patch.
-        paired: (N,) bool, the n rows at which the layer before was looked at too; None: it was not.
-        before: (n, taps * d) what that one reads at all positions of its output that each of these rows reads.
-        there: (n, taps) False where what they read is padding.
+        before: (n, d, ...) what the layer before it reads in n windows, see `Windows.inputs`; None: nothing was taken.
+        there: (n, 1, ...) False where what the layer reads in them is padding.
+        window_outputs, window_others: (n * positions, output channels) as `outputs` and `others`, in the windows.
+        windows_fitted: how many of the windows are for fitting.
     """
 
     fitted: int
@@ -102,9 +67,11 @@ class Sample:
     outputs: Tensor | None = None
     others: Tensor | None = None
     centres: Tensor | None = None
-    paired: Tensor | None = None
     before: Tensor | None = None
     there: Tensor | None = None
+    window_outputs: Tensor | None = None
+    window_others: Tensor | None = None
+    windows_fitted: int = 0
 
 
 class LayerPass(ResumableRun):
@@ -121,6 +88,7 @@ class LayerPass(ResumableRun):
         self._batch: Batch | None = None
         self._other: Tensor | None = None
         self._rows: Tensor | None = None
+        self._windows: Tensor | None = None
         self._places: Tensor | None = None
         self._shape = torch.Size()
 
@@ -130,28 +98,25 @@ class LayerPass(ResumableRun):
         try:
             return self.run(batch.inputs, kept, keep_at, stop_at)
         finally:
-            self._aim = self._other = self._rows = self._places = None
+            self._aim = self._other = self._rows = self._windows = self._places = None
 
     def before(self, call: Call) -> None:
         """Takes what the layer reads, and the other summand before it may be written to."""
         aim = self._aim
         if aim is None:
             return
-        layer = aim.layer
-        if aim.source is not None and call.number == aim.source.layer.call:
+        layer, source = aim.layer, aim.source
+        if source is not None and call.number == source.layer.call:
             operands = self.operands(call)
-            if operands is not None and operands.weight == aim.source.layer.weight:
-                self._read_before(aim, aim.source, self.real(operands.inputs))
+            if operands is not None and operands.weight == source.layer.weight:
+                self._read_before(layer, source, operands.inputs)
         if call.number == layer.call:
             operands = self.operands(call)
             if operands is not None and operands.weight == layer.weight:
                 self._read(aim, self.real(operands.inputs))
         if call.number == layer.ready and self._other is not None and self._rows is not None:
             other = self.real(self._other)
-            if self._places is None:
-                self.taken["others"] = layer.reading.outputs(other, self._rows).clone()
-            else:
-                self.taken["others"] = layer.reading.outputs(self._landed(other), self._rows)
+            self._take_rows("others", other if self._places is None else self._landed(other), layer)
 
     def _read(self, aim: Aim, inputs: Tensor) -> None:
         reading = aim.layer.reading
@@ -164,19 +129,26 @@ class LayerPass(ResumableRun):
 
     def _sampled(self, aim: Aim, total: int) -> Tensor:
         assert self._batch is not None
-        seed = aim.layer.call + 100_003 * self._batch.number
-        return sampled_rows(total, max(1, round(aim.rows * self._batch.share)), seed)
+        return sampled_rows(total, max(1, round(aim.rows * self._batch.share)), self._seed(aim.layer))
 
-    def _read_before(self, aim: Aim, source: SourceAim, inputs: Tensor) -> None:
-        """Rows of the aimed layer are known before it is called: by the shape of what the layer before gives."""
-        reading, made = aim.layer.reading, source.layer.reading.spatial(inputs)
-        spatial, samples = reading.spatial_of(made), source.layer.reading.rows_of(inputs) // prod(made)
-        rows = self._sampled(aim, samples * prod(spatial)).to(inputs.device)
-        paired = torch.arange(len(rows), device=rows.device) % -(-aim.rows // source.rows) == 0
-        places, there = reading.places(rows[paired], spatial, made)
-        channels = source.layer.reading.channels(inputs, source.channels)
-        patches = source.layer.reading.patches(channels, places.flatten(), made)
-        self.taken |= {"paired": paired, "before": patches.view(len(places), -1), "there": there}
+    def _seed(self, layer: Layer) -> int:
+        assert self._batch is not None
+        return layer.call + 100_003 * self._batch.number
+
+    def _read_before(self, layer: Layer, source: SourceAim, inputs: Tensor) -> None:
+        """Windows of the layer's output are known before it is called, by shapes, which a blank has too."""
+        windows = Windows.drawn(source.layer.reading, layer.reading, inputs, source.each, self._seed(layer))
+        self._windows = windows.rows()
+        if source.channels is not None:
+            values = source.layer.reading.channels(self.real(inputs), source.channels)
+            self.taken |= {"before": windows.inputs(values), "there": windows.there()}
+
+    def _take_rows(self, name: str, values: Tensor, layer: Layer) -> None:
+        """Of a tensor that lies as the layer's output does."""
+        assert self._rows is not None
+        self.taken[name] = layer.reading.outputs(values, self._rows)
+        if self._windows is not None:
+            self.taken[f"window_{name}"] = layer.reading.outputs(values, self._windows)
 
     def _landed(self, other: Tensor) -> Tensor:
         """The other summand as the layer's output lies; 0 where of that nothing is left."""
@@ -195,7 +167,7 @@ class LayerPass(ResumableRun):
             self._other = result
         if call.number == layer.call and self._rows is not None:
             if aim.outputs:
-                self.taken["outputs"] = layer.reading.outputs(result, self._rows).clone()
+                self._take_rows("outputs", result, layer)
             if layer.moves:
                 self._shape = result.shape
                 self._places = torch.arange(result.numel(), device=result.device).view(result.shape)
@@ -235,8 +207,11 @@ class Gathering:
             parts.append(self._run.taken)
         if not all(part.keys() == parts[0].keys() and part for part in parts):
             return None
-        count = sum(len(next(iter(part.values()))) for part in parts[: self._fitted])
-        return Sample(count, **{name: _joined([part.pop(name) for part in parts]) for name in list(parts[0])})
+        names = list(parts[0])
+        counts = {name: sum(len(part[name]) for part in parts[: self._fitted]) for name in names}
+        rows = next(counts[name] for name in ("inputs", "outputs", "centres") if name in counts)
+        tensors = {name: _joined([part.pop(name) for part in parts]) for name in names}
+        return Sample(rows, **tensors, windows_fitted=counts.get("before", 0))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

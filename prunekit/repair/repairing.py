@@ -17,6 +17,7 @@ from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError, UsageError
 from prunekit.planning import Plan
+from prunekit.repair.batches import Inputs, batches_of
 from prunekit.repair.difference import difference
 from prunekit.repair.fitting import LayerFitter
 from prunekit.repair.memory import (
@@ -31,7 +32,7 @@ from prunekit.repair.memory import (
     pair_size,
     too_wide,
 )
-from prunekit.repair.record import Gathering, Inputs, LayerPass, Sample, SourceAim, batches_of
+from prunekit.repair.record import Gathering, LayerPass, Sample, SourceAim
 from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport, dropped
 from prunekit.repair.sequential import Step, Walk
 from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
@@ -169,7 +170,7 @@ class _Prepared:
         rows = pair_size(layer, plan, item, layer.rows * len(images) // SAMPLES, self._settings).rows
         if layer.source is None or not rows or layer.source.weight not in {each.weight for each in self._layers}:
             return None
-        return SourceAim(layer.source, rows, kept_channels(layer.source, plan).to(images.device))
+        return SourceAim(layer.source, rows / len(images), kept_channels(layer.source, plan).to(images.device))
 
     def run(self) -> LayerFitter:
         """Refits all layers."""

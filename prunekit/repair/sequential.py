@@ -65,7 +65,8 @@ class Walk:
 
     def _dense_sample(self, step: Step, following: Step | None, channels: Tensor | None) -> Sample | None:
         """The dense model goes on to where the next layer's pass will begin."""
-        aim = Aim(step.layer, step.rows, channels, step.centres, outputs=True)
+        source = None if step.source is None else step.source._replace(channels=None)
+        aim = Aim(step.layer, step.rows, channels, step.centres, outputs=True, source=source)
         cut = step.dense_cut if following is None else following.dense_cut
         return self._dense.take(aim, cut, max(step.layer.ready + 1, cut))
 

@@ -32,7 +32,7 @@ class RepairSettings:
     """Positions sampled of each layer's output, over all images."""
     rectified_steps: Annotated[int, Ge(0)] = 3
     """Further fits in which what a ReLU makes zero of anyhow need not agree."""
-    joint_steps: Annotated[int, Ge(0)] = 3
+    joint_steps: Annotated[int, Ge(0)] = 2
     """Further Gauss-Newton steps in which a layer and the rectified one before it, which nothing else reads, are fitted
     together to what the second gives, where positions are many for their weights; with `patch` and `sequential`."""
     held_out: Annotated[float, Gt(0), Lt(1)] = 0.125

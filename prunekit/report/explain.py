@@ -1,4 +1,4 @@
-"""From an explanation of where a pruned model's time goes to one self-contained HTML page."""
+"""From an explanation of where a pruned model's time goes to one self-contained HTML page, or a section of one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ def render(result: Mapping[str, Any]) -> str:
     """The page as HTML text."""
     from prunekit.report.page import environment
 
-    bars = module_times(result)
-    return environment().get_template("explain.html").render(
-        result=result,
-        tiles=_tiles(result),
-        bars=_bars(bars),
-        rows=[operator_cells(row) for row in result["rows"] if row["pruned"] or row["dense"]],
-    )  # fmt: skip
+    return environment().get_template("explain.html").render(**explained(result))
+
+
+def explained(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What the templates show of an explanation: `result` itself, where it was measured, tiles, bars and rows."""
+    threads = f"{result['threads']} CPU thread{'s'[: result['threads'] != 1]}"
+    return {
+        "result": result,
+        "where": f"on {result['device']}, batch {result['batch']}, {threads}, eager",
+        "tiles": _tiles(result),
+        "bars": _bars(module_times(result)),
+        "rows": [operator_cells(row) for row in result["rows"] if row["pruned"] or row["dense"]],
+    }
 
 
 def operator_cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -177,9 +177,11 @@ def _wide(losses: pd.DataFrame) -> bool:
 
 def latencies(samples: pd.DataFrame) -> Markup:
     """Every timed run as a dot, with the median and the range from p10 to p90, one panel per setting."""
-    keys = ["device", "runtime", "batch", "threads", "dtype", "memory_format"]
-    known = samples if "memory_format" in samples.columns else samples.assign(memory_format="contiguous")
-    settings = list(known.groupby(keys, sort=False, dropna=False))
+    keys = ["device", "runtime", "batch", "threads", "dtype"]
+    if "memory_format" in samples.columns:
+        layout = samples["memory_format"].map(lambda name: "" if name == "contiguous" else f", {name}")
+        samples = samples.assign(model=samples["model"] + layout)
+    settings = list(samples.groupby(keys, sort=False, dropna=False))
     columns = min(2, len(settings))
     rows = math.ceil(len(settings) / columns)
     models = len(samples["model"].drop_duplicates())
@@ -192,7 +194,7 @@ def latencies(samples: pd.DataFrame) -> Markup:
 
 
 def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None:
-    device, runtime, batch, threads, dtype, memory_format = key
+    device, runtime, batch, threads, dtype = key
     names = list(frame["model"].drop_duplicates())[::-1]
     jitter = np.random.default_rng(0)
     for row, name in enumerate(names):
@@ -203,8 +205,7 @@ def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None
         axes.plot([low, high], [row, row], color=colour, linewidth=2.5, solid_capstyle="round")
         axes.plot(median, row, "|", color=INK, markersize=17, markeredgewidth=1.8)
     with_threads = f", {threads:g} thread{'s'[: threads != 1]}" if not pd.isna(threads) else ""
-    layout = "" if memory_format == "contiguous" else f" {memory_format}"
-    axes.set(title=f"{device}, {runtime}, batch {batch}{with_threads}, {dtype}{layout}", xlabel="ms")
+    axes.set(title=f"{device}, {runtime}, batch {batch}{with_threads}, {dtype}", xlabel="ms")
     axes.set_yticks(range(len(names)), labels=names)
     axes.set_ylim(-0.5, len(names) - 0.5)
     axes.set_xlim(left=0)

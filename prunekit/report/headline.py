@@ -9,8 +9,9 @@ from typing import Any
 from prunekit.measure.wording import doubtful
 from prunekit.report import numbers
 
-MODELS = ("dense", "control", "pruned")
+MODELS = ("dense", "control", "pruned", "deployed")
 """The models of a run, as far as it has them: without fine-tuning there is no control."""
+OPTIONAL = ("control", "deployed")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """One measure of the dense model, the control and the pruned model; `change` is against `reference`."""
+    """One measure of each model; `change` is that of the pruned one against `reference`."""
 
     label: str
     cells: tuple[tuple[str, str], ...]
@@ -71,19 +72,23 @@ def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
 
 def models(metrics: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns of the table of models."""
-    return tuple(name for name in MODELS if name != "control" or "control" in metrics)
+    return tuple(name for name in MODELS if name not in OPTIONAL or name in metrics)
 
 
 def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of the dense / control / pruned table."""
-    found = [_model(metrics, name) for name in models(metrics)]
+    names = models(metrics)
+    found = [_model(metrics, name) for name in names]
     if not any(found):
         return
-    before, pruned = _model(metrics, reference(metrics)), found[-1]
-    nothing = (("", ""),) * (len(found) - 1)
+    before, pruned = _model(metrics, reference(metrics)), _model(metrics, "pruned")
+
+    def of_pruned(cell: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+        return tuple(cell if name == "pruned" else ("", "") for name in names)
+
     yield Row("Top-1 on the test images", tuple(_accuracy(model) for model in found), _points(before, pruned))
     if masks := metrics.get("activations"):
-        yield Row("Top-1 under the activation masks", (*nothing, _accuracy(masks)), _points(before, masks))
+        yield Row("Top-1 under the activation masks", of_pruned(_accuracy(masks)), _points(before, masks))
     yield Row("Test images", tuple((_whole(model.get("n_test")), "") for model in found), "")
     for label, key, form in (
         ("MACs, one sample", "macs", numbers.count),
@@ -95,7 +100,7 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     sparsity = metrics.get("sparsity", {})
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
-            yield Row(label, (*nothing, (numbers.share(sparsity[key]), "")), "")
+            yield Row(label, of_pruned((numbers.share(sparsity[key]), "")), "")
 
 
 def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
@@ -106,6 +111,17 @@ def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
         end = "" if found.get("kept") else ": no better, so nothing was changed"
         layers = f"{found.get('refitted')} of {found.get('layers')} layers refitted"
         yield f"output error on held-out images {errors} of its variance{end}; {layers}"
+
+
+def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What was done to the compact model for running it, in a line, where the run was asked to."""
+    found = metrics.get("deployment")
+    if found:
+        norms = f"{found['folded_norms']} BatchNorms folded, " if found["folded_norms"] else ""
+        layout = "channels last, " if found["channels_last"] else ""
+        apart, rounded = (numbers.scientific(found[key]) for key in ("max_relative_difference", "after_rounding"))
+        proof = f"equal to the pruned model to {apart} on {found['inputs']} images in float64"
+        yield f"{norms}{layout}{proof}, to {rounded} with its weights rounded to their own dtype"
 
 
 def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:

@@ -12,7 +12,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
-from prunekit.report.headline import budgeted, compared, masked, models, reference, repaired, tiles
+from prunekit.report.explain import explained
+from prunekit.report.headline import budgeted, compared, deployed, masked, models, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
 FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
@@ -62,11 +63,13 @@ def render(run: Run, state: str | None = None) -> str:
         skipped=_skipped(run.history),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         masked=list(masked(run.metrics)),
+        deployed=list(deployed(run.metrics)),
         repaired=list(repaired(run.metrics)),
         repair=_records(run.repair),
         clamps=_by_run(run.clamps),
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
         machine=wording.surroundings(run.metrics.get("machine", {})),
+        explained=explained(run.metrics["explanation"]) if run.metrics.get("explanation") else None,
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),
     )

@@ -16,7 +16,6 @@ from prunekit.measure.beside import beside
 from prunekit.measure.breakdown import Breakdown
 from prunekit.measure.causes import Cause
 from prunekit.measure.layers import Layer
-from prunekit.measure.machine import cores, load_average
 from prunekit.measure.operator_costs import subnormals
 
 LAYERS = 12
@@ -67,7 +66,7 @@ def find_causes(search: Search, log: Callable[[str], None]) -> tuple[Cause, ...]
     """
     log("measuring: fewer threads")
     threads = _fewer_threads(search)
-    if threads is not None and causes.crowded(torch.get_num_threads(), cores(), load_average()):
+    if threads is not None and search.found.contention is not None and search.found.contention.oversubscribed:
         return (threads,)
     found = [] if threads is None else [threads]
     for name, look in _LOOKS:
@@ -153,11 +152,11 @@ def _larger_batch(search: Search) -> Iterator[Cause | None]:
 
 
 def _fewer_threads(search: Search) -> Cause | None:
-    now = torch.get_num_threads()
-    if not search.on_cpu or now == 1:
+    now, contention = torch.get_num_threads(), search.found.contention
+    if contention is None or now == 1:
         return None
     fewer = experiments.with_threads_of(sorted({1, now // 2}), search.pruned, search.inputs, now)
-    return causes.too_many_threads(now, cores(), load_average(), fewer)
+    return causes.too_many_threads(contention, fewer)
 
 
 _LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (

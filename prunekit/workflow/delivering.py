@@ -28,8 +28,6 @@ ATTEMPTS = 8
 REPEATS, LAST_REPEATS = 31, 61
 """Rounds of each attempt, and of the figure that counts."""
 
-_LEAST_SPEEDUP = 1 + 1e-6
-
 Planner = Callable[[PruneSettings, ChannelMap], Planned]
 
 
@@ -90,6 +88,7 @@ def _searched(
     """Attempts, and the plan of each: until one is near the goal when it is measured twice, or none is left to try."""
     asked = time_budgets(settings)
     narrowest = _least_share(channel_map, settings, table, asked)
+    widest = _whole_share(table.at(channel_map), asked)
     attempts: list[Attempt] = []
     made: list[Planned] = []
     share, again = max(1.0, narrowest), False
@@ -106,7 +105,7 @@ def _searched(
             break
         if excess > 1 and share <= narrowest:
             raise PlanError(_out_of_reach(asked, timing))
-        share, again = (share, True) if near else (max(next_share(attempts), narrowest), False)
+        share, again = (share, True) if near else (min(max(next_share(attempts), narrowest), widest), False)
     return attempts, made
 
 
@@ -150,7 +149,7 @@ def aiming(settings: PruneSettings, share: float) -> PruneSettings:
     if budget.latency_ms is not None:
         budget = replace(budget, latency_ms=budget.latency_ms * share)
     if budget.speedup is not None:
-        budget = replace(budget, speedup=max(budget.speedup / share, _LEAST_SPEEDUP))
+        budget = replace(budget, speedup=budget.speedup / share)
     return replace(settings, budget=budget)
 
 
@@ -181,6 +180,12 @@ def _least_share(
     least = least_left(channel_map, settings, table)
     shares = [least[name] / as_given(name, value) for name, value in asked.items()]
     return max(shares) * (1 + 1e-9)
+
+
+def _whole_share(dense_ms: float, asked: dict[str, float]) -> float:
+    """Just less than the dense model is predicted to take, over what was asked for."""
+    shares = (dense_ms / value if name == "latency_ms" else value for name, value in asked.items())
+    return min(shares) * (1 - 1e-6)
 
 
 def _attempt(planned: Planned, table: LatencyTable, share: float, timing: Timing, asked: dict[str, float]) -> Attempt:

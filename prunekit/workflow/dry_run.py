@@ -9,6 +9,7 @@ from prunekit.channels import trace
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import cached_baseline, prepare
+from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiling import profile_for
@@ -31,6 +32,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     """
     devices("auto", job.latency)
     prepared = prepare(job, own)
+    require_deployable(prepared)
     chart = trace(prepared.model, prepared.example_inputs)
     timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
     latency = None if timed is None else timed.table

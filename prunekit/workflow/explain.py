@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from prunekit.context import threads as with_threads
 from prunekit.errors import ModelError, UsageError
 from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
 from prunekit.measure.causes import Cause
-from prunekit.measure.evidence import Estimate
-from prunekit.measure.machine import cores, load_average
+from prunekit.measure.evidence import Estimate, oversubscribed
 from prunekit.nested import gather, map_tensors
 from prunekit.workflow.causes import Search, find_causes
 from prunekit.workflow.runs import Log
@@ -57,6 +56,10 @@ class Explanation:
     rows: tuple[OperatorRow, ...]
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        return {**asdict(self), "speedup": self.speedup._asdict()}
 
 
 def explain(
@@ -147,11 +150,13 @@ def _explanation(
 
 
 def _notes(found: Breakdown) -> Iterator[str]:
-    width = found.speedup.width
-    if width > NOISY:
+    width, crowded = found.speedup.width, oversubscribed(found.contention)
+    if crowded:
+        yield crowded
+    elif width > NOISY:
         yield (
-            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide, with a load average of "
-            f"{load_average():.1f} on {cores()} cores; an idle machine or more rounds would settle it"
+            f"noisy: the speedup's 95 % interval is {100 * width:.0f} % of it wide; an idle machine or more rounds "
+            "would settle it"
         )
     missing = found.pruned_ms - found.pruned_operators_ms - found.pruned_outside_ms
     if missing > NOISY * found.pruned_ms:

@@ -12,6 +12,7 @@ from prunekit.context import threads
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
+from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiling import profile_for
@@ -99,6 +100,7 @@ def _run(
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     prepared = prepare(job, own)
+    require_deployable(prepared)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
     timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
     if timed is None:

@@ -27,6 +27,7 @@ from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
+from prunekit.workflow.deploying import deploy
 from prunekit.workflow.plan_stage import find_plan
 from prunekit.workflow.profiling import Profile
 from prunekit.workflow.repairing import repair_model, repair_summary
@@ -107,14 +108,18 @@ class Journey:
             with self.clock.stage("control"):
                 control = self._train("control", copy.deepcopy(dense))
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
+        with self.clock.stage("deploy"):
+            deployed = deploy(self.prepared, self.run, dense, plan)
         with self.clock.stage("measure"):
             share = sparsity(pruned, plan)
-            measured = results.measure(self.prepared, self.run, dense, control, log=self.log)
+            ready = None if deployed is None else deployed.model
+            measured = results.measure(self.prepared, self.run, dense, control, ready, log=self.log)
             measured = replace(measured, activations=self._measure_activations(small))
             final = None if frozen is None else self._measure_last(dense, frozen)
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
         metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
         metrics |= {"fine_tuned": self.training, "repair": repair_summary(report)}
+        metrics |= {"deployment": None if deployed is None else deployed.figures()}
         if self.timed is not None and final is not None:
             metrics |= {"profile": self.timed.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls

@@ -125,7 +125,7 @@ def profile(
     target: TargetSettings,
     prune: PruneSettings,
     *,
-    networks: int = NETWORKS,
+    networks: int | None = None,
     cache: Path | None = None,
     log: Log,
 ) -> Profile:
@@ -141,7 +141,7 @@ def profile(
         target: runtime, device, batch, threads, dtype and memory format. A runtime that cannot tell layers apart is
             profiled in eager, which a note says: what a plan takes on it is measured all the same.
         prune: what may go: exclusions, roundings, least widths.
-        networks: to measure, at least 10.
+        networks: to measure, at least 10; 40 where it is not given.
         cache: a folder; None: the user's own.
         log: gets a line for each network.
 
@@ -155,7 +155,7 @@ def profile(
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), replace(prune, ratios={}))
     if not parts:
         raise PlanError(NOTHING_FREE)
-    keeps = list(sampled(channel_map, parts, networks))
+    keeps = list(sampled(channel_map, parts, networks or NETWORKS))
     made = _networks(model, channel_map, keeps)
     times = time_networks(model, made, sample_shape, setting, repeats=REPEATS, cache=cache or cache_folder(), log=log)
     samples = tuple(Sample(keep, found) for keep, found in zip(keeps, times, strict=True))

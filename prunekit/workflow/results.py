@@ -16,10 +16,10 @@ from prunekit.measure import (
     Accuracy,
     LatencyReport,
     accuracy,
-    compare_latency,
     count_bytes,
     count_macs,
     count_parameters,
+    measure_latency,
     size_bytes,
 )
 from prunekit.measure.verify import Verification
@@ -28,6 +28,8 @@ from prunekit.training import EpochRow
 from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import Prepared
+from prunekit.workflow.deploying import FOLDER
+from prunekit.workflow.explaining import explain_job
 from prunekit.workflow.pruning import Planned
 from prunekit.workflow.runs import Log, RunFolder, environment
 from prunekit.workflow.settings import JobSettings
@@ -44,53 +46,68 @@ class Measured:
 
     Attributes:
         activations: what the activation masks do (`measure_masks`); None without.
+        explanation: why the pruned model is not faster (`explain_job`); None where nothing was looked for.
     """
 
     models: dict[str, dict[str, Any]]
     accuracies: dict[str, Accuracy]
     latency: LatencyReport
     activations: dict[str, Any] | None = None
+    explanation: dict[str, Any] | None = None
 
 
-def measure(prepared: Prepared, run: RunFolder, dense: nn.Module, control: nn.Module | None, *, log: Log) -> Measured:
+def measure(
+    prepared: Prepared,
+    run: RunFolder,
+    dense: nn.Module,
+    control: nn.Module | None,
+    deployed: nn.Module | None,
+    *,
+    log: Log,
+) -> Measured:
     """Measures on the test images, which nothing has seen before, and times dense against compact.
 
     Args:
         control: the dense model after as much training as the pruned one had; None where that had none.
+        deployed: the compact model made ready to run, as it came from its folder; None where nothing was done to it.
     """
     pruned = load(run.path / "model", None if prepared.build else dense)
     example = (torch.zeros(1, *prepared.splits.sample_shape),)
-    models = {"dense": dense} | ({} if control is None else {"control": control}) | {"pruned": pruned}
+    found = {"dense": dense, "control": control, "pruned": pruned, "deployed": deployed}
+    models = {name: model for name, model in found.items() if model is not None}
     files = {
         "dense": run.path / "checkpoints" / "dense.safetensors",
         "control": run.path / "checkpoints" / "control.safetensors",
         "pruned": run.path / "model" / "model.safetensors",
+        "deployed": run.path / FOLDER / "model.safetensors",
     }
     accuracies, figures = {}, {}
     for name, model in models.items():
         data = prepared.job.data
         test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.workers)
-        found = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
+        reached = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
         model.cpu()
         figures[name] = {
-            "top1": found.top1,
-            "n_test": found.n_test,
+            "top1": reached.top1,
+            "n_test": reached.n_test,
             "params": count_parameters(model),
             "macs": count_macs(model, example),
             "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
             "tensor_bytes": count_bytes(model),
         }
-        log(f"test: {name} {found.top1:.2f} % [{found.low:.2f}, {found.high:.2f}] of {found.n_test} images")
+        log(f"test: {name} {reached.top1:.2f} % [{reached.low:.2f}, {reached.high:.2f}] of {reached.n_test} images")
     settings = prepared.job.latency
-    latency = compare_latency(dense, pruned, prepared.splits.sample_shape, settings, devices("auto", settings))
+    timed = {name: model for name, model in models.items() if name != "control"}
+    latency = measure_latency(timed, prepared.splits.sample_shape, settings, devices("auto", settings))
     write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:
         interval = f"[{row['low']:.2f}, {row['high']:.2f}]{doubtful(row)}"
-        log(f"latency: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
+        log(f"latency: {row['model']}: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
     for note in [*unstable(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
-    return Measured(figures, accuracies, latency)
+    explanation = explain_job(dense, pruned, prepared.splits.sample_shape, settings, log)
+    return Measured(figures, accuracies, latency, explanation=explanation)
 
 
 def metrics(
@@ -120,6 +137,7 @@ def metrics(
         "latency_notes": list(measured.latency.notes),
         "latency_failures": [dict(row) for row in measured.latency.failures],
         "machine": dict(measured.latency.machine),
+        "explanation": measured.explanation,
         "parity": {
             "max_relative_difference": proof.max_relative_difference,
             "inputs": proof.inputs,
@@ -157,7 +175,7 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
         found.append(f"budget size_mb {size_mb}: parameters and buffers take {pruned['tensor_bytes'] / 1e6:.4f} MB")
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:
-            found.append(f"the pruned model is slower ({where(row)}): {row['median']:.2f}x")
+            found.append(f"the {row['model']} model is slower ({where(row)}): {row['median']:.2f}x")
     found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
     return found + missed_targets(measured.activations)
 

@@ -13,6 +13,7 @@ from annotated_types import Ge
 
 from prunekit.calibration.settings import CalibrationSettings
 from prunekit.data.settings import DataSettings
+from prunekit.deploy.settings import DeploySettings
 from prunekit.masking.settings import ActivationSettings
 from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
@@ -37,6 +38,8 @@ class JobSettings:
     finetune: TrainSettings = field(default_factory=TrainSettings)
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""
+    deploy: DeploySettings = field(default_factory=DeploySettings)
+    """What is done to a second copy of the compact model, for running it."""
     latency: LatencySettings = field(default_factory=LatencySettings)
     seed: Annotated[int, Ge(0)] = 0
     device: str = "auto"

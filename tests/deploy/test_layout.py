@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from equivalence import Net, assert_unchanged, difference, image, randomised, snapshot
@@ -29,6 +31,19 @@ def test_weights_lie_channels_last_and_outputs_too() -> None:
         want, got = model(*image()), moved(*image())
     assert got.is_contiguous(memory_format=torch.channels_last)
     assert difference(want, got) < 1e-5
+
+
+def test_a_folder_keeps_the_layout(tmp_path: Path) -> None:
+    model = net()
+    plan = prunekit.plan_model(model, image(), prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))).plan
+    small = prunekit.compact(model, plan)
+    moved = prunekit.channels_last(small, image())
+    for name, saved in (("moved", moved), ("plain", small)):
+        prunekit.save(tmp_path / name, saved, plan, input_shapes=[[2, 3, 8, 8]])
+        loaded = prunekit.load(tmp_path / name, model)
+        assert_unchanged(loaded, snapshot(small))
+        for want, got in zip(saved.parameters(), loaded.parameters(), strict=True):
+            assert want.stride() == got.stride()
 
 
 def test_code_that_looks_at_strides_is_found_out() -> None:

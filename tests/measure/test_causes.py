@@ -10,7 +10,7 @@ from prunekit.measure import causes
 from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import Breakdown, OperatorRow, Side, joined
 from prunekit.measure.causes.widths import WidthTimes, rounded
-from prunekit.measure.evidence import Estimate
+from prunekit.measure.evidence import Contention, Estimate
 
 PRUNED_MS = 10.0
 
@@ -197,14 +197,14 @@ def test_masks_and_zeros_that_stayed() -> None:
 
 def test_too_many_threads() -> None:
     fewer = {1: beside(10, 4), 2: beside(10, 6)}
-    found = causes.too_many_threads(4, 2, 1.0, fewer)
+    found = causes.too_many_threads(Contention(4, 2, 1.0), fewer)
     assert found is not None
     assert (found.name, found.ms) == ("threads oversubscribed", 6)
     assert "is void" in found.evidence
     assert "OMP_NUM_THREADS=1" in found.fix
-    calm = causes.too_many_threads(4, 8, 1.0, fewer)
+    calm = causes.too_many_threads(Contention(4, 8, 1.0), fewer)
     assert calm is not None
     assert calm.name == "more threads than it has work for"
     assert "void" not in calm.evidence
-    assert causes.too_many_threads(4, 2, 1.0, {1: beside(10, 12)}) is None
-    assert [causes.crowded(*case) for case in ((4, 2, 0.0), (1, 2, 2.5), (2, 2, 2.0))] == [True, True, False]
+    assert "4 on 2 cores, of which other processes kept 1.0 busy" in found.evidence
+    assert causes.too_many_threads(Contention(4, 2, 1.0), {1: beside(10, 12)}) is None

@@ -5,46 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from chains import Chain, kept, scored
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap, trace
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, make_plan
+from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.exchange import Worth, improved
 from prunekit.planning.select import Scores
-
-
-class Chain(nn.Module):
-    """Convolutions in a row, each as wide as the next is deep; a shortcut around all but the first, or none."""
-
-    def __init__(self, widths: list[int], kernels: list[int], shortcut: bool) -> None:
-        super().__init__()
-        between = zip([3, *widths[:-1]], widths, kernels, strict=True)
-        self.layers = nn.ModuleList(nn.Conv2d(a, b, kernel, padding=kernel // 2) for a, b, kernel in between)
-        self.back = nn.Conv2d(widths[-1], widths[0], 1) if shortcut else None
-        self.head = nn.Linear(widths[0] if shortcut else widths[-1], 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = first = self.layers[0](x).relu()
-        for layer in self.layers[1:]:
-            x = layer(x if self.back is not None else nn.functional.avg_pool2d(x, 2)).relu()
-        if self.back is not None:
-            x = self.back(x) + first
-        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
-
-
-def scored(channel_map: ChannelMap, generator: np.random.Generator) -> Scores:
-    """Scores of which some groups' are much larger than others'."""
-    scores = np.full(channel_map.n_labels, np.inf)
-    for group in channel_map.groups:
-        scores[group.labels] = generator.lognormal(0, 1, group.labels.size) * generator.lognormal(0, 1)
-    return scores
-
-
-def kept(plan: Plan, scores: Scores) -> float:
-    return float(sum(scores[g.labels][plan.keep[g.labels]].sum() for g in plan.channel_map.groups))
 
 
 def optimum(channel_map: ChannelMap, scores: Scores, wanted: PruneSettings) -> float:

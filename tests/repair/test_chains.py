@@ -13,7 +13,8 @@ from prunekit.calibration.finding import find_layers, survey
 from prunekit.channels import trace
 from prunekit.planning import Plan
 from prunekit.repair import RepairReport, RepairSettings, repair
-from prunekit.repair.record import Aim, LayerPass, batches_of
+from prunekit.repair.batches import batches_of
+from prunekit.repair.record import Aim, LayerPass
 
 IMAGES = torch.randn(48, 4, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 ALL = RepairSettings(rows=10**6, held_out=0.25)

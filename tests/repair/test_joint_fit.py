@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from equivalence import randomised
@@ -10,13 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.calibration.finding import find_layers
+from prunekit.calibration.patches import Reading
 from prunekit.compaction import compact
 from prunekit.measure.verify import verify
 from prunekit.repair import RepairSettings, repair
+from prunekit.repair.batches import batches_of
 from prunekit.repair.joint import Linearised, Pair, conjugate_gradients, gauss_newton
-from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim, batches_of
+from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim
 
-TAPS, ROWS, COLUMNS, HIDDEN, OUTPUTS = 4, 400, 5, 3, 2
+WINDOWS, COLUMNS, HIDDEN, OUTPUTS = 40, 3, 3, 2
+FIRST = Reading((3, 2), (2, 1), (0, 0), (1, 2))
+SECOND = Reading((2, 3), (1, 2), (0, 0), (2, 1))
 
 
 def drawn(*shape: int) -> Tensor:
@@ -26,27 +32,38 @@ def drawn(*shape: int) -> Tensor:
 def pair(*, rectified: bool) -> tuple[Pair, tuple[Tensor, Tensor]]:
     """A pair whose outputs are those of other weights, and weights to start from."""
     torch.manual_seed(0)
-    inputs = torch.cat([drawn(ROWS * TAPS, COLUMNS), torch.ones(ROWS * TAPS, 1, dtype=torch.float64)], 1)
-    there = (torch.rand(ROWS * TAPS, 1) > 0.2).double()
-    start = drawn(COLUMNS + 1, HIDDEN), drawn(TAPS * HIDDEN + 1, OUTPUTS)
-    made = Pair(inputs, there, drawn(ROWS, OUTPUTS), torch.zeros(ROWS, OUTPUTS).double(), 300, rectified)
+    inputs = drawn(WINDOWS, COLUMNS, 11, 13)
+    hidden = FIRST.spatial(inputs)
+    there = (torch.rand(WINDOWS, 1, *hidden) > 0.2).double()
+    start = drawn(COLUMNS * FIRST.taps + 1, HIDDEN), drawn(HIDDEN * SECOND.taps + 1, OUTPUTS)
+    ends = drawn(WINDOWS, OUTPUTS, *SECOND.spatial_of(hidden))
+    made = Pair(FIRST, SECOND, inputs, there, ends, torch.zeros_like(ends), 30, rectified)
     other = tuple(weight + 0.1 * drawn(*weight.shape) for weight in start)
-    return Pair(inputs, there, made.rest, plain(made, *other), 300, rectified), start
+    return replace(made, wanted=plain(made, *other)), start
 
 
 def plain(made: Pair, first: Tensor, second: Tensor) -> Tensor:
-    hidden = (F.relu(made.inputs @ first) * made.there).view(ROWS, -1)
-    return made.rest + hidden @ second[:-1] + second[-1]
+    hidden = F.relu(layer(made.first, made.inputs, first)) * made.there
+    return made.rest + layer(made.second, hidden, second)
+
+
+def layer(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
+    """A convolution as a product with what it reads."""
+    sizes = reading.spatial(inputs)
+    patches = reading.patches(inputs, torch.arange(reading.rows_of(inputs)), sizes)
+    return (patches @ weight[:-1] + weight[-1]).view(len(inputs), *sizes, -1).movedim(-1, 1)
 
 
 @pytest.mark.parametrize("rectified", [False, True])
 def test_changes_and_gradients_are_those_of_autograd(rectified: bool) -> None:
     made, start = pair(rectified=rectified)
-    now, step, along = Linearised(made, start), tuple(drawn(*weight.shape) for weight in start), drawn(ROWS, OUTPUTS)
+    step, along = tuple(drawn(*weight.shape) for weight in start), torch.randn_like(made.rest)
+    now = Linearised(made, start)
     end, change = torch.autograd.functional.jvp(lambda *weights: plain(made, *weights), start, step)
     counted = ((end > 0) | (made.wanted > 0)).double() if rectified else torch.ones_like(end)
     torch.testing.assert_close(now.change(step), change * counted)
-    _, back = torch.autograd.functional.vjp(lambda *weights: plain(made, *weights), start, along * counted / ROWS)
+    mean = along * counted * OUTPUTS / along.numel()
+    _, back = torch.autograd.functional.vjp(lambda *weights: plain(made, *weights), start, mean)
     for ours, theirs in zip(now.gradient(along), back, strict=True):
         torch.testing.assert_close(ours, theirs)
     wanted, seen = (made.wanted.clamp(min=0), end.clamp(min=0)) if rectified else (made.wanted, end)
@@ -118,30 +135,35 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn0(self.stem(x)))
-        x = F.relu(self.conv2(F.relu(self.bn1(self.conv1(x)))) + self.short(x))
+        x = F.relu(self.short(x) + self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("size", [20, 7])
-def test_what_the_layer_before_reads_makes_what_the_layer_reads(size: int) -> None:
+@pytest.mark.parametrize("each", [0.4, 12.0, 1000.0])
+def test_what_the_layer_before_reads_makes_what_the_layer_gives(size: int, each: float) -> None:
     torch.manual_seed(2)
     model, images = randomised(Block().double()).eval(), torch.randn(20, 3, 11, 9, dtype=torch.float64)
     layer = next(found for found in find_layers(model, images[:2]) if found.weight == "conv2.weight")
     assert layer.source is not None
-    aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, 70, torch.arange(6)))
+    aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, each, torch.arange(6)))
     run = LayerPass(model)
     run.learn((images[:2],))
     sample = Gathering(run, *batches_of((images,), 0.2, size)).take(aim, layer.source.call, layer.ready + 1)
     assert sample is not None
-    assert sample.inputs is not None
-    assert sample.paired is not None
     assert sample.before is not None
     assert sample.there is not None
-    assert len(sample.there) == int(sample.paired.sum()) < len(sample.paired) / 2
-    before = sample.before.view(*sample.there.shape, -1)
-    made = F.relu(model.bn1((before @ model.conv1.weight.flatten(1).T).flatten(0, 1)[:, :, None, None]))
-    made = made.view(*sample.there.shape, 8) * sample.there[:, :, None]
-    torch.testing.assert_close(made.transpose(1, 2).flatten(1), sample.inputs[sample.paired])
+    assert sample.window_outputs is not None
+    assert sample.window_others is not None
+    assert len(sample.before) == {20: (6 + 2), 7: (3 + 3 + 1 + 2)}[size] if each < 1 else 20
+    assert each < 1000 or len(sample.window_outputs) == 20 * 6 * 5  # all of them
+    conv1 = F.conv2d(sample.before, model.conv1.weight, stride=2)
+    made = F.conv2d(F.relu(model.bn1(conv1)) * sample.there, model.conv2.weight, model.conv2.bias)
+    torch.testing.assert_close(made.movedim(1, -1).flatten(0, -2), sample.window_outputs)
+    shortcuts = model.short(F.relu(model.bn0(model.stem(images)))).movedim(1, -1).flatten(0, -2)
+    at = (sample.window_others[:, None] - shortcuts).abs().amax(2) < 1e-9  # which position of all images it is of
+    assert bool((at.sum(1) == 1).all())
+    assert len(set(at.int().argmax(1).tolist())) == len(at)
 
 
 def test_fitted_together_layers_come_nearer() -> None:

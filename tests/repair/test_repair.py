@@ -16,9 +16,10 @@ from prunekit.errors import DataError, NonFiniteError
 from prunekit.measure.verify import verify
 from prunekit.planning import Plan
 from prunekit.repair import RepairSettings, repair
+from prunekit.repair.batches import batches_of
 from prunekit.repair.fitting import LayerFitter
 from prunekit.repair.memory import kept_channels
-from prunekit.repair.record import Aim, Gathering, LayerPass, batches_of
+from prunekit.repair.record import Aim, Gathering, LayerPass
 from prunekit.training import recalibrate_batchnorm
 
 IMAGES = torch.randn(64, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from prunekit.calibration.finding import find_layers
 from prunekit.calibration.layers import Call
 from prunekit.nested import gather
-from prunekit.repair.record import Aim, Gathering, LayerPass, Sample, batches_of
+from prunekit.repair.batches import batches_of
+from prunekit.repair.record import Aim, Gathering, LayerPass, Sample
 from prunekit.repair.resuming import DivergedError, ResumableRun
 
 

@@ -13,6 +13,7 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.measure import count_macs
 from prunekit.measure.breakdown import break_down
+from prunekit.measure.evidence import Contention
 from prunekit.workflow.causes import Search, find_causes
 
 X = (torch.randn(2, 3, 12, 12),)
@@ -87,10 +88,11 @@ def test_threads_that_wait_for_cores_end_the_search(monkeypatch: pytest.MonkeyPa
 
     cause = causes.Cause("threads oversubscribed", 1.0, "", "")
     monkeypatch.setattr(causes, "too_many_threads", lambda *figures: cause)
-    monkeypatch.setattr(causes, "crowded", lambda *figures: True)
+    monkeypatch.setattr(Contention, "oversubscribed", property(lambda self: True))
     tiny = nn.Linear(3, 3)  # no work that threads would share: they need not wait for cores here
     found = prunekit.explain(tiny, tiny, (torch.ones(1, 3),), threads=2, rounds=5)
     assert found.causes == (cause,)
+    assert found.notes[0].startswith("threads oversubscribed, which voids a measurement")
     assert torch.get_num_threads() == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import prunekit
+from prunekit import report
 from prunekit.calibration import CalibrationSettings, ChannelStats
 from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
@@ -25,6 +27,7 @@ from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import EpochRow, TrainSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
 from prunekit.workflow.dense import prepare, train_baseline
+from prunekit.workflow.explaining import explain_job
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.results import Measured, shortfalls
 from prunekit.workflow.runs import RunFolder
@@ -41,7 +44,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
         calibration=CalibrationSettings(images=128),
         prune=PruneSettings(budget=BudgetSettings(macs=0.45), criterion="activation", scope="global", round_to=4),
         finetune=TrainSettings(epochs=1, lr=0.02),
-        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5),
+        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
         device="cpu",
         threads=1,
         output=output,
@@ -55,7 +58,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("runs")
     log: list[str] = []
-    result = finetune(job(output), log=log.append)
+    settings = job(output)
+    result = finetune(replace(settings, latency=replace(settings.latency, explain=True)), log=log.append)
     assert result.folder.parent == output / "small"
     return result.folder, result.metrics, log
 
@@ -105,6 +109,41 @@ def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[st
     assert list((folder / "tensorboard" / "pruned").iterdir())
     assert (folder / "log.txt").read_text().count("\n") == len(log)
     assert prunekit.load_plan(folder).provenance["prune"]["budget"]["macs"] == 0.45
+
+
+def test_the_report_says_why_the_pruned_model_is_not_faster(
+    finished: tuple[Path, dict[str, Any], list[str]], tmp_path: Path
+) -> None:
+    folder, metrics, log = finished
+    found = metrics["explanation"]
+    assert (found["device"], found["batch"], found["threads"]) == ("cpu", 1, 1)
+    assert found["macs_ratio"] == metrics["dense"]["macs"] / metrics["pruned"]["macs"]
+    assert {row["module"] for row in found["rows"]} >= {"conv1", "layer4.1.conv2", "fc"}
+    (said,) = [line for line in log if "of the ideal" in line]
+    assert f"{found['macs_ratio']:.2f}x" in said
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    page = report.write(copy).read_text()
+    assert "Why is it not faster?" in page
+    for cause in found["causes"]:
+        assert cause["name"] in page
+        assert any(cause["name"] in line and cause["fix"] in line for line in log)
+    (copy / "metrics.json").write_text(json.dumps({**metrics, "explanation": None}))
+    assert "Why is it not faster?" not in report.write(copy).read_text()
+
+
+def test_an_explanation_that_fails_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*models: object, **options: object) -> None:
+        raise RuntimeError("view size is not compatible")
+
+    monkeypatch.setattr("prunekit.workflow.explaining.explain", fail)
+    said: list[str] = []
+    net = torch.nn.Linear(2, 2)
+    assert explain_job(net, net, (2,), LatencySettings(), said.append) is None
+    assert said == ["explain: not done: RuntimeError: view size is not compatible"]
+    for settings in (LatencySettings(explain=False), LatencySettings(runtimes=("onnxruntime",))):
+        assert explain_job(net, net, (2,), settings, said.append) is None
+    assert len(said) == 1
 
 
 def test_saved_model_is_the_measured_one(finished: tuple[Path, dict[str, Any], list[str]]) -> None:

@@ -81,7 +81,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
         calibration=CalibrationSettings(images=32),
         prune=PruneSettings(budget=BudgetSettings(channels=0.5)),
         finetune=TrainSettings(epochs=1, lr=0.05),
-        latency=LatencySettings(batches=(1,), repeats=5),
+        latency=LatencySettings(batches=(1,), repeats=5, explain=False),
         device="cpu",
         threads=1,
         output=output,

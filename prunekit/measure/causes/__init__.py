@@ -12,14 +12,13 @@ from prunekit.measure.causes.memory import memory_bound
 from prunekit.measure.causes.norms import unfused_norms
 from prunekit.measure.causes.others import without_macs
 from prunekit.measure.causes.small_numbers import subnormal_numbers
-from prunekit.measure.causes.threads import crowded, too_many_threads
+from prunekit.measure.causes.threads import too_many_threads
 from prunekit.measure.causes.widths import WidthTimes, off_step_widths
 
 __all__ = [
     "Cause",
     "WidthTimes",
     "copying",
-    "crowded",
     "launch_bound",
     "masks_attached",
     "memory_bound",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from prunekit.measure.breakdown import OperatorRow
+from prunekit.measure.breakdown import OperatorRow, Side
 
 LEAST = 0.02
 """Share of the pruned model's time below which nothing is worth a sentence."""
@@ -32,14 +33,53 @@ class Cause:
     modules: tuple[str, ...] = ()
 
 
-def excess(rows: Iterable[OperatorRow]) -> float:
-    """Milliseconds that operators take beyond their ideal."""
-    return sum(max(0.0, row.excess_ms) for row in rows)
+@dataclass(frozen=True)
+class Ran:
+    """Operators that the pruned model ran, taken together.
 
+    Attributes:
+        rows: the slowest first.
+        sides: what each did in the pruned model.
+    """
 
-def spent(rows: Iterable[OperatorRow]) -> float:
-    """Milliseconds of operators in the pruned model."""
-    return sum(row.pruned.ms for row in rows if row.pruned is not None)
+    rows: tuple[OperatorRow, ...]
+    sides: tuple[Side, ...]
+
+    @staticmethod
+    def those(rows: Iterable[OperatorRow], wanted: Callable[[OperatorRow, Side], bool]) -> Ran:
+        """Of all rows those that the pruned model ran and that are wanted."""
+        found = [(row, row.pruned) for row in rows if row.pruned is not None and wanted(row, row.pruned)]
+        return Ran(tuple(row for row, _ in found), tuple(side for _, side in found))
+
+    @cached_property
+    def ms(self) -> float:
+        """What they take."""
+        return sum(side.ms for side in self.sides)
+
+    @cached_property
+    def excess_ms(self) -> float:
+        """What they take beyond their ideal."""
+        return sum(max(0.0, row.excess_ms) for row in self.rows)
+
+    @cached_property
+    def calls(self) -> int:
+        """How often they ran."""
+        return sum(side.calls for side in self.sides)
+
+    @cached_property
+    def bytes(self) -> int:
+        """What they moved."""
+        return sum(side.bytes for side in self.sides)
+
+    @property
+    def kinds(self) -> str:
+        """Some of the operators' names."""
+        return some([row.operator for row in self.rows])
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules that run them."""
+        return tuple(dict.fromkeys(row.module for row in self.rows))
 
 
 def some(names: Sequence[str], shown: int = NAMED) -> str:

@@ -6,29 +6,28 @@ from collections.abc import Iterable
 
 from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import OperatorRow
-from prunekit.measure.causes.cause import LEAST, Cause, plural, some, spent
+from prunekit.measure.causes.cause import LEAST, Cause, Ran, plural, some
 
 COPIES = frozenset({"clone", "contiguous", "_to_copy", "copy_", "_reshape_copy", "permute_copy", "transpose_copy"})
 
 
 def copying(rows: Iterable[OperatorRow], pruned_ms: float) -> Cause | None:
     """Operators that bring tensors into another order and compute nothing."""
-    found = [row for row in rows if row.operator in COPIES and row.pruned is not None]
-    ms = spent(found)
-    if ms < LEAST * pruned_ms:
+    found = Ran.those(rows, lambda row, side: row.operator in COPIES)
+    if found.ms < LEAST * pruned_ms:
         return None
-    moved = sum(row.pruned.bytes for row in found if row.pruned is not None)
-    calls = sum(row.pruned.calls for row in found if row.pruned is not None)
-    kinds, where = some([row.operator for row in found]), some([row.module for row in found])
     return Cause(
         name="layout conversions",
-        ms=ms,
-        evidence=(f"{plural(calls, 'operator')} ({kinds}) only copy: {ms:.3g} ms for {moved / 1e6:.3g} MB, at {where}"),
+        ms=found.ms,
+        evidence=(
+            f"{plural(found.calls, 'operator')} ({found.kinds}) only copy: {found.ms:.3g} ms for "
+            f"{found.bytes / 1e6:.3g} MB, at {some(found.modules)}"
+        ),
         fix=(
             "take away .contiguous(), .permute() and type conversions in the forward of these modules, or let a graph "
             "runtime do so: ONNX Runtime, OpenVINO, torch.compile"
         ),
-        modules=tuple(dict.fromkeys(row.module for row in found)),
+        modules=found.modules,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prunekit.measure.breakdown import OperatorRow
-from prunekit.measure.causes.cause import LEAST, Cause, excess, some, spent
+from prunekit.measure.breakdown import OperatorRow, Side
+from prunekit.measure.causes.cause import LEAST, Cause, Ran
 
 NEAR = 0.5
 """Share of the speed of a copy from which an operator counts as limited by memory."""
@@ -22,37 +22,37 @@ def memory_bound(
         copy_ms: time that a copy takes which moves as many bytes, reads and writes together.
         floor_ms: time of an operator that does nothing; what is near it says nothing about memory.
     """
-    done = [(row, row.pruned) for row in rows if row.pruned is not None]
-    best = max((_rate(side.macs, side.ms) for _, side in done), default=0.0)
-    found = [
-        row
-        for row, side in done
-        if side.ms > 3 * floor_ms * side.calls > 0
-        and copy_ms(side.bytes / side.calls) * side.calls >= NEAR * side.ms
-        and _rate(side.macs, side.ms) < FAR * best
-    ]
-    ms = excess(found)
-    if ms < LEAST * pruned_ms:
+    rows = tuple(rows)
+    best = max((_rate(row.pruned) for row in rows if row.pruned is not None), default=0.0)
+
+    def copied_ms(side: Side) -> float:
+        return copy_ms(side.bytes / side.calls) * side.calls
+
+    def bound(_: OperatorRow, side: Side) -> bool:
+        long = side.ms > 3 * floor_ms * side.calls > 0
+        return long and copied_ms(side) >= NEAR * side.ms and _rate(side) < FAR * best
+
+    found = Ran.those(rows, bound)
+    if found.excess_ms < LEAST * pruned_ms:
         return None
-    total, moved = spent(found), sum(row.pruned.bytes for row in found if row.pruned is not None)
-    macs = batch * sum(row.pruned.macs or 0 for row in found if row.pruned is not None)
-    ideal = sum(copy_ms(row.pruned.bytes / row.pruned.calls) * row.pruned.calls for row in found if row.pruned)
-    names = some([row.operator for row in found])
+    ideal, macs = sum(map(copied_ms, found.sides)), batch * sum(side.macs or 0 for side in found.sides)
     return Cause(
         name="memory-bound operators",
-        ms=ms,
+        ms=found.excess_ms,
         evidence=(
-            f"{len(found)} of them ({names}) take {total:.3g} ms, {100 * total / pruned_ms:.0f} % of the time, to move "
-            f"{moved / 1e6:.3g} MB at {moved / total / 1e6:.3g} GB/s; copies of the same sizes take {ideal:.3g} ms. "
-            f"They do {macs / max(1, moved):.2g} multiply-accumulates a byte, so fewer of those save little"
+            f"{len(found.rows)} of them ({found.kinds}) take {found.ms:.3g} ms, {100 * found.ms / pruned_ms:.0f} % of "
+            f"the time, to move {found.bytes / 1e6:.3g} MB at {found.bytes / found.ms / 1e6:.3g} GB/s; copies of the "
+            f"same sizes take {ideal:.3g} ms. They do {macs / max(1, found.bytes):.2g} multiply-accumulates a byte, so "
+            "fewer of those save little"
         ),
         fix=(
             "have them done with the layer before: fold BatchNorm, or torch.compile, ONNX Runtime or OpenVINO; where "
             "the bytes are weights, a larger batch shares them"
         ),
-        modules=tuple(dict.fromkeys(row.module for row in found)),
+        modules=found.modules,
     )
 
 
-def _rate(macs: float | None, ms: float) -> float:
-    return (macs or 0) / ms if ms else 0.0
+def _rate(side: Side) -> float:
+    """Multiply-accumulates of a sample in a millisecond."""
+    return (side.macs or 0) / side.ms if side.ms else 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import OperatorRow
-from prunekit.measure.causes.cause import LEAST, Cause, plural, spent
+from prunekit.measure.causes.cause import LEAST, Cause, Ran, plural
 
 NORMS = frozenset(
     {"native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm"}
@@ -21,23 +21,21 @@ def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: Beside 
         folded: the pruned model as it is, and with its norms folded; None where that was not done: then all of their
             time counts.
     """
-    found = [row for row in rows if row.operator in NORMS and row.pruned is not None]
-    ms = spent(found)
-    if ms < LEAST * pruned_ms or (folded is not None and folded.saved_ms < LEAST * folded.now_ms):
+    found = Ran.those(rows, lambda row, side: row.operator in NORMS)
+    if found.ms < LEAST * pruned_ms or (folded is not None and folded.saved_ms < LEAST * folded.now_ms):
         return None
-    calls = sum(row.pruned.calls for row in found if row.pruned is not None)
     return Cause(
         name="un-fused BatchNorm",
-        ms=ms if folded is None else folded.saved_ms,
+        ms=found.ms if folded is None else folded.saved_ms,
         evidence=(
-            f"{plural(calls, 'operator')} for BatchNorm: {ms:.3g} ms, {100 * ms / pruned_ms:.0f} % of the time"
-            f"{_effect(folded)}"
+            f"{plural(found.calls, 'operator')} for BatchNorm: {found.ms:.3g} ms, "
+            f"{100 * found.ms / pruned_ms:.0f} % of the time{_effect(folded)}"
         ),
         fix=(
             "prunekit.fold_batchnorm(model, example), which folds them into the layers before them; or a runtime that "
             "does so: ONNX Runtime, OpenVINO"
         ),
-        modules=tuple(row.module for row in found),
+        modules=found.modules,
     )
 
 

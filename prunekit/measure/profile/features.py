@@ -80,16 +80,25 @@ def features_of(channel_map: ChannelMap) -> list[ModuleFeatures]:
         if len(term.factors) > 1:
             for factor in term.factors:
                 mine.add(term.constant, (factor,))
-    return [_features(module, mine) for module, mine in found.items()]
+    final = channel_map.traced.final
+    return [_features(module, mine, final) for module, mine in found.items()]
 
 
-def _features(module: str, found: _Found) -> ModuleFeatures:
+def _features(module: str, found: _Found, final: Labels) -> ModuleFeatures:
     kind = max(found.macs, key=lambda name: found.macs[name]) if found.macs else found.names[0]
     products = [Product((weight,), (factors,)) for weight, factors in found.products.values()]
     if len(products) > MOST:
         products = list(_added_up(products))
-    shape = [(round(sum(one.weights), 6), [len(factors) for factors in one.factors]) for one in products]
+    shape = [
+        (round(sum(one.weights), 6), [_fixed(factor, final) for factors in one.factors for factor in factors])
+        for one in products
+    ]
     return ModuleFeatures(module, kind, repr((found.names, found.arguments, shape)), tuple(products))
+
+
+def _fixed(factor: Labels, final: Labels) -> int | None:
+    """A width that no plan changes; None for one that plans do."""
+    return None if final[factor].any() else factor.size
 
 
 def _added_up(products: list[Product]) -> Iterator[Product]:

@@ -18,6 +18,11 @@ from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, u
 
 STEPS = (1, 4, 8, 16, 32)
 """Blocks that kernels may work in: CPU vectors, tiles of tensor cores."""
+ROUNDS = 2
+"""Of fitting: after the first, networks that are far off count less."""
+FAR = 2.0
+"""Times the median error: where that begins (Huber 1964)."""
+EPSILON = 1e-12
 GAIN = 0.02
 """By how much of the residual blocks of several channels must fit better than single channels."""
 
@@ -40,7 +45,8 @@ def fit(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str
     A module's time is a constant and a sum of products of widths, as operators multiply and write them, each width
     rounded up to a step that is found for each kind of operator. Modules that do the same at different widths share
     their coefficients. Every network's times are scaled by what the dense one took beside it: so it does not matter
-    that clocks change. Errors are weighted as shares of each network's whole time.
+    that clocks change. Errors are weighted as shares of each network's whole time; networks that something disturbed,
+    and so are far off, count less.
 
     Args:
         channel_map: of the dense model, traced.
@@ -57,17 +63,30 @@ def fit(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str
         one.module: scale * np.array([sample.times.modules_ms.get(one.module, 0.0) for sample in samples])
         for one in features
     }
+    weights = 1 / whole
+    for _ in range(ROUNDS):
+        layers = _fitted(features, counts, took, weights)
+        sums = np.array([sum(layer.at(one) for layer in layers) for one in kept])
+        outside, factor = _non_negative(
+            np.stack([np.ones_like(sums), sums], axis=1) * weights[:, None], whole * weights
+        )
+        off = np.abs((outside + factor * sums) / whole - 1)
+        weights = np.minimum(1, FAR * np.median(off) / np.maximum(off, 1e-12)) / whole
+    return LatencyTable(dict(setting), layers, float(outside), float(factor), dense_ms)
+
+
+def _fitted(
+    features: Sequence[ModuleFeatures], counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
+) -> tuple[LayerLatency, ...]:
+    """Every module, in order."""
     alike = _by(features, lambda one: one.signature)
     layers: dict[str, LayerLatency] = {}
     for kind in _by(features, lambda one: one.kind).values():
         signatures = list(_by(kind, lambda one: one.signature))
-        best = _best_steps([alike[signature] for signature in signatures], counts, took, 1 / whole)
+        best = _best_steps([alike[signature] for signature in signatures], counts, took, weights)
         for signature in signatures:
-            layers |= _layers(alike[signature], best, counts, took, 1 / whole)
-    ordered = tuple(layers[one.module] for one in features)
-    sums = np.array([sum(layer.at(one) for layer in ordered) for one in kept])
-    outside, factor = _non_negative(np.stack([np.ones_like(sums), sums], axis=1) / whole[:, None], np.ones_like(whole))
-    return LatencyTable(dict(setting), ordered, float(outside), float(factor), dense_ms)
+            layers |= _layers(alike[signature], best, counts, took, weights)
+    return tuple(layers[one.module] for one in features)
 
 
 _Steps = tuple[int, int, int]
@@ -121,10 +140,11 @@ def _best_steps(
 
     plain: _Steps = (1, 1, 1)
     several = any(len(product.factors[0]) > 1 for group in groups for product in group[0].products)
-    tried = [(a, b, c) for a, b, c in combinations(STEPS if several else (1,), STEPS if several else (1,), (1, 16))]
-    found = {steps: residual(steps) for steps in tried}
+    multiplied = STEPS if several else (1,)
+    found = {steps: residual(steps) for steps in combinations(multiplied, multiplied, STEPS)}
     best = min(found, key=lambda steps: found[steps])
-    return best if found[best] < (1 - GAIN) * found[plain] else plain
+    rounding = EPSILON * sum(float(((took[one.module] * weights) ** 2).sum()) for group in groups for one in group)
+    return best if found[best] < (1 - GAIN) * found[plain] - rounding else plain
 
 
 def _solved(

@@ -20,6 +20,9 @@ from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.profile.pair import Network, Pair
 from prunekit.measure.runtimes import RUNTIMES, Setting, Source, exported, sample_of
 
+LEAST_MS = 1500.0
+"""That a network is measured for: a machine's speed wavers over tenths of a second."""
+
 Log = Callable[[str], object]
 
 
@@ -46,7 +49,7 @@ def time_networks(
     Args:
         networks: name and network; each is taken when those before it are done, so they may be made meanwhile.
         sample_shape: shape of one input without the batch.
-        repeats: how often each is run, at least 5.
+        repeats: how often each is run, at least 5; more often where they take less than 1.5 seconds together.
         cache: folder to keep measurements in and to take them from; see `cache_folder`. None keeps nothing.
         log: gets a line for each network.
 
@@ -85,7 +88,9 @@ class _Bench(ExitStack):
     def measure(self, name: str, network: nn.Module) -> LayerTimes:
         if self.ask is None:
             self.folder = Path(self.enter_context(TemporaryDirectory(prefix="prunekit-")))
-            self.pair = Pair(self._ready("dense", self.dense, "dense"), self.shape, self.setting, self.repeats)
+            self.pair = Pair(
+                self._ready("dense", self.dense, "dense"), self.shape, self.setting, self.repeats, LEAST_MS
+            )
             self.ask = self._start()
         try:
             found = self._asked(self._ready(name, network, "network"))

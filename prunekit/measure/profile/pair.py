@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunekit.context import threads as with_threads
+from prunekit.measure.beside import ready
 from prunekit.measure.evidence import Contention, Times, doubts
 from prunekit.measure.machine import Load, cores
 from prunekit.measure.measuring import Failed, check, line_of
@@ -32,12 +35,17 @@ class Network:
 
 @dataclass(eq=False)
 class Pair:
-    """Called with a network, it measures it beside the dense one, whose session it keeps from the first call on."""
+    """Called with a network, it measures it beside the dense one, whose session it keeps from the first call on.
+
+    Attributes:
+        repeats: rounds, at least; as many more as it takes to measure for `least_ms` milliseconds.
+    """
 
     dense: Network
     sample_shape: tuple[int, ...]
     setting: Setting
     repeats: int
+    least_ms: float = 0.0
     dense_timer: Timer | None = None
 
     def __call__(self, network: Network) -> LayerTimes | Failed:
@@ -59,12 +67,14 @@ class Pair:
         clock = session.layers()
         whole, layers = (Timer(run, torch.device(self.setting.device)) for run in (session.run, clock.run))
         for timer in (whole, layers):
-            warm_up(timer)
+            ready(timer)
+        timers = [self.dense_timer, whole, layers]
+        rounds = max(self.repeats, ceil(self.least_ms / sum(timer() for timer in timers)))
         load = Load()
         with load.watched():
-            times = alternate([self.dense_timer, whole, layers], self.repeats)
+            times = alternate(timers, rounds)
         contention = Contention(self.setting.threads, cores(), load.others) if self.setting.device == "cpu" else None
-        return _together(times, clock.passes(self.repeats), contention)
+        return _together(times, clock.passes(rounds), contention)
 
     def _open(self, network: Network) -> Session:
         sample = sample_of(self.sample_shape, self.setting.batch)
@@ -75,11 +85,16 @@ class Pair:
 
 def _together(times: Times, passes: Sequence[Pass], contention: Contention | None) -> LayerTimes:
     places = dict.fromkeys(place for found in passes for place in found)
-    medians = {place: float(np.median([found.get(place, 0.0) for found in passes])) for place in places}
+    modules = {place: _undisturbed([found.get(place, 0.0) for found in passes]) for place in places}
     return LayerTimes(
-        whole_ms=float(np.median(times[1])),
-        dense_ms=float(np.median(times[0])),
-        modules_ms={place: ms for place, ms in medians.items() if place is not None},
-        rest_ms=medians.get(None, 0.0),
+        whole_ms=_undisturbed(times[1]),
+        dense_ms=_undisturbed(times[0]),
+        modules_ms={place: ms for place, ms in modules.items() if place is not None},
+        rest_ms=modules.get(None, 0.0),
         doubts=tuple(doubts(times[0] / times[1], contention)),
     )
+
+
+def _undisturbed(times: Any) -> float:
+    """The lower quartile: what other processes add, they add to whole passes more than to single layers."""
+    return float(np.percentile(times, 25))

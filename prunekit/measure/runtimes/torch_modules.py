@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from prunekit.compaction.layout import lies_channels_last
 from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source
 
 CAPTURE_RUNS = 3
@@ -79,9 +80,15 @@ def cuda_graphs() -> Runtime:
     return Runtime(start, "module", ("cuda",))
 
 
+def layout_of(module: nn.Module, asked: str) -> str:
+    """The memory format that a module is run in: what is asked for, but a model with channels last stays so."""
+    return "channels_last" if lies_channels_last(module) else asked
+
+
 def _placed(source: Source, sample: Tensor, setting: Setting) -> tuple[nn.Module, Tensor]:
     assert source.module is not None
-    form, device, dtype = FORMATS[setting.memory_format], torch.device(setting.device), setting.torch_dtype
+    form = FORMATS[layout_of(source.module, setting.memory_format)]
+    device, dtype = torch.device(setting.device), setting.torch_dtype
     module = copy.deepcopy(source.module).to(device, dtype).to(memory_format=form).eval()
     # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
     layout = form if sample.dim() == 4 else torch.preserve_format

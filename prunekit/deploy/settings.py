@@ -1,0 +1,20 @@
+"""What is done to the compact model for running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeploySettings:
+    """Changes to a copy of the compact model, which becomes a second model folder; each is verified."""
+
+    fold_batchnorm: bool = False
+    """Every BatchNorm that can be goes into the layer before it."""
+    channels_last: bool = False
+    """Weights are laid out with their channels last, and the model is timed on images that are."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything to do."""
+        return self.fold_batchnorm or self.channels_last

@@ -1,0 +1,44 @@
+"""The calibration images in batches, those to fit on before those that judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Inputs = tuple[Tensor, ...]
+"""Positional inputs of a model, samples first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Some of the calibration images.
+
+    Attributes:
+        number: of the batch.
+        inputs: of the model.
+        share: of the rows that are sampled.
+    """
+
+    number: int
+    inputs: Inputs
+    share: float
+
+
+def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch], int]:
+    """Batches to fit on, then those of the held-out images; and how many are to fit on.
+
+    Args:
+        held_out: share of the images, the last ones, that only judge.
+        size: images in a batch, at most.
+    """
+    total = len(inputs[0])
+    split = total - max(1, round(total * held_out))
+    parts = [(0, split, 1.0), (split, total, held_out)]
+    bounds = [
+        (start, min(start + size, last), share / (last - first))
+        for first, last, share in parts
+        for start in range(first, last, size)
+    ]
+    found = [Batch(i, tuple(x[a:b] for x in inputs), each * (b - a)) for i, (a, b, each) in enumerate(bounds)]
+    return found, sum(a < split for a, _, _ in bounds)

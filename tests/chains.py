@@ -1,0 +1,65 @@
+"""Small nets whose plans can all be tried, scores for them, and latency tables drawn at random."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prunekit.channels import ChannelMap, trace
+from prunekit.measure.profile.features import features_of
+from prunekit.planning import Plan
+from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency
+from prunekit.planning.select import Scores
+
+
+class Chain(nn.Module):
+    """Convolutions in a row, each as wide as the next is deep; a shortcut around all but the first, or none."""
+
+    def __init__(self, widths: list[int], kernels: list[int], shortcut: bool) -> None:
+        super().__init__()
+        between = zip([3, *widths[:-1]], widths, kernels, strict=True)
+        self.layers = nn.ModuleList(nn.Conv2d(a, b, kernel, padding=kernel // 2) for a, b, kernel in between)
+        self.back = nn.Conv2d(widths[-1], widths[0], 1) if shortcut else None
+        self.head = nn.Linear(widths[0] if shortcut else widths[-1], 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = self.layers[0](x).relu()
+        for layer in self.layers[1:]:
+            x = layer(x if self.back is not None else nn.functional.avg_pool2d(x, 2)).relu()
+        if self.back is not None:
+            x = self.back(x) + first
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def scored(channel_map: ChannelMap, generator: np.random.Generator) -> Scores:
+    """Scores of which some groups' are much larger than others'."""
+    scores = np.full(channel_map.n_labels, np.inf)
+    for group in channel_map.groups:
+        scores[group.labels] = generator.lognormal(0, 1, group.labels.size) * generator.lognormal(0, 1)
+    return scores
+
+
+def kept(plan: Plan, scores: Scores) -> float:
+    return float(sum(scores[g.labels][plan.keep[g.labels]].sum() for g in plan.channel_map.groups))
+
+
+def chain(widths: list[int], *, shortcut: bool = True) -> ChannelMap:
+    return trace(Chain(widths, [3] * len(widths), shortcut), (torch.zeros(1, 3, 16, 16),))
+
+
+def random_table(channel_map: ChannelMap, steps: tuple[int, ...], seed: int) -> LatencyTable:
+    """A table with the features that a profile finds, and coefficients drawn at random."""
+    layers = []
+    for one in features_of(channel_map):
+        generator = np.random.default_rng([seed, *one.signature.encode()])  # alike for modules that do the same
+        terms = []
+        for product in one.products:
+            ms = float(generator.lognormal(-8, 1)) / max(product.weights)
+            own = [tuple(int(step) for step in generator.choice(steps, len(factors))) for factors in product.factors]
+            terms += [
+                LatencyTerm(ms * weight, factors, each)
+                for weight, factors, each in zip(product.weights, product.factors, own, strict=True)
+            ]
+        layers.append(LayerLatency(one.module, float(generator.uniform(0, 0.01)), tuple(terms)))
+    return LatencyTable({"runtime": "none"}, tuple(layers), 0.02, 1.1, 0.0)

@@ -1,0 +1,114 @@
+"""Fits against times that were made from known tables, and networks to measure."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from chains import Chain, chain, random_table
+from torch import nn
+
+from prunekit.channels import ChannelMap, trace
+from prunekit.measure.profile import LayerTimes, Sample, fit, sampled
+from prunekit.measure.profile.features import features_of
+from prunekit.planning import PruneSettings, free_parts
+from prunekit.planning.latency import LatencyTable
+
+
+def made_up(
+    channel_map: ChannelMap, truth: LatencyTable, number: int, seed: int = 0, drift: float = 0.0
+) -> list[Sample]:
+    """Networks with the times that a table gives them, on a machine whose speed changes by the network."""
+    generator = np.random.default_rng(seed)
+    final = channel_map.traced.final
+    samples = []
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), PruneSettings())
+    for keep in sampled(channel_map, parts, number, seed=seed):
+        speed = float(np.exp(drift * generator.standard_normal()))
+        modules = {layer.module: speed * layer.at(keep[final]) for layer in truth.layers}
+        whole, dense = speed * truth.at(channel_map, keep), speed * truth.at(channel_map)
+        samples.append(Sample(keep, LayerTimes(whole, dense, modules, 0.0)))
+    return samples
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+def test_a_table_is_found_from_its_own_times_whatever_the_machine_does(drift: float) -> None:
+    channel_map = chain([24, 32, 16])
+    truth = random_table(channel_map, (8,), 1)
+    found = fit(channel_map, made_up(channel_map, truth, 60, drift=drift), {})
+    for sample in made_up(channel_map, truth, 20, seed=5):
+        ratio = found.at(channel_map, sample.keep) / truth.at(channel_map, sample.keep)
+        assert ratio * truth.at(channel_map) / found.dense_ms == pytest.approx(1, rel=0.02)
+
+
+def test_steps_are_found_where_there_are_some_and_none_where_there_are_none() -> None:
+    channel_map = chain([40, 48, 40])
+    for step in (1, 8):
+        found = fit(channel_map, made_up(channel_map, random_table(channel_map, (step,), 3), 60), {})
+        inner = next(layer for layer in found.layers if layer.module == "layers.1")
+        assert {one for term in inner.terms for one in term.steps if len(term.factors) > 1} == {step}
+
+
+def test_no_layer_gets_faster_as_it_gets_wider() -> None:
+    channel_map = chain([24, 32, 16])
+    generator = np.random.default_rng(0)
+    samples = [
+        Sample(
+            sample.keep,
+            LayerTimes(1.0, 1.0, {path: float(generator.random()) for path in sample.times.modules_ms}, 0.0),
+        )
+        for sample in made_up(channel_map, random_table(channel_map, (1,), 0), 20)
+    ]
+    found = fit(channel_map, samples, {})
+    assert min(found.outside, found.factor) >= 0
+    assert all(layer.constant >= 0 and all(term.ms >= 0 for term in layer.terms) for layer in found.layers)
+
+
+def test_modules_that_do_the_same_at_other_widths_share_a_signature() -> None:
+    channel_map = trace(Chain([8, 8, 8], [3, 3, 1], shortcut=True), (torch.zeros(1, 3, 16, 16),))
+    signature = {one.module: one.signature for one in features_of(channel_map)}
+    assert signature["layers.0"] != signature["layers.1"]  # whose input is the image
+    assert signature["layers.1"] != signature["layers.2"]  # another kernel
+    wide = trace(Chain([8, 16, 24], [3, 3, 3], shortcut=True), (torch.zeros(1, 3, 16, 16),))
+    signature = {one.module: one.signature for one in features_of(wide)}
+    assert signature["layers.1"] == signature["layers.2"]
+
+
+class Scripted(nn.Module):
+    """Everything in one module: more products of widths than are told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4 + i + 1, 4 + i) for i in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = nn.functional.linear(x, weight).relu()
+        return x
+
+
+def test_products_of_a_module_with_many_are_added_up() -> None:
+    channel_map = trace(Scripted(), (torch.zeros(2, 4),))
+    (only,) = features_of(channel_map)
+    assert [len(product.factors[0]) for product in only.products] == [1, 2]
+    truth = random_table(channel_map, (1,), 0)
+    found = fit(channel_map, made_up(channel_map, truth, 40), {})
+    assert found.at(channel_map) == pytest.approx(truth.at(channel_map), rel=0.05)
+
+
+def test_networks_are_the_dense_one_and_others_of_all_sizes() -> None:
+    channel_map = chain([24, 32, 40])
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), PruneSettings(min_channels=2))
+    keeps = list(sampled(channel_map, parts, 30))
+    assert keeps[0].all()
+    assert len(keeps) == 30
+    assert all(np.array_equal(a, b) for a, b in zip(keeps, sampled(channel_map, parts, 30), strict=True))
+    for keep in keeps:
+        for part in parts:
+            assert np.count_nonzero(keep[part.labels]) in part.counts
+    left = sorted(channel_map.macs(keep) / channel_map.macs() for keep in keeps)
+    assert left[0] < 0.15
+    assert left[-2] > 0.6
+    assert max(b - a for a, b in pairwise(left)) < 0.3

@@ -1,0 +1,204 @@
+"""Budgets of time: what is aimed at next, what is refused, and what is delivered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chains import Chain, random_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import prunekit
+from prunekit.channels import ChannelMap, trace
+from prunekit.errors import PlanError, UsageError
+from prunekit.measure.profile import networks
+from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.planning.latency import LatencyTable
+from prunekit.workflow import delivering, profiling
+from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
+from prunekit.workflow.delivered import Delivered
+from prunekit.workflow.delivering import delivered, freeze, require_reachable
+from prunekit.workflow.profiling import profile_for
+from prunekit.workflow.pruning import Planned, plan_model
+
+EXAMPLE = (torch.zeros(1, 3, 16, 16),)
+DENSE_MS = 10.0
+
+
+@cache
+def net() -> tuple[nn.Module, ChannelMap, LatencyTable]:
+    torch.manual_seed(0)
+    model = Chain([32, 48, 32], [3, 3, 3], shortcut=True).eval()
+    channel_map = trace(model, EXAMPLE)
+    table = random_table(channel_map, (1,), 0)
+    scale = DENSE_MS / table.at(channel_map)
+    return model, channel_map, replace(table, outside=scale * table.outside, factor=scale * table.factor)
+
+
+def took(speedup: float) -> Timing:
+    ms = DENSE_MS / speedup
+    return Timing(ms, ms * 0.99, ms * 1.01, speedup, speedup * 0.99, speedup * 1.01, True, ())
+
+
+class Machine:
+    """Takes the time that a table says to the power of a bias, with noise: in the place of a measurement."""
+
+    def __init__(self, bias: float, noise: float = 0.0) -> None:
+        self.bias, self.noise, self.random, self.measured = bias, noise, np.random.default_rng(0), 0
+
+    def __call__(
+        self, model: nn.Module, compact: nn.Module, shape: Sequence[int], settings: PruneSettings, repeats: int
+    ) -> Timing:
+        self.measured += 1
+        _, channel_map, table = net()
+        speedup = table.at(channel_map) / self._predicted(compact, channel_map, table)
+        return took(float(speedup**self.bias * math.exp(self.noise * self.random.standard_normal())))
+
+    def _predicted(self, compact: nn.Module, channel_map: ChannelMap, table: LatencyTable) -> float:
+        keep = np.ones(channel_map.n_labels, dtype=bool)
+        for group in channel_map.groups:
+            name, axis = group.slots[0]
+            keep[group.labels[compact.get_parameter(name).shape[axis] :]] = False
+        return table.at(channel_map, keep)
+
+
+def planner(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
+    model, _, table = net()
+    return plan_model(model, EXAMPLE, wanted, channel_map=channel_map, latency=table)
+
+
+def frozen_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> Delivered:
+    model, channel_map, table = net()
+    monkeypatch.setattr(delivering, "timed", machine)
+    wanted = PruneSettings(BudgetSettings(**budget), scope="per_mac")
+    frozen = freeze(model, channel_map, (3, 16, 16), wanted, table, planner, log=lambda text: None)
+    return delivered(frozen, model, frozen.planned.compact, (3, 16, 16), wanted, log=lambda text: None)
+
+
+@pytest.mark.parametrize("bias", [0.7, 1.0, 1.4])
+@pytest.mark.parametrize("budget", [{"speedup": 2.0}, {"latency_ms": 6.0}, {"speedup": 1.5, "latency_ms": 5.0}])
+def test_what_is_delivered_is_what_was_asked_for_however_wrong_the_prediction(
+    bias: float, budget: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = frozen_on(Machine(bias), monkeypatch, **budget)
+    assert found.within
+    assert found.excess == max(
+        value / found.final.speedup if k == "speedup" else found.final.ms / value for k, value in budget.items()
+    )
+    assert abs(found.excess - GOAL) <= NEAR
+    assert not found.shortfalls
+    assert found.frozen.planned.plan.provenance["prune"]["budget"].items() >= budget.items()
+    assert found.frozen.attempts[-1].share == found.frozen.attempts[-2].share  # what is taken was measured twice
+
+
+def test_every_attempt_is_kept_and_noise_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(1.3, noise=0.05)
+    found = frozen_on(machine, monkeypatch, speedup=2.0)
+    assert len(found.frozen.attempts) == machine.measured - 1
+    assert found.summary()["attempts"][0]["share"] == 1.0
+
+
+def test_what_is_slower_than_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = frozen_on(Machine(1.0), monkeypatch, speedup=2.0)
+    slower = Delivered(found.frozen, took(1.9))
+    assert slower.shortfalls == [
+        "budget speedup 2x: delivered 5.263 ms, 1.9x the dense model's speed: 5.3 % slower than asked for"
+    ]
+    assert not slower.within
+    barely = Delivered(found.frozen, took(1.99))
+    assert barely.within
+    assert "0.5 % slower than asked for" in barely.shortfalls[0]
+    faster = Delivered(found.frozen, took(2.2))
+    assert "9.1 % faster than asked for" in faster.shortfalls[0]
+    unbound = Delivered(replace(found.frozen, binding=False), took(2.2))
+    assert unbound.within
+    assert not unbound.shortfalls
+    noisy = Delivered(found.frozen, replace(took(2.0), stable=False, doubts=("too wide",)))
+    assert noisy.shortfalls == ["budget speedup 2x: the figure is unstable: too wide"]
+
+
+def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = frozen_on(Machine(1.0), monkeypatch, speedup=1.1, macs=0.2)
+    assert not found.frozen.binding
+    assert len(found.frozen.attempts) == 1
+    assert found.within
+    assert found.excess < 1 - TOLERANCE
+
+
+def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, channel_map, table = net()
+    with pytest.raises(PlanError, match=r"budget speedup 1e\+06x: the narrowest plan takes .* \(measured\)"):
+        frozen_on(Machine(0.8), monkeypatch, speedup=1e6)
+    wanted = PruneSettings(BudgetSettings(speedup=1e6), exclude=("layers.0",))
+    with pytest.raises(PlanError, match=r"narrowest plan .* relax exclude"):
+        require_reachable(model, EXAMPLE, channel_map, wanted, table)
+    require_reachable(model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=1.5)), table)
+
+
+def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, channel_map, table = net()
+    machine = Machine(1.6)
+    least = table.at(channel_map) / min(table.at(channel_map, channel_map.completed(narrow(channel_map))), DENSE_MS)
+    asked = least**1.3  # beyond what the table holds for possible, not beyond what is measured
+    monkeypatch.setattr(delivering, "timed", machine)
+    require_reachable(model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=asked)), table)
+    found = frozen_on(machine, monkeypatch, speedup=asked)
+    assert found.within
+
+
+def narrow(channel_map: ChannelMap) -> Any:
+    keep = np.ones(channel_map.n_labels, dtype=bool)
+    for group in channel_map.groups:
+        keep[group.labels[1:]] = False
+    return keep
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0.5, 2.0), st.floats(-0.4, 0.4), st.floats(-0.3, 0.3))
+def test_the_search_ends_at_the_goal_for_any_smooth_machine(first: float, slope: float, bend: float) -> None:
+    def excess(share: float) -> float:
+        at = math.log(share)
+        return math.exp(math.log(first) + (1 + slope) * at + bend * math.tanh(at))
+
+    attempts: list[Attempt] = []
+    share = 1.0
+    for _step in range(8):
+        attempts.append(Attempt(share, 1.0, 1.0, excess(share), took(2.0)))
+        if abs(mean_excess(attempts, share) - GOAL) <= NEAR:
+            return
+        share = next_share(attempts)
+    pytest.fail(str([(one.share, one.excess) for one in attempts]))
+
+
+def test_a_model_of_several_inputs_cannot_be_timed() -> None:
+    model, channel_map, _ = net()
+    wanted = PruneSettings(BudgetSettings(speedup=2.0))
+    with pytest.raises(UsageError, match="expected a model that takes one tensor"):
+        profile_for(model, (*EXAMPLE, *EXAMPLE), channel_map, wanted, log=lambda text: None)
+
+
+def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(profiling, "NETWORKS", 10)
+    monkeypatch.setattr(delivering, "REPEATS", 5)
+    monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
+    monkeypatch.setattr(delivering, "ATTEMPTS", 2)
+    monkeypatch.setattr(networks, "LEAST_MS", 0.0)
+    torch.manual_seed(0)
+    model = Chain([32, 48, 32], [3, 3, 3], shortcut=True).eval()
+    found = prunekit.prune(model, (torch.randn(1, 3, 48, 48),), speedup=1.5)
+    assert found.delivered is not None
+    assert found.delivered.frozen.asked == {"speedup": 1.5}
+    assert found.delivered.frozen.attempts[0].macs_left < 1
+    assert set(found.delivered.shortfalls) <= set(found.notes)
+    assert found.plan.provenance["prune"]["budget"]["speedup"] == 1.5
+    assert len(list((tmp_path / "latency").iterdir())) == 10
