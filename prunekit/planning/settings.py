@@ -78,6 +78,9 @@ class TargetSettings:
     dtype: DtypeName = "fp32"
     memory_format: MemoryFormat = "contiguous"
     """Of the parameters and the input; runtimes that choose layouts themselves know `contiguous` alone."""
+    block: PositiveInt = 8
+    """Channel counts are multiples of this where the axis allows it, beside `round_to`: kernels compute in blocks, and
+    some are only used for whole ones."""
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,14 @@ class Attempt:
     """A plan that was measured.
 
     Attributes:
+        plan: number of the plan: a plan may be measured again, or be the same for another share.
         share: of the time that was asked for: what the plan was made for, as predicted.
         predicted_ms: by the latency table.
         macs_left: share of the dense model's.
         excess: the time it takes over the time asked for.
     """
 
+    plan: int
     share: float
     predicted_ms: float
     macs_left: float
@@ -74,8 +76,8 @@ class Attempt:
 
 def next_share(attempts: Sequence[Attempt]) -> float:
     """What to aim at: between the attempts next to the goal on either side, else the last one scaled to it."""
-    shares = dict.fromkeys(one.share for one in attempts)
-    points = [(math.log(mean_excess(attempts, share) / GOAL), math.log(share)) for share in shares]
+    last = {one.plan: one.share for one in attempts}
+    points = [(math.log(mean_excess(attempts, plan) / GOAL), math.log(share)) for plan, share in last.items()]
     below = max((point for point in points if point[0] <= 0), default=None)
     above = min((point for point in points if point[0] > 0), default=None)
     if below is None or above is None:
@@ -86,9 +88,9 @@ def next_share(attempts: Sequence[Attempt]) -> float:
     return math.exp(below[1] - slope * below[0])
 
 
-def mean_excess(attempts: Sequence[Attempt], share: float) -> float:
+def mean_excess(attempts: Sequence[Attempt], plan: int) -> float:
     """The geometric mean over the measurements of one plan."""
-    return math.exp(float(np.mean([math.log(one.excess) for one in attempts if one.share == share])))
+    return math.exp(float(np.mean([math.log(one.excess) for one in attempts if one.plan == plan])))
 
 
 def distance(excess: float) -> float:

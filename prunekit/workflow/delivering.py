@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from prunekit.channels import ChannelMap
@@ -20,7 +21,7 @@ from prunekit.planning.solve import least_left, plain
 from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
-from prunekit.workflow.profiling import as_latency
+from prunekit.workflow.profiling import as_latency, in_blocks
 from prunekit.workflow.pruning import Planned, feasible, plan_model
 from prunekit.workflow.runs import Log
 
@@ -57,7 +58,7 @@ def freeze(
         RunError: the target cannot run the model.
     """
     attempts, made = _searched(model, channel_map, sample_shape, settings, table, planner, log)
-    best = min(range(len(attempts)), key=lambda index: distance(mean_excess(attempts, attempts[index].share)))
+    best = min(range(len(attempts)), key=lambda index: distance(mean_excess(attempts, attempts[index].plan)))
     log(f"latency: attempt {best + 1} is taken")
     planned = made[best]
     return Frozen(_as_asked(planned, settings), time_budgets(settings), tuple(attempts), _time_binds(planned))
@@ -95,11 +96,14 @@ def _searched(
     while len(attempts) < ATTEMPTS:
         planned = made[-1] if again else planner(aiming(settings, share), channel_map)
         channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
+        plan = _number(planned, made)
+        if sum(one.plan == plan for one in attempts) > 1:
+            break  # no other plan lies nearer
         timing = timed(model, planned.compact, sample_shape, settings, REPEATS)
-        attempts.append(_attempt(planned, table, share, timing, asked))
+        attempts.append(_attempt(planned, plan, table, share, timing, asked))
         made.append(planned)
         log(f"latency: attempt {len(attempts)}: {attempts[-1]}")
-        excess = mean_excess(attempts, share)
+        excess = mean_excess(attempts, plan)
         near = abs(excess - GOAL) <= NEAR
         if (near and again) or (excess < GOAL and not _time_binds(planned)):
             break
@@ -107,6 +111,12 @@ def _searched(
             raise PlanError(_out_of_reach(asked, timing))
         share, again = (share, True) if near else (min(max(next_share(attempts), narrowest), widest), False)
     return attempts, made
+
+
+def _number(planned: Planned, made: Sequence[Planned]) -> int:
+    """Of a plan among those that were made: that of the first which keeps the same."""
+    same = (index for index, other in enumerate(made) if np.array_equal(other.plan.keep, planned.plan.keep))
+    return next(same, len(made))
 
 
 def time_budgets(settings: PruneSettings) -> dict[str, float]:
@@ -134,7 +144,7 @@ def require_reachable(
     asked = time_budgets(settings)
     narrowest = _least_share(channel_map, settings, table, asked)
     if narrowest <= 1:
-        feasible(channel_map, settings, table)
+        feasible(channel_map, in_blocks(settings), table)
         return
     by_norm = replace(aiming(settings, narrowest), criterion="l2", scope="global")
     planned = plan_model(model, example_inputs, by_norm, channel_map=channel_map, latency=table)
@@ -144,13 +154,13 @@ def require_reachable(
 
 
 def aiming(settings: PruneSettings, share: float) -> PruneSettings:
-    """Settings whose budgets of time are multiplied: a plan by them takes that share of the time, as predicted."""
+    """Settings in blocks whose budgets of time are multiplied: plans take that share of the time, as predicted."""
     budget = settings.budget
     if budget.latency_ms is not None:
         budget = replace(budget, latency_ms=budget.latency_ms * share)
     if budget.speedup is not None:
         budget = replace(budget, speedup=budget.speedup / share)
-    return replace(settings, budget=budget)
+    return replace(in_blocks(settings), budget=budget)
 
 
 def timed(
@@ -158,9 +168,18 @@ def timed(
 ) -> Timing:
     """Measures a compact model beside the dense one on the target of the settings, in a process of its own.
 
+    What is unstable is measured once more, with twice the rounds, and counts as it is then.
+
     Raises:
         RunError: it cannot be measured there.
     """
+    found = _measured(model, compact, sample_shape, settings, repeats)
+    return found if found.stable else _measured(model, compact, sample_shape, settings, 2 * repeats)
+
+
+def _measured(
+    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
+) -> Timing:
     wanted = as_latency(settings.target, repeats)
     found = measure_latency(
         {"dense": model, "pruned": compact}, sample_shape, wanted, devices(settings.target.device, wanted)
@@ -177,7 +196,7 @@ def _least_share(
     channel_map: ChannelMap, settings: PruneSettings, table: LatencyTable, asked: dict[str, float]
 ) -> float:
     """The least time that any plan is predicted to take, over what was asked for."""
-    least = least_left(channel_map, settings, table)
+    least = least_left(channel_map, in_blocks(settings), table)
     shares = [least[name] / as_given(name, value) for name, value in asked.items()]
     return max(shares) * (1 + 1e-9)
 
@@ -188,9 +207,11 @@ def _whole_share(dense_ms: float, asked: dict[str, float]) -> float:
     return min(shares) * (1 - 1e-6)
 
 
-def _attempt(planned: Planned, table: LatencyTable, share: float, timing: Timing, asked: dict[str, float]) -> Attempt:
+def _attempt(
+    planned: Planned, plan: int, table: LatencyTable, share: float, timing: Timing, asked: dict[str, float]
+) -> Attempt:
     chart, keep = planned.plan.channel_map, planned.plan.keep
-    return Attempt(share, table.at(chart, keep), chart.macs(keep) / chart.macs(), timing.excess(asked), timing)
+    return Attempt(plan, share, table.at(chart, keep), chart.macs(keep) / chart.macs(), timing.excess(asked), timing)
 
 
 def _time_binds(planned: Planned) -> bool:

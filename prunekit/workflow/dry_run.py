@@ -12,7 +12,7 @@ from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import profile_for
+from prunekit.workflow.profiling import in_blocks, profile_for
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
@@ -36,7 +36,8 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     chart = trace(prepared.model, prepared.example_inputs)
     timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
     latency = None if timed is None else timed.table
-    feasible(chart, job.prune, latency)
+    wanted = job.prune if timed is None else in_blocks(job.prune)
+    feasible(chart, wanted, latency)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
@@ -46,7 +47,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     planned = plan_model(
         prepared.model,
         prepared.example_inputs,
-        job.prune,
+        wanted,
         stats=stats,
         gradients=loss_gradients(prepared, prepared.model, log=log),
         patches=job_patches(prepared, prepared.model, chart, log=log),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ def profile(
     """
     start = time.perf_counter()
     setting, notes = layer_setting(target)
-    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), replace(prune, ratios={}))
+    wanted = in_blocks(replace(prune, target=target, ratios={}))
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
     if not parts:
         raise PlanError(NOTHING_FREE)
     keeps = list(sampled(channel_map, parts, networks or NETWORKS))
@@ -190,6 +192,11 @@ def profile_for(
     found = profile(model, channel_map, shape, settings.target, settings, log=log)
     log(f"profile: {found}")
     return found
+
+
+def in_blocks(settings: PruneSettings) -> PruneSettings:
+    """Settings whose channel counts are multiples of the target's block too."""
+    return replace(settings, round_to=lcm(settings.round_to, settings.target.block))
 
 
 def layer_setting(target: TargetSettings) -> tuple[Setting, list[str]]:

@@ -23,6 +23,7 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.measure.profile import networks
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.latency import LatencyTable
+from prunekit.planning.settings import TargetSettings
 from prunekit.workflow import delivering, profiling
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered
@@ -32,6 +33,7 @@ from prunekit.workflow.pruning import Planned, plan_model
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 DENSE_MS = 10.0
+ONE_BY_ONE = TargetSettings(block=1)
 
 
 @cache
@@ -79,7 +81,7 @@ def planner(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
 def frozen_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> Delivered:
     model, channel_map, table = net()
     monkeypatch.setattr(delivering, "timed", machine)
-    wanted = PruneSettings(BudgetSettings(**budget), scope="per_mac")
+    wanted = PruneSettings(BudgetSettings(**budget), scope="per_mac", target=ONE_BY_ONE)
     frozen = freeze(model, channel_map, (3, 16, 16), wanted, table, planner, log=lambda text: None)
     return delivered(frozen, model, frozen.planned.compact, (3, 16, 16), wanted, log=lambda text: None)
 
@@ -97,7 +99,7 @@ def test_what_is_delivered_is_what_was_asked_for_however_wrong_the_prediction(
     assert abs(found.excess - GOAL) <= NEAR
     assert not found.shortfalls
     assert found.frozen.planned.plan.provenance["prune"]["budget"].items() >= budget.items()
-    assert found.frozen.attempts[-1].share == found.frozen.attempts[-2].share  # what is taken was measured twice
+    assert found.frozen.attempts[-1].plan == found.frozen.attempts[-2].plan  # what is taken was measured twice
 
 
 def test_every_attempt_is_kept_and_noise_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +140,10 @@ def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypat
     model, channel_map, table = net()
     with pytest.raises(PlanError, match=r"budget speedup 1e\+06x: the narrowest plan takes .* \(measured\)"):
         frozen_on(Machine(0.8), monkeypatch, speedup=1e6)
-    wanted = PruneSettings(BudgetSettings(speedup=1e6), exclude=("layers.0",))
+    wanted = PruneSettings(BudgetSettings(speedup=1e6), exclude=("layers.0",), target=ONE_BY_ONE)
     with pytest.raises(PlanError, match=r"narrowest plan .* relax exclude"):
         require_reachable(model, EXAMPLE, channel_map, wanted, table)
-    require_reachable(model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=1.5)), table)
+    require_reachable(model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE), table)
 
 
 def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +152,9 @@ def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     least = table.at(channel_map) / min(table.at(channel_map, channel_map.completed(narrow(channel_map))), DENSE_MS)
     asked = least**1.3  # beyond what the table holds for possible, not beyond what is measured
     monkeypatch.setattr(delivering, "timed", machine)
-    require_reachable(model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=asked)), table)
+    require_reachable(
+        model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=asked), target=ONE_BY_ONE), table
+    )
     found = frozen_on(machine, monkeypatch, speedup=asked)
     assert found.within
 
@@ -171,12 +175,23 @@ def test_the_search_ends_at_the_goal_for_any_smooth_machine(first: float, slope:
 
     attempts: list[Attempt] = []
     share = 1.0
-    for _step in range(8):
-        attempts.append(Attempt(share, 1.0, 1.0, excess(share), took(2.0)))
-        if abs(mean_excess(attempts, share) - GOAL) <= NEAR:
+    for number in range(8):
+        attempts.append(Attempt(number, share, 1.0, 1.0, excess(share), took(2.0)))
+        if abs(mean_excess(attempts, number) - GOAL) <= NEAR:
             return
         share = next_share(attempts)
     pytest.fail(str([(one.share, one.excess) for one in attempts]))
+
+
+def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, channel_map, table = net()
+    monkeypatch.setattr(delivering, "timed", Machine(1.0))
+    wanted = PruneSettings(BudgetSettings(speedup=1.5), scope="per_mac", round_to=6, target=TargetSettings(block=4))
+    plan = freeze(model, channel_map, (3, 16, 16), wanted, table, planner, log=lambda text: None).planned.plan
+    widths = plan.widths().values()
+    assert all(kept % 12 == 0 or kept == dense for kept, dense in widths)
+    assert any(kept < dense for kept, dense in widths)
+    assert plan.provenance["prune"]["round_to"] == 6
 
 
 def test_a_model_of_several_inputs_cannot_be_timed() -> None:
@@ -201,4 +216,4 @@ def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found.delivered.frozen.attempts[0].macs_left < 1
     assert set(found.delivered.shortfalls) <= set(found.notes)
     assert found.plan.provenance["prune"]["budget"]["speedup"] == 1.5
-    assert len(list((tmp_path / "latency").iterdir())) == 10
+    assert 5 < len(list((tmp_path / "latency").iterdir())) <= 10  # small nets may be drawn twice

@@ -12,8 +12,6 @@ from prunekit.planning.select import Part
 
 LEAST, SPREAD = 0.1, 0.25
 """Mean share of the narrowest networks, and by how much parts differ from a network's mean."""
-ALIGNED = 8
-"""Every other network has widths that are multiples of this where it can, as plans for latency have."""
 
 
 def sampled(channel_map: ChannelMap, parts: list[Part], number: int, *, seed: int = 0) -> Iterator[Keep]:
@@ -25,11 +23,9 @@ def sampled(channel_map: ChannelMap, parts: list[Part], number: int, *, seed: in
     generator = np.random.default_rng(seed)
     means = np.linspace(LEAST + SPREAD / 2, 1.0, max(number - 1, 1))
     yield np.ones(channel_map.n_labels, dtype=bool)
-    for index, mean in enumerate(generator.permutation(means)[: number - 1]):
+    for mean in generator.permutation(means)[: number - 1]:
         keep = np.ones(channel_map.n_labels, dtype=bool)
         for part in parts:
             wanted = part.labels.size * float(np.clip(mean + generator.uniform(-SPREAD, SPREAD), LEAST, 1.0))
-            if index % 2 and part.labels.size * part.channels >= 2 * ALIGNED:
-                wanted = max(round(wanted * part.channels / ALIGNED), 1) * ALIGNED / part.channels
             keep[part.labels[part.at_most(max(wanted, 1)) :]] = False
         yield channel_map.completed(keep)
