@@ -129,7 +129,17 @@ def _run(job: JobSettings, own: Own, console: Console, *, training: bool) -> lis
 
 def _headline(metrics: dict[str, Any], folder: Path) -> str:
     from prunekit.measure.wording import doubtful, where
-    from prunekit.report.headline import budgeted, clamped, compared, deployed, masked, models, reference, repaired
+    from prunekit.report.headline import (
+        budgeted,
+        clamped,
+        compared,
+        deployed,
+        masked,
+        models,
+        on_time,
+        reference,
+        repaired,
+    )
     from prunekit.report.numbers import factor, interval
 
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
@@ -140,6 +150,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     ]
     budgets = [f"Budget {text}" for text in budgeted(metrics.get("plan", {}))]
     ready = [f"Deployed: {text}" for text in deployed(metrics)]
+    budgets += [f"Time: {text}" for text in on_time(metrics)]
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]

@@ -125,15 +125,38 @@ def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
-    """What a plan leaves of each budget, a line each: shares of the dense model, and megabytes."""
+    """What a plan leaves of each budget, a line each: shares of the dense model, megabytes, and predicted time."""
     for name, found in plan.get("budgets", {}).items():
         binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
         if name.endswith("_mb"):
             sizes = (numbers.size(1e6 * found[key]) for key in ("left", "asked", "dense"))
             yield "{}: {} left, at most {} asked for, of {}{}".format(name, *sizes, binds)
+        elif name == "speedup":
+            yield f"speedup: {found['left']:.3g}x predicted, at least {found['asked']:.3g}x asked for{binds}"
+        elif name == "latency_ms":
+            times = (numbers.digits(found[key]) for key in ("left", "asked", "dense"))
+            yield "latency_ms: {} ms predicted, at most {} ms asked for, of {} ms{}".format(*times, binds)
         else:
             left, asked = (numbers.share(found[key], 2) for key in ("left", "asked"))
             yield f"{name}: {left} left, at most {asked} asked for{binds}"
+
+
+def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What was delivered for budgets of time, in a line, where the run had any."""
+    found = metrics.get("delivered")
+    if found:
+        final, target = found["final"], found["target"]
+        asked = " and ".join(
+            f"{value:.3g}x" if name == "speedup" else f"{numbers.digits(value)} ms"
+            for name, value in found["asked"].items()
+        )
+        where = f"{target['runtime']} on {target['device']}, batch {target['batch']}, threads {target['threads']}"
+        speedup = f"{numbers.factor(final['speedup'])} {numbers.interval(final['speedup_low'], final['speedup_high'])}"
+        yield (
+            f"{asked} asked for, {speedup} and {numbers.digits(final['ms'])} ms delivered: "
+            f"{numbers.share(found['excess'], 1)} of the time asked for ({where}; measured last, after "
+            f"{len(found['attempts'])} attempts){doubtful(final)}"
+        )
 
 
 def masked(metrics: Mapping[str, Any]) -> Iterator[str]:

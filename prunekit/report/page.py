@@ -13,7 +13,7 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
-from prunekit.report.headline import budgeted, compared, deployed, masked, models, reference, repaired, tiles
+from prunekit.report.headline import budgeted, compared, deployed, masked, models, on_time, reference, repaired, tiles
 from prunekit.report.run import Run, read_run
 
 FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
@@ -62,6 +62,7 @@ def render(run: Run, state: str | None = None) -> str:
         curves=figures.figure_or_none(figures.curves, run.history),
         skipped=_skipped(run.history),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
+        on_time=list(on_time(run.metrics)),
         masked=list(masked(run.metrics)),
         deployed=list(deployed(run.metrics)),
         repaired=list(repaired(run.metrics)),

@@ -219,8 +219,13 @@ def _time_binds(planned: Planned) -> bool:
 
 
 def _as_asked(planned: Planned, settings: PruneSettings) -> Planned:
-    """The plan with the settings as they were given, not as they were aimed at."""
-    provenance = {**planned.plan.provenance, "prune": plain(asdict(settings))}
+    """The plan with settings and budgets of time as they were given, not as they were aimed at; left is predicted."""
+    given = time_budgets(settings)
+    budgets = {
+        name: found | {"asked": given.get(name, found["asked"])}
+        for name, found in planned.plan.provenance["budgets"].items()
+    }
+    provenance = {**planned.plan.provenance, "prune": plain(asdict(settings)), "budgets": budgets}
     return replace(planned, plan=replace(planned.plan, provenance=provenance))
 
 
