@@ -108,7 +108,7 @@ def test_finetune_prints_the_result_and_writes_the_report(
     assert result.exit_code == 0
     assert "98.50 %" in result.stdout
     assert "−55.0 %" in result.stdout
-    assert "Speedup (eager, cpu, batch 1, 1 thread, float32): 2.00× [1.90, 2.10] unstable" in result.stdout
+    assert "Speedup of pruned (eager, cpu, batch 1, 1 thread, float32): 2.00× [1.90, 2.10] unstable" in result.stdout
     assert result.stderr == "epoch 1\nchatter of a library\n"
     report = tmp_path / "runs" / "small" / "now" / "report.html"
     assert f"Report: {report}" in result.stdout

@@ -319,7 +319,7 @@ def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
 
 def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
     where = {"runtime": "eager", "device": "cpu", "batch": 1, "threads": 1, "dtype": "float32"}
-    row = {**where, "median": 0.9, "low": 0.85, "high": 0.95, "stable": True}
+    row = {"model": "pruned", **where, "median": 0.9, "low": 0.85, "high": 0.95, "stable": True}
     models = {"dense": {"macs": 100}, "pruned": {"macs": 46}}
     measured = Measured(models, {}, LatencyReport((), (row,), (), ()))
     by_macs = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))

@@ -48,5 +48,5 @@ def other_layout(channels_last: Beside | None) -> Cause | None:
             f"with channels last {channels_last.other_ms:.3g} ms in place of {channels_last.now_ms:.3g} ms: "
             f"{gain.median:.2f}× [{gain.low:.2f}, {gain.high:.2f}], measured alternately"
         ),
-        fix="prunekit.channels_last(model, example), and the images in that format too",
+        fix="prunekit.channels_last(model, example), deploy.channels_last in a recipe, and images in that format too",
     )

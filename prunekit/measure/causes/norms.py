@@ -32,8 +32,8 @@ def unfused_norms(rows: Iterable[OperatorRow], pruned_ms: float, folded: Beside 
             f"{100 * found.ms / pruned_ms:.0f} % of the time{_effect(folded)}"
         ),
         fix=(
-            "prunekit.fold_batchnorm(model, example), which folds them into the layers before them; or a runtime that "
-            "does so: ONNX Runtime, OpenVINO"
+            "prunekit.fold_batchnorm(model, example), deploy.fold_batchnorm in a recipe: they go into the layers "
+            "before them; or a runtime that does so: ONNX Runtime, OpenVINO"
         ),
         modules=found.modules,
     )
