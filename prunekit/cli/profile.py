@@ -51,7 +51,7 @@ def _text(metrics: dict[str, Any]) -> str:
     from prunekit.report.numbers import share
 
     setting = metrics["setting"]
-    where = f"{setting['runtime']}, {setting['device']}, batch {setting['batch']}, {setting['threads']} thread(s)"
+    where = f"{setting['runtime']}, {setting['device']}, batch {setting['batch']}, threads {setting['threads']}"
     rows = [
         (
             row["module"] or "(the model's own code)",

@@ -1,0 +1,73 @@
+"""`prunekit profile` on a small recipe, with good and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from prunekit.cli import cli
+from prunekit.measure.profile import networks
+
+RECIPE = """
+name: small
+model: {name: resnet20, zoo: cifar}
+baseline: {epochs: 1, lr: 0.1}
+prune: {budget: {speedup: 1.5}, target: {runtime: eager, batch: 2}}
+device: cpu
+threads: 1
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(networks, "LEAST_MS", 0.0)
+    path = tmp_path / "small.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def invoke(recipe: Path, *arguments: str) -> Result:
+    output = str(recipe.parent / "runs")
+    return CliRunner().invoke(cli, ["profile", str(recipe), *arguments, "--networks", "10", "--output", output])
+
+
+def test_layers_and_the_error_of_their_sum(recipe: Path) -> None:
+    found = invoke(recipe)
+    assert found.exit_code == 0, found.output
+    assert "(eager, cpu, batch 2, threads 1, float32, contiguous)" in found.output
+    assert "layer3.2.conv2" in found.output
+    assert "held out: median error" in found.output
+    again = invoke(recipe, "--json")  # all networks are in the cache
+    assert again.exit_code == 0, again.output
+    metrics = json.loads(again.stdout)
+    assert metrics["networks"] == 10
+    assert metrics["setting"]["batch"] == 2
+    assert (Path(metrics["folder"]) / "profile.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("prune.target.runtime=tensorrt", "prune.target.runtime: expected one of"),
+        ("prune.target.device=cuda:9", "cuda"),
+        ("prune.target.dtype=fp8", "prune.target.dtype"),
+        ("prune.budget.speedup=0.5", "prune.budget.speedup"),
+        ("prune.exclude=['*']", "no channel is free"),
+    ],
+)
+def test_bad_input_is_refused_with_what_was_expected(recipe: Path, override: str, message: str) -> None:
+    found = invoke(recipe, override)
+    assert found.exit_code == 2, found.output
+    assert message in found.output
+    assert "Traceback" not in found.output
+
+
+def test_a_runtime_that_is_not_installed_names_its_extra(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prunekit.measure.choosing.find_spec", lambda name: None)
+    found = invoke(recipe, "prune.target.runtime=onnxruntime")
+    assert found.exit_code == 2
+    assert "pip install 'prunekit[export]'" in found.output

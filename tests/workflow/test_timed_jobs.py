@@ -1,0 +1,111 @@
+"""Jobs with budgets of time, from the profile to the report, and profiles of jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from prunekit import report
+from prunekit.calibration import CalibrationSettings
+from prunekit.data import DataSettings
+from prunekit.errors import PlanError, UsageError
+from prunekit.measure import LatencySettings
+from prunekit.measure.profile import networks
+from prunekit.models import ModelSettings
+from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.planning.settings import TargetSettings
+from prunekit.training import TrainSettings
+from prunekit.workflow import JobSettings, delivering, dry_run, profile_job, profiling, prune_job
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(cache))
+    monkeypatch.setattr(profiling, "NETWORKS", 10)
+    monkeypatch.setattr(networks, "LEAST_MS", 0.0)
+    monkeypatch.setattr(delivering, "REPEATS", 5)
+    monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
+    monkeypatch.setattr(delivering, "ATTEMPTS", 3)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shared, so that networks are measured once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def job(output: Path, speedup: float, **changes: Any) -> JobSettings:
+    settings: dict[str, Any] = {
+        "model": ModelSettings("resnet20", "cifar"),
+        "data": DataSettings(image_size=32),
+        "baseline": TrainSettings(epochs=1, lr=0.05),
+        "calibration": CalibrationSettings(images=64),
+        "prune": PruneSettings(BudgetSettings(speedup=speedup), scope="per_mac"),
+        "latency": LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
+        "device": "cpu",
+        "threads": 1,
+        "output": output,
+    }
+    return JobSettings("timed", **settings | changes)
+
+
+def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts(tmp_path: Path) -> None:
+    log: list[str] = []
+    result = prune_job(job(tmp_path, 1.2), log=log.append, finish=lambda folder: report.write(folder, state="finished"))
+    found = result.metrics["delivered"]
+    assert found["asked"] == {"speedup": 1.2}
+    assert found["excess"] == pytest.approx(1.2 / found["final"]["speedup"])
+    assert 1 <= len(found["attempts"]) <= 3
+    assert result.metrics["pruned"]["macs"] < result.metrics["dense"]["macs"]
+    assert result.metrics["profile"]["networks"] == 10
+    assert (
+        any(
+            text in shortfall for text in ("slower", "faster", "unstable") for shortfall in result.metrics["shortfalls"]
+        )
+        or found["within"]
+    )
+    assert json.loads((result.folder / "plan.json").read_text())["provenance"]["prune"]["budget"]["speedup"] == 1.2
+    page = (result.folder / "report.html").read_text()
+    assert "Asked for and delivered" in page
+    assert "1.2x asked for" in page
+    assert any("attempt 1: predicted" in line for line in log)
+    assert any("measured last" in line for line in log)
+
+
+def test_a_dry_run_predicts(tmp_path: Path) -> None:
+    found = dry_run(job(tmp_path, 1.2), log=lambda text: None)
+    assert found["binding"] == "speedup"
+    assert found["budgets"]["speedup"]["left"] >= 1.2
+
+
+def test_what_cannot_be_had_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"budget speedup 500x: the narrowest plan takes"):
+        prune_job(job(tmp_path, 500.0), log=lambda text: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_keeps_its_layers_and_how_well_it_predicts(tmp_path: Path) -> None:
+    run = profile_job(job(tmp_path, 1.2), networks=10, log=lambda text: None)
+    layers = pd.read_csv(run.folder / "profile.csv")
+    assert {"conv1", "layer3.2.conv2"} <= set(layers["module"])
+    assert layers["share"].sum() == pytest.approx(1)
+    assert layers["dense_ms"].is_monotonic_decreasing
+    checks = pd.read_csv(run.folder / "checks.csv")
+    assert (checks["predicted_ms"] / checks["measured_ms"] - 1).to_numpy() == pytest.approx(checks["error"].to_numpy())
+    assert run.metrics["error"] == pytest.approx(checks["error"].abs().median())
+    again = profile_job(job(tmp_path, 1.2), networks=10, log=lambda text: None)
+    assert again.metrics["checks"] == run.metrics["checks"]  # from the cache
+
+
+def test_a_target_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    target = TargetSettings(runtime="onnxruntime", dtype="bf16")
+    wanted = PruneSettings(BudgetSettings(speedup=1.2), target=target)
+    with pytest.raises(UsageError, match="float32"):
+        profile_job(job(tmp_path, 1.2, prune=wanted), log=lambda text: None)
+    assert not list(tmp_path.iterdir())
