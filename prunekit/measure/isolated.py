@@ -25,6 +25,10 @@ with open(sys.argv[1] + "/handler", "rb") as first:
 """
 """The program of the process. What it unpickles was written by the process that started it, in a folder of its own."""
 
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""The GNU C library's malloc keeps what is freed: whether it gives pages back after each forward, and has them filled
+with zeros again in the next, is a matter of where small things happen to lie, and differs from process to process."""
+
 Outcome = Timed | Failed
 
 
@@ -64,7 +68,12 @@ class Process:
         with (self.folder / "errors").open("wb") as errors:
             try:
                 self.process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=ALLOCATOR | os.environ,
                 )
             except OSError as error:
                 raise RunError(f"latency: no process to measure in: {error}") from error
