@@ -27,7 +27,10 @@ from prunekit.workflow.runs import Log
 
 ATTEMPTS = 8
 REPEATS, LAST_REPEATS = 31, 61
-"""Rounds of each attempt, and of the figure that counts."""
+"""Rounds of each attempt, and of the figure that counts, at least."""
+ROUNDS_MS = 4000.0
+"""That an attempt's rounds take together, at least: a machine's speed wavers over tenths of a second."""
+MOST_ROUNDS = 999
 
 Planner = Callable[[PruneSettings, ChannelMap], Planned]
 
@@ -72,7 +75,9 @@ def delivered(
     Raises:
         RunError: the target cannot run it.
     """
-    found = Delivered(frozen, timed(model, compact, sample_shape, settings, LAST_REPEATS))
+    first = frozen.attempts[0].timing
+    rounds = _rounds(LAST_REPEATS, first.ms * first.speedup)
+    found = Delivered(frozen, timed(model, compact, sample_shape, settings, rounds))
     log(f"latency: measured last: {found.final}: {100 * found.excess:.1f} % of the time asked for")
     return found
 
@@ -99,7 +104,7 @@ def _searched(
         plan = _number(planned, made)
         if sum(one.plan == plan for one in attempts) > 1:
             break  # no other plan lies nearer
-        timing = timed(model, planned.compact, sample_shape, settings, REPEATS)
+        timing = timed(model, planned.compact, sample_shape, settings, _rounds(REPEATS, table.dense_ms))
         attempts.append(_attempt(planned, plan, table, share, timing, asked))
         made.append(planned)
         log(f"latency: attempt {len(attempts)}: {attempts[-1]}")
@@ -117,6 +122,11 @@ def _number(planned: Planned, made: Sequence[Planned]) -> int:
     """Of a plan among those that were made: that of the first which keeps the same."""
     same = (index for index, other in enumerate(made) if np.array_equal(other.plan.keep, planned.plan.keep))
     return next(same, len(made))
+
+
+def _rounds(least: int, dense_ms: float) -> int:
+    """As many, but more of a model that is quick: as many times `ROUNDS_MS` as `least` is `REPEATS`."""
+    return min(max(least, round(ROUNDS_MS * least / REPEATS / dense_ms)), MOST_ROUNDS)
 
 
 def time_budgets(settings: PruneSettings) -> dict[str, float]:
@@ -148,7 +158,8 @@ def require_reachable(
         return
     by_norm = replace(aiming(settings, narrowest), criterion="l2", scope="global")
     planned = plan_model(model, example_inputs, by_norm, channel_map=channel_map, latency=table)
-    timing = timed(model, planned.compact, tuple(example_inputs[0].shape[1:]), settings, REPEATS)
+    rounds = _rounds(REPEATS, table.dense_ms)
+    timing = timed(model, planned.compact, tuple(example_inputs[0].shape[1:]), settings, rounds)
     if timing.excess(asked) > 1:
         raise PlanError(_out_of_reach(asked, timing))
 

@@ -31,6 +31,7 @@ def _few(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(networks, "LEAST_MS", 0.0)
     monkeypatch.setattr(delivering, "REPEATS", 5)
     monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
+    monkeypatch.setattr(delivering, "ROUNDS_MS", 0.0)
     monkeypatch.setattr(delivering, "ATTEMPTS", 3)
 
 
