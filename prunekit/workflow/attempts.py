@@ -19,11 +19,12 @@ NEAR = 0.01
 
 @dataclass(frozen=True)
 class Timing:
-    """A model on the target, measured beside the dense one in a fresh process.
+    """A model on the target, measured beside the dense one in fresh processes.
 
     Attributes:
-        ms, ms_low, ms_high: median of a forward pass of the batch and its 95 % interval.
-        speedup, speedup_low, speedup_high: over the dense model, pair by pair.
+        ms, ms_low, ms_high: of a forward pass of the batch: the median over processes of their medians, and an interval
+            that holds the 95 % intervals of all.
+        speedup, speedup_low, speedup_high: over the dense model, pair by pair; the same.
         stable: whether the figures support a claim; if not, `doubts` says why.
     """
 

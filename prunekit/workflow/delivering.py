@@ -10,28 +10,20 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels import ChannelMap
-from prunekit.errors import PlanError, RunError
-from prunekit.measure import measure_latency
-from prunekit.measure.wording import failed
+from prunekit.errors import PlanError
 from prunekit.planning import PruneSettings
 from prunekit.planning.budgets import as_given
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import LATENCIES
 from prunekit.planning.solve import least_left, plain
 from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
-from prunekit.workflow.bench import devices
 from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
-from prunekit.workflow.profiling import as_latency, in_blocks
+from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import Planned, feasible, plan_model
 from prunekit.workflow.runs import Log
+from prunekit.workflow.timed import LAST_REPEATS, REPEATS, rounds_of, timed
 
 ATTEMPTS = 8
-REPEATS, LAST_REPEATS = 31, 61
-"""Rounds of each attempt, and of the figure that counts, at least."""
-ROUNDS_MS = 4000.0
-"""That an attempt's rounds take together, at least: a machine's speed wavers over tenths of a second."""
-MOST_ROUNDS = 999
-
 Planner = Callable[[PruneSettings, ChannelMap], Planned]
 
 
@@ -76,7 +68,7 @@ def delivered(
         RunError: the target cannot run it.
     """
     first = frozen.attempts[0].timing
-    rounds = _rounds(LAST_REPEATS, first.ms * first.speedup)
+    rounds = rounds_of(LAST_REPEATS, first.ms * first.speedup)
     found = Delivered(frozen, timed(model, compact, sample_shape, settings, rounds))
     log(f"latency: measured last: {found.final}: {100 * found.excess:.1f} % of the time asked for")
     return found
@@ -104,7 +96,7 @@ def _searched(
         plan = _number(planned, made)
         if sum(one.plan == plan for one in attempts) > 1:
             break  # no other plan lies nearer
-        timing = timed(model, planned.compact, sample_shape, settings, _rounds(REPEATS, table.dense_ms))
+        timing = timed(model, planned.compact, sample_shape, settings, rounds_of(REPEATS, table.dense_ms))
         attempts.append(_attempt(planned, plan, table, share, timing, asked))
         made.append(planned)
         log(f"latency: attempt {len(attempts)}: {attempts[-1]}")
@@ -122,11 +114,6 @@ def _number(planned: Planned, made: Sequence[Planned]) -> int:
     """Of a plan among those that were made: that of the first which keeps the same."""
     same = (index for index, other in enumerate(made) if np.array_equal(other.plan.keep, planned.plan.keep))
     return next(same, len(made))
-
-
-def _rounds(least: int, dense_ms: float) -> int:
-    """As many, but more of a model that is quick: as many times `ROUNDS_MS` as `least` is `REPEATS`."""
-    return min(max(least, round(ROUNDS_MS * least / REPEATS / dense_ms)), MOST_ROUNDS)
 
 
 def time_budgets(settings: PruneSettings) -> dict[str, float]:
@@ -158,7 +145,7 @@ def require_reachable(
         return
     by_norm = replace(aiming(settings, narrowest), criterion="l2", scope="global")
     planned = plan_model(model, example_inputs, by_norm, channel_map=channel_map, latency=table)
-    rounds = _rounds(REPEATS, table.dense_ms)
+    rounds = rounds_of(REPEATS, table.dense_ms)
     timing = timed(model, planned.compact, tuple(example_inputs[0].shape[1:]), settings, rounds)
     if timing.excess(asked) > 1:
         raise PlanError(_out_of_reach(asked, timing))
@@ -172,35 +159,6 @@ def aiming(settings: PruneSettings, share: float) -> PruneSettings:
     if budget.speedup is not None:
         budget = replace(budget, speedup=budget.speedup / share)
     return replace(in_blocks(settings), budget=budget)
-
-
-def timed(
-    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
-) -> Timing:
-    """Measures a compact model beside the dense one on the target of the settings, in a process of its own.
-
-    What is unstable is measured once more, with twice the rounds, and counts as it is then.
-
-    Raises:
-        RunError: it cannot be measured there.
-    """
-    found = _measured(model, compact, sample_shape, settings, repeats)
-    return found if found.stable else _measured(model, compact, sample_shape, settings, 2 * repeats)
-
-
-def _measured(
-    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
-) -> Timing:
-    wanted = as_latency(settings.target, repeats)
-    found = measure_latency(
-        {"dense": model, "pruned": compact}, sample_shape, wanted, devices(settings.target.device, wanted)
-    )
-    if found.failures:
-        raise RunError(f"latency not measured: {'; '.join(failed(found.failures))}")
-    row, ratio = found.rows[1], found.speedup[0]
-    doubts = tuple(dict.fromkeys([*row["doubts"], *ratio["doubts"]]))
-    ms = (row["median_ms"], row["low_ms"], row["high_ms"])
-    return Timing(*ms, ratio["median"], ratio["low"], ratio["high"], not doubts, doubts)
 
 
 def _least_share(

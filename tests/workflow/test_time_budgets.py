@@ -24,7 +24,7 @@ from prunekit.measure.profile import networks
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import TargetSettings
-from prunekit.workflow import delivering, profiling
+from prunekit.workflow import delivering, profiling, timed
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
@@ -43,7 +43,8 @@ def net() -> tuple[nn.Module, ChannelMap, LatencyTable]:
     channel_map = trace(model, EXAMPLE)
     table = random_table(channel_map, (1,), 0)
     scale = DENSE_MS / table.at(channel_map)
-    return model, channel_map, replace(table, outside=scale * table.outside, factor=scale * table.factor)
+    scaled = replace(table, outside=scale * table.outside, factor=scale * table.factor, dense_ms=DENSE_MS)
+    return model, channel_map, scaled
 
 
 def took(speedup: float) -> Timing:
@@ -128,6 +129,17 @@ def test_what_is_slower_than_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert noisy.shortfalls == ["budget speedup 2x: the figure is unstable: too wide"]
 
 
+def test_the_median_process_counts_and_the_interval_holds_all() -> None:
+    found = timed._median([took(1.9), took(2.3), replace(took(2.0), stable=False, doubts=("wide",))])
+    assert (found.ms, found.speedup) == (DENSE_MS / 2.0, 2.0)
+    assert (found.speedup_low, found.speedup_high) == (1.9 * 0.99, 2.3 * 1.01)
+    assert found.stable
+    assert not found.doubts
+    noisy = timed._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
+    assert not noisy.stable
+    assert noisy.doubts == ("wide",)
+
+
 def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     found = frozen_on(Machine(1.0), monkeypatch, speedup=1.1, macs=0.2)
     assert not found.frozen.binding
@@ -206,7 +218,8 @@ def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(profiling, "NETWORKS", 10)
     monkeypatch.setattr(delivering, "REPEATS", 5)
     monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
-    monkeypatch.setattr(delivering, "ROUNDS_MS", 0.0)
+    monkeypatch.setattr(timed, "ROUNDS_MS", 0.0)
+    monkeypatch.setattr(timed, "PROCESSES", 1)
     monkeypatch.setattr(delivering, "ATTEMPTS", 2)
     monkeypatch.setattr(networks, "LEAST_MS", 0.0)
     torch.manual_seed(0)

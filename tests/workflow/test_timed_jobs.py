@@ -20,7 +20,7 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.settings import TargetSettings
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, delivering, dry_run, profile_job, profiling, prune_job
+from prunekit.workflow import JobSettings, delivering, dry_run, profile_job, profiling, prune_job, timed
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,8 @@ def _few(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(networks, "LEAST_MS", 0.0)
     monkeypatch.setattr(delivering, "REPEATS", 5)
     monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
-    monkeypatch.setattr(delivering, "ROUNDS_MS", 0.0)
+    monkeypatch.setattr(timed, "ROUNDS_MS", 0.0)
+    monkeypatch.setattr(timed, "PROCESSES", 1)
     monkeypatch.setattr(delivering, "ATTEMPTS", 3)
 
 

@@ -1,0 +1,77 @@
+"""How a compact model is timed beside the dense one where a budget of time is to be met."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import nn
+
+from prunekit.errors import RunError
+from prunekit.measure import measure_latency
+from prunekit.measure.wording import failed
+from prunekit.planning import PruneSettings
+from prunekit.workflow.attempts import Timing
+from prunekit.workflow.bench import devices
+from prunekit.workflow.profiling import as_latency
+
+PROCESSES = 3
+"""That measure a plan one after the other."""
+REPEATS, LAST_REPEATS = 15, 31
+"""Rounds of each attempt, and of the figure that counts, in each process, at least."""
+ROUNDS_MS = 2000.0
+"""That an attempt's rounds take together, at least: a machine's speed wavers over tenths of a second."""
+MOST_ROUNDS = 999
+
+
+def rounds_of(least: int, dense_ms: float) -> int:
+    """As many, but more of a model that is quick: as many times `ROUNDS_MS` as `least` is `REPEATS`."""
+    return min(max(least, round(ROUNDS_MS * least / REPEATS / dense_ms)), MOST_ROUNDS)
+
+
+def timed(
+    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
+) -> Timing:
+    """Measures a compact model beside the dense one on the target of the settings, in several processes of their own.
+
+    The same model differs by some percent from process to process, whatever its interval in one of them: where its
+    memory lies is a matter of chance. What is unstable in most of them is measured once more, with twice the rounds.
+
+    Raises:
+        RunError: it cannot be measured there.
+    """
+    found = _median([_measured(model, compact, sample_shape, settings, repeats) for _ in range(PROCESSES)])
+    if found.stable:
+        return found
+    return _median([_measured(model, compact, sample_shape, settings, 2 * repeats) for _ in range(PROCESSES)])
+
+
+def _median(found: Sequence[Timing]) -> Timing:
+    """The medians over processes, with intervals that hold those of all; stable where most are."""
+    doubts = tuple(dict.fromkeys(doubt for one in found for doubt in one.doubts))
+    stable = sum(one.stable for one in found) > len(found) / 2
+    return Timing(
+        ms=float(np.median([one.ms for one in found])),
+        ms_low=min(one.ms_low for one in found),
+        ms_high=max(one.ms_high for one in found),
+        speedup=float(np.median([one.speedup for one in found])),
+        speedup_low=min(one.speedup_low for one in found),
+        speedup_high=max(one.speedup_high for one in found),
+        stable=stable,
+        doubts=() if stable else doubts,
+    )
+
+
+def _measured(
+    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
+) -> Timing:
+    wanted = as_latency(settings.target, repeats)
+    found = measure_latency(
+        {"dense": model, "pruned": compact}, sample_shape, wanted, devices(settings.target.device, wanted)
+    )
+    if found.failures:
+        raise RunError(f"latency not measured: {'; '.join(failed(found.failures))}")
+    row, ratio = found.rows[1], found.speedup[0]
+    doubts = tuple(dict.fromkeys([*row["doubts"], *ratio["doubts"]]))
+    ms = (row["median_ms"], row["low_ms"], row["high_ms"])
+    return Timing(*ms, ratio["median"], ratio["low"], ratio["high"], not doubts, doubts)
