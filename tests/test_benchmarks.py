@@ -194,6 +194,22 @@ def test_what_cannot_be_measured_is_said(cifar: tuple[str, ...], arguments: tupl
 
 
 SMALL = ("--size", "32", "--networks", "10", "--json")
+FEWER = """
+import runpy, sys
+from prunekit.measure.profile import networks
+from prunekit.workflow import delivering, timed
+networks.LEAST_MS = timed.ROUNDS_MS = 0.0
+delivering.ATTEMPTS, delivering.LAST_REPEATS, delivering.REPEATS, timed.PROCESSES = 2, 5, 5, 1
+sys.argv, sys.path[0] = sys.argv[1:], sys.argv[1].rpartition("/")[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script with so few attempts, processes and rounds that its figures mean nothing, and its rows are made."""
+
+
+def run_fewer(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", FEWER, str(FOLDER / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
@@ -202,7 +218,7 @@ def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "rows.jsonl"
     arguments = ("--models", "resnet18", "--runtimes", "eager", *SMALL, "--out", str(file))
-    done = run("latency_budget.py", *arguments, "--asked", "1.5,900")
+    done = run_fewer("latency_budget.py", *arguments, "--asked", "1.5,900")
     assert done.returncode == 0, done.stderr
     met, refused = (json.loads(line) for line in done.stdout.splitlines())
     assert {"model", "runtime", "device", "batch", "threads", "asked", "ci95", "stable", "within"} <= met.keys()
@@ -215,7 +231,7 @@ def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
     assert "the best that can be had" in refused["reason"]
     assert "2 requests: 1 delivered" in done.stderr
     before = file.read_text()
-    again = run("latency_budget.py", *arguments, "--asked", "1.5,900")
+    again = run_fewer("latency_budget.py", *arguments, "--asked", "1.5,900")
     assert (again.returncode, again.stdout, file.read_text()) == (0, "", before)
     assert "2 requests: 1 delivered" in again.stderr
 
@@ -223,7 +239,7 @@ def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
 def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
     arguments = ("--model", "resnet18", "--runtimes", "eager", "--device", "cpu", "--repeats", "5", *SMALL)
-    done = run("latency.py", *arguments)
+    done = run_fewer("latency.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = {row["plan"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert list(rows) == ["uniform", "macs", "macs+time"]
@@ -240,7 +256,7 @@ def test_plans_of_another_tool_are_brought_to_a_latency(
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
     methods = ["tp-l2"]  # each takes as many measurements as any budget of time
     arguments = ("--runtimes", "eager", "--batch", "8", "--images", "16", "--networks", "10", "--asked", "1.1")
-    done = run("latency_frontier.py", *cifar[1:], *arguments, "--method", ",".join(methods))
+    done = run_fewer("latency_frontier.py", *cifar[1:], *arguments, "--method", ",".join(methods))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["method"] for row in rows] == methods

@@ -12,7 +12,7 @@ from prunekit.cli.models import ModelOptions, all_targets, refuse_idle_overrides
 from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
 from prunekit.cli.output import Console, check_folder, save, table
 from prunekit.errors import nearest
-from prunekit.planning.settings import DtypeName, MemoryFormat, RuntimeName
+from prunekit.vocabulary import DtypeName, MemoryFormat, RuntimeName
 
 Callback = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
 WHERE = ("device", "runtime", "batch", "threads")

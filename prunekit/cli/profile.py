@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from prunekit.cli.options import common_options, load_job, output_option, own_options
+from prunekit.cli.options import common_options, load_job, output_option, own_options, seed_option
 from prunekit.cli.output import Console, check_folder, table
 
 SLOWEST = 20
@@ -17,6 +17,7 @@ SLOWEST = 20
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--networks", type=click.IntRange(min=10), default=40, show_default=True, help="How many to measure.")
 @own_options
+@seed_option
 @output_option("runs.  [default: runs]")
 @common_options
 def profile_command(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, MinLen
 
-from prunekit.planning.settings import DtypeName, MemoryFormat, PositiveInt, RuntimeName
+from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
+
+from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
 Share = Annotated[float, Gt(0), Le(1)]
-PositiveInt = Annotated[int, Ge(1)]
 Criterion = Literal[
     "l1",
     "l2",
@@ -31,9 +32,6 @@ Criterion = Literal[
 Megabytes = Annotated[float, Gt(0)]
 Milliseconds = Annotated[float, Gt(0)]
 Speedup = Annotated[float, Gt(1)]
-RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino"]
-DtypeName = Literal["fp32", "bf16", "fp16"]
-MemoryFormat = Literal["contiguous", "channels_last"]
 Scope = Literal["uniform", "global", "per_mac"]
 """Of each group the same share; the lowest scores of all groups; or the lowest for what they cost: MACs, where the
 budget is one of MACs, and else whatever the budget that binds counts."""

@@ -192,7 +192,7 @@ def _as_asked(planned: Planned, settings: PruneSettings) -> Planned:
     given = time_budgets(settings)
     budgets = {
         name: found | {"asked": given.get(name, found["asked"])}
-        for name, found in planned.plan.provenance["budgets"].items()
+        for name, found in planned.plan.provenance.get("budgets", {}).items()
     }
     provenance = {**planned.plan.provenance, "prune": plain(asdict(settings)), "budgets": budgets}
     return replace(planned, plan=replace(planned.plan, provenance=provenance))

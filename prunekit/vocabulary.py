@@ -1,0 +1,12 @@
+"""Names that settings of several floors and the command line share; imports nothing that is slow to import."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+PositiveInt = Annotated[int, Ge(1)]
+RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
+MemoryFormat = Literal["contiguous", "channels_last"]
