@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from prunekit.channels.constraints import Contracted, Nested
-from prunekit.channels.labels import Field, Labels
+from prunekit.channels.labels import Field, Labels, apart
 from prunekit.channels.state import FlowState
 
 Shape = tuple[int, ...]
@@ -144,11 +144,6 @@ class Flow(FlowState):
 
     def _count_contraction(self, operands: Sequence[Operand], fields: Sequence[Field], joint: str) -> None:
         shape = np.broadcast_shapes(*[shape for shape, _ in operands])
-        covered: set[int] = set()
-        factors = []
-        for field in fields:
-            if not covered & set(field.span):
-                covered |= set(field.span)
-                factors.append(field.labels.reshape(-1))
+        factors, covered = apart(fields)
         constant = float(np.prod([size for axis, size in enumerate(shape) if axis not in covered]))
         self.add_macs(constant, factors)

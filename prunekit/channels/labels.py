@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,17 @@ def along(labels: Labels, axis: int, ndim: int) -> Labels:
     shape = [1] * ndim
     shape[axis] = labels.size
     return labels.reshape(shape)
+
+
+def apart(fields: Iterable[Field]) -> tuple[tuple[Labels, ...], set[int]]:
+    """The labels, flat, of those fields of one tensor that lie on other axes than the ones before; and their axes."""
+    covered: set[int] = set()
+    factors = []
+    for field in fields:
+        if not covered & set(field.span):
+            covered |= set(field.span)
+            factors.append(field.labels.reshape(-1))
+    return tuple(factors), covered
 
 
 def rows_along(labels: Labels, axis: int) -> Labels:

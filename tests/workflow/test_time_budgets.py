@@ -15,16 +15,16 @@ import torch
 from chains import Chain, random_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from little_time import time_little
 from torch import nn
 
 import prunekit
 from prunekit.channels import ChannelMap, trace
 from prunekit.errors import PlanError, UsageError
-from prunekit.measure.profile import networks
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import TargetSettings
-from prunekit.workflow import delivering, profiling, timed
+from prunekit.workflow import delivering, timed
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
@@ -215,13 +215,7 @@ def test_a_model_of_several_inputs_cannot_be_timed() -> None:
 
 def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(profiling, "NETWORKS", 10)
-    monkeypatch.setattr(delivering, "REPEATS", 5)
-    monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
-    monkeypatch.setattr(timed, "ROUNDS_MS", 0.0)
-    monkeypatch.setattr(timed, "PROCESSES", 1)
-    monkeypatch.setattr(delivering, "ATTEMPTS", 2)
-    monkeypatch.setattr(networks, "LEAST_MS", 0.0)
+    time_little(monkeypatch, attempts=2)
     torch.manual_seed(0)
     model = Chain([32, 48, 32], [3, 3, 3], shortcut=True).eval()
     found = prunekit.prune(model, (torch.randn(1, 3, 48, 48),), speedup=1.5)

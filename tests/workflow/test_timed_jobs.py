@@ -9,31 +9,25 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from little_time import time_little
 
 from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
 from prunekit.errors import PlanError, UsageError
 from prunekit.measure import LatencySettings
-from prunekit.measure.profile import networks
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.settings import TargetSettings
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, delivering, dry_run, profile_job, profiling, prune_job, timed
+from prunekit.workflow import JobSettings, dry_run, profile_job, prune_job
 
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     torch.set_num_threads(1)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(cache))
-    monkeypatch.setattr(profiling, "NETWORKS", 10)
-    monkeypatch.setattr(networks, "LEAST_MS", 0.0)
-    monkeypatch.setattr(delivering, "REPEATS", 5)
-    monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
-    monkeypatch.setattr(timed, "ROUNDS_MS", 0.0)
-    monkeypatch.setattr(timed, "PROCESSES", 1)
-    monkeypatch.setattr(delivering, "ATTEMPTS", 3)
+    time_little(monkeypatch, attempts=3)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from prunekit.channels import ChannelMap
-from prunekit.channels.labels import Field, Labels
+from prunekit.channels.labels import Labels, apart
 from prunekit.channels.operators import Operator
 
 MOST = 8
@@ -110,19 +110,8 @@ def _added_up(products: list[Product]) -> Iterator[Product]:
 def _written(operator: Operator) -> Iterator[tuple[float, tuple[Labels, ...]]]:
     """Elements of every result: a constant, and labels of each width."""
     for shape, fields in zip(operator.call[2], operator.outputs, strict=True):
-        factors, covered = _apart(fields)
+        factors, covered = apart(fields)
         yield float(prod(size for axis, size in enumerate(shape) if axis not in covered)), factors
-
-
-def _apart(fields: tuple[Field, ...]) -> tuple[tuple[Labels, ...], set[int]]:
-    """Fields of one tensor on different axes, and those axes."""
-    covered: set[int] = set()
-    factors = []
-    for one in fields:
-        if not covered & set(one.span):
-            covered |= set(one.span)
-            factors.append(one.labels.reshape(-1))
-    return tuple(factors), covered
 
 
 def _plain(value: Any) -> str:
