@@ -4,6 +4,7 @@ from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
 from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
+from prunekit.training.parts import Part, Training, Within
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.settings import TrainSettings
 
@@ -11,7 +12,10 @@ __all__ = [
     "ClampRow",
     "EpochRow",
     "History",
+    "Part",
     "TrainSettings",
+    "Training",
+    "Within",
     "check_clamps",
     "check_fits",
     "fit",
