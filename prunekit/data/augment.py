@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
@@ -39,10 +41,44 @@ def augmented(image: Pixels, augment: Augment, size: int, draw: Draw, index: int
         draw: seed and epoch.
         index: of the image in its data set.
     """
-    seed = int(np.random.SeedSequence((*draw, index)).generate_state(1, np.uint64)[0])
+    seed = _seed(draw, index)
     with torch.random.fork_rng(devices=[]):  # the transforms draw from the CPU's generator alone
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would start CUDA's anew as well
         return _transform(augment, size)(image)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
+    """Makes what a data set of the user's draws at random for an image depend on seed, epoch and index alone.
+
+    So it is the same for any number of workers, and in a run that goes on in the middle of an epoch. Yields what is
+    called with an image's index before it is read; afterwards the states of Python's, NumPy's and torch's generators
+    (CPU) are what they were.
+
+    Args:
+        draw: seed and epoch; None changes nothing.
+    """
+    if draw is None:
+        yield lambda index: None
+        return
+
+    def begin(index: int) -> None:
+        seed = _seed(draw, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield begin
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _seed(draw: Draw, index: int) -> int:
+    return int(np.random.SeedSequence((*draw, index)).generate_state(1, np.uint64)[0])
 
 
 @cache

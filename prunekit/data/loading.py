@@ -30,10 +30,11 @@ class Batches:
     indices: Tensor  # (N,) int64, which images
     augment: bool = False
     epoch: int = 0
+    start: int = 0  # batches that are left out, and their images not read
 
-    def at_epoch(self, epoch: int) -> Batches:
-        """The batches of another epoch: other order, same images."""
-        return replace(self, epoch=epoch)
+    def at_epoch(self, epoch: int, start: int = 0) -> Batches:
+        """The batches of another epoch, other order, same images; those from number `start` on, counted from 0."""
+        return replace(self, epoch=epoch, start=start)
 
     def order(self) -> Tensor:
         """The images of this epoch in the order they come: (N,) int64."""
@@ -52,15 +53,20 @@ class Batches:
         return min(len(self) * self.batch_size, len(self.indices))
 
     def __iter__(self) -> Iterator[Batch]:
-        chunks = torch.split(self.order(), self.batch_size)[: len(self)]
+        return (batch for _, batch in self.numbered())
+
+    def numbered(self) -> Iterator[tuple[int, Batch]]:
+        """The batches with their numbers in the epoch, counted from 0; one that cannot be read leaves a gap."""
+        chunks = torch.split(self.order(), self.batch_size)[self.start : len(self)]
         # Corrupt images drop out of their batch; a training batch of which one is left has no variance for BatchNorm.
         fewest = 2 if self.drop_last and self.batch_size > 1 else 1
         given = 0
-        for images, labels in self._in_workers(chunks) if self.workers else self._here(chunks):
+        read = self._in_workers(chunks) if self.workers else self._here(chunks)
+        for number, (images, labels) in enumerate(read, self.start):
             if len(labels) >= fewest:
                 given += 1
-                yield images, labels
-        if not given:
+                yield number, (images, labels)
+        if not given and not self.start:
             raise DataError(f"expected a batch with at least {fewest} images that can be read, got none")
 
     def _here(self, chunks: Sequence[Tensor]) -> Iterator[Batch]:
