@@ -110,6 +110,7 @@ class Checkpoints:
                 continue
             require_same(path, state["identity"], identity)
             self.last, self._step, self._begun = path, state["position"]["step"], time.monotonic()
+            self._keep(self.settings.keep)  # a run may have been killed between writing one and removing another
             return state
         return None
 
