@@ -65,7 +65,7 @@ class Part:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; called when the part is active."""
+        """Goes on from a state; called when the part is active, before model and optimizer get their states."""
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class RunState:
         self.clamps.load_state_dict(state["clamps"])
         for name, part in self._parts_of_data():
             part.corrupt.merge(state["corrupt"][name])
+        self.parts.load_state_dict(state["parts"])
         training = state["training"]
         if training is not None:
             self.model.load_state_dict(training["model"])
@@ -119,8 +120,6 @@ class RunState:
             self.schedule.load_state_dict(training["schedule"])
             if self.scaler is not None:
                 self.scaler.load_state_dict(training["scaler"])
-        self.parts.load_state_dict(state["parts"])
-        if training is not None:
             set_random_state(training["random"])  # last: nothing may draw after it
 
     def _parts_of_data(self) -> tuple[tuple[str, Any], ...]:
