@@ -141,6 +141,6 @@ def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) 
     found = list(differences(there, here))
     if found:
         raise ResumeError(
-            "\n  ".join([f"{path} cannot be resumed, it is of another recipe, plan or version:", *found])
-            + "\n  go on with what it was started with, or start anew without it"
+            "\n  ".join([f"{path}: cannot be resumed with this, it is of another recipe, plan or version:", *found])
+            + "\n  resume it with what it was started with, or start anew"
         )

@@ -67,7 +67,8 @@ class RunState:
         """
         if self.checkpoints is not None and self.checkpoints.due(self.position.step):
             if (tensor := non_finite_tensor(self.model)) is not None:
-                raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}")
+                last = self.checkpoints.last or "none yet"
+                raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
             self._write(self.checkpoints, over=False)
 
     def keep_result(self) -> None:
