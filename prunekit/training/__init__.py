@@ -6,6 +6,7 @@ from prunekit.training.clamping import check_clamps
 from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.parts import Part, Training, Within
+from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.settings import TrainSettings
 
@@ -13,7 +14,11 @@ __all__ = [
     "ClampRow",
     "EpochRow",
     "History",
+    "LearningRateRewinding",
     "Part",
+    "PlanChange",
+    "Planner",
+    "PruningSchedule",
     "TrainSettings",
     "Training",
     "Within",
@@ -23,4 +28,5 @@ __all__ = [
     "check_fits",
     "fit",
     "recalibrate_batchnorm",
+    "steps_per_epoch",
 ]

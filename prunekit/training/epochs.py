@@ -86,7 +86,8 @@ class Epochs:
         training_s = time.perf_counter() - start
         with self.parts.evaluating():
             validated = self._validate(f"epoch {epoch}")
-            best.offer(epoch, validated.top1)
+            if self.parts.settled():
+                best.offer(epoch, validated.top1)
         return EpochRow(
             epoch=epoch,
             lr=lr,
