@@ -75,8 +75,9 @@ class PlanChange:
 class PruningSchedule(Part):
     """Trains under masks whose plan changes at each stage of a schedule.
 
-    Pruned entries are exactly zero from the stage on, after every step. A stage before step s + 1 comes right after
-    step s, so that a validation between them sees its masks. Weights are kept as the best only under the final plan.
+    Pruned entries are exactly zero from the stage on, after every step. A stage between two epochs comes after the
+    validation: that shows how far the model has recovered from the stage before, and statistics of BatchNorms would be
+    those of the channels that have just gone. Weights are kept as the best only under the final plan.
 
     Args:
         settings: laid over the run when it begins.
@@ -111,15 +112,17 @@ class PruningSchedule(Part):
             yield
 
     def after_step(self, step: int, made: bool) -> None:
-        """Carries out the stages that come before the next step."""
-        self._catch_up(step)
+        """Carries out the stages that come before the next step, but for those that a validation comes before."""
+        self._step = step
+        if step % self.timeline.steps:
+            self._catch_up(step)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """An epoch has ended, also one that made fewer steps than others because batches could not be read."""
+        """Afterwards come the stages between two epochs; the epoch may have made fewer steps, of missing batches."""
+        yield
         steps = self.timeline.steps
         self._catch_up(math.ceil(self._step / steps) * steps)
-        yield
 
     def settled(self) -> bool:
         """Whether the plan is the final one."""
@@ -130,7 +133,6 @@ class PruningSchedule(Part):
         return {"sparsity": f"{sparsity(self.model, self.plan).weights:.1%}"}
 
     def _catch_up(self, step: int) -> None:
-        self._step = max(self._step, step)
         due = [stage for stage in self.timeline.stages[self._done :] if stage.step <= step]
         if not due:
             return
