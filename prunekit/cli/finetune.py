@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,9 +112,22 @@ def _plan(plan: dict[str, Any]) -> str:
             f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
             f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
             *(f"Budget {text}" for text in budgeted(plan)),
+            *(_schedule(plan["schedule"]) if plan["schedule"] else ()),
             table(("layer", "kind", "in", "out", "MACs", "parameters"), rows, text=("kind",)),
         ]
     )
+
+
+def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
+    from prunekit.report.numbers import share
+
+    resources = [name for name in schedule["stages"][0] if name not in ("step", "epoch")]
+    rows = [
+        (str(stage["step"]), f"{stage['epoch']:.2f}", *(share(stage[name], 1) for name in resources))
+        for stage in schedule["stages"]
+    ]
+    yield f"Schedule {schedule['kind']}, {schedule['steps_per_epoch']} steps an epoch: what is left of the dense model"
+    yield table(("after step", "epoch", *resources), rows)
 
 
 def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, training: bool) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from prunekit.data.settings import DataSettings
 from prunekit.planning import BudgetSettings
+from prunekit.planning.schedule import WITH_REPAIR, clashes
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
 from prunekit.repair.settings import FEWEST_IMAGES
@@ -30,7 +31,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Every key path whose value does not fit the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
-    for check in (_names, _budget, _activations, _baseline, _data, _images, _deploy):
+    for check in (_names, _budget, _activations, _baseline, _data, _images, _deploy, _schedule):
         yield from check(values)
 
 
@@ -114,6 +115,14 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
     if isinstance(formats, list) and "channels_last" in formats:
         text = "expected contiguous alone, because deploy.channels_last is true: that model is timed with channels last"
         yield ("latency", "memory_formats"), f"{text}, beside others that are not"
+
+
+def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Before the first stage of a schedule there is nothing to repair; the rest it knows itself."""
+    prune = _section(values, "prune") or {}
+    yield from ((("prune", *path), text) for path, text in clashes(prune))
+    if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
+        yield ("repair",), WITH_REPAIR
 
 
 def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ COLUMNS = {
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
+    "schedule": ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
 TEXT_COLUMNS = (
@@ -40,6 +41,7 @@ TEXT_COLUMNS = (
     "weight",
     "applied",
     "note",
+    "resource",
 )
 
 
@@ -61,6 +63,7 @@ class Run:
     clamps: pd.DataFrame | None
     repair: pd.DataFrame | None
     sensitivity: pd.DataFrame | None
+    schedule: pd.DataFrame | None
     analysis: dict[str, Any]
 
 
@@ -89,6 +92,7 @@ def read_run(folder: Path) -> Run:
         clamps=tables["clamps"],
         repair=tables["repair"],
         sensitivity=tables["sensitivity"],
+        schedule=tables["schedule"],
         analysis=_object(folder / "sensitivity.json"),
     )
 

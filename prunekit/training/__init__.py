@@ -7,6 +7,7 @@ from prunekit.training.clamping import check_clamps
 from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.parts import Part, Training, Within
+from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.settings import CheckpointSettings, TrainSettings
 
@@ -17,7 +18,11 @@ __all__ = [
     "ClampRow",
     "EpochRow",
     "History",
+    "LearningRateRewinding",
     "Part",
+    "PlanChange",
+    "Planner",
+    "PruningSchedule",
     "TrainSettings",
     "Training",
     "Within",
@@ -27,4 +32,5 @@ __all__ = [
     "check_fits",
     "fit",
     "recalibrate_batchnorm",
+    "steps_per_epoch",
 ]

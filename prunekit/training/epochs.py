@@ -77,7 +77,8 @@ class Epochs:
         training_s = time.perf_counter() - start
         with self.state.parts.evaluating():
             validated = self._validate(f"epoch {at.epoch}")
-            self.state.best.offer(at.epoch, validated.top1)
+            if self.state.parts.settled():
+                self.state.best.offer(at.epoch, validated.top1)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,

@@ -88,7 +88,8 @@ def fit(
     optimizer = build_optimizer(model, settings)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
-    entered = taking.active(Training(model, optimizer, device, steps, settings.epochs))
+    training = Training(model, optimizer, device, steps, settings.epochs)
+    entered = taking.active(training)
     scaler = loss_scaler(settings.precision, device)
     clamps = Clamps(model, optimizer, settings, scaler)
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
@@ -99,7 +100,7 @@ def fit(
     with (
         seeded(seed), training_mode(model, True), one_device(device, scaler) as accelerator, entered, exact, clamps, bar
     ):  # fmt: skip
-        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup)
+        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
         ready = accelerator.prepare(model, optimizer, schedule)
         position = Position()
         state = RunState(

@@ -42,6 +42,10 @@ class Part:
         """Entered around the whole training."""
         return nullcontext()
 
+    def restarts(self, training: Training) -> Sequence[int]:
+        """Steps before which the learning-rate schedule begins anew, ascending; asked once."""
+        return ()
+
     def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor | None:
         """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing."""
         return None
@@ -55,6 +59,10 @@ class Part:
     def evaluating(self) -> AbstractContextManager[Any]:
         """Entered while the model is validated and its weights may be kept as the best."""
         return nullcontext()
+
+    def settled(self) -> bool:
+        """Whether the model has the form it will be left in; only then its weights may be kept as the best."""
+        return True
 
     def describe(self) -> Mapping[str, Any]:
         """Figures for the progress bar; asked once an epoch."""
@@ -129,6 +137,14 @@ class Parts:
         """Tells every part."""
         for part in self.all:
             part.after_step(step, made)
+
+    def restarts(self, training: Training) -> tuple[int, ...]:
+        """The steps of all parts, each once."""
+        return tuple(sorted({step for part in self.all for step in part.restarts(training)}))
+
+    def settled(self) -> bool:
+        """Whether every part says so."""
+        return all(part.settled() for part in self.all)
 
     def describe(self) -> dict[str, Any]:
         """All figures for the progress bar."""

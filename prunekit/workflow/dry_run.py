@@ -15,6 +15,7 @@ from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiling import in_blocks, profile_for
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
+from prunekit.workflow.scheduling import require_schedule, schedule_rows
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import layer_rows
 
@@ -33,6 +34,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     devices("auto", job.latency)
     prepared = prepare(job, own)
     require_deployable(prepared)
+    line = require_schedule(prepared, training=True)
     chart = trace(prepared.model, prepared.example_inputs)
     timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
     latency = None if timed is None else timed.table
@@ -62,6 +64,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
         "macs_after": settled.macs(planned.plan.keep),
         "budgets": planned.plan.provenance["budgets"],
         "binding": planned.plan.provenance["binding"],
+        "schedule": None if line is None else schedule_rows(job.prune, line, planned.plan),
         "channels_removed": planned.plan.removed,
         "groups": len(settled.groups),
         "locks": len(settled.locks),

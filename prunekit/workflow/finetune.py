@@ -19,6 +19,7 @@ from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import feasible
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
+from prunekit.workflow.scheduling import require_schedule
 from prunekit.workflow.settings import JobSettings
 
 Finish = Callable[[Path], object]
@@ -49,7 +50,8 @@ def finetune(
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
-    What the job's `repair` says is repaired before fine-tuning.
+    What the job's `repair` says is repaired before fine-tuning. Where `prune.schedule` is given, channels go while the
+    model is fine-tuned.
 
     Args:
         job: the settings.
@@ -108,6 +110,7 @@ def _run(
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     prepared = prepare(job, own)
     require_deployable(prepared)
+    require_schedule(prepared, training=training)
     identity = identity_of(prepared, training=training)
     again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it

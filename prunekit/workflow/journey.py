@@ -19,7 +19,17 @@ from prunekit.deploy import flush_subnormals
 from prunekit.masking import ActivationThresholds, masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
-from prunekit.training import Checkpoints, ClampRow, EpochRow, History, Part, Training, Within, fit
+from prunekit.training import (
+    Checkpoints,
+    ClampRow,
+    EpochRow,
+    History,
+    LearningRateRewinding,
+    Part,
+    Training,
+    Within,
+    fit,
+)
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.delivered import Delivered, Frozen
@@ -27,10 +37,11 @@ from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
 from prunekit.workflow.deploying import deploy
 from prunekit.workflow.kept import Clock, plan_digest
-from prunekit.workflow.plan_stage import find_plan
+from prunekit.workflow.plan_stage import find_plan, write_plan
 from prunekit.workflow.profiling import Profile
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.scheduling import JobSchedule
 from prunekit.workflow.tables import (
     clamp_rows,
     clamp_summary,
@@ -82,18 +93,28 @@ class Journey:
         planned, frozen = find_plan(
             self.prepared, dense, self.chart, self.run, self.timed, training=self.training, stage=self.clock.stage
         )
-        plan = planned.plan
-        with self.clock.stage("repair"):
-            pruned, report = repair_model(self.prepared, dense, plan, self.run, training=self.training)
+        report = schedule = None
+        if self.job.prune.schedule is not None:
+            schedule, pruned = (
+                JobSchedule(self.prepared, planned, self.run, fixed=frozen is not None),
+                copy.deepcopy(dense),
+            )
+        else:
+            with self.clock.stage("repair"):
+                pruned, report = repair_model(self.prepared, dense, planned.plan, self.run, training=self.training)
         if self.training:
             with self.clock.stage("fine-tune"):
-                pruned = self._finetune_masked(pruned, plan)
+                pruned = self._finetune_masked(pruned, planned.plan, schedule)
+        if schedule is not None:
+            planned = schedule.finished()
+            write_plan(planned, self.run)
+        plan = planned.plan
         small, proof = self._compact(pruned, plan)
         write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
         control = None
         if self.training:
             with self.clock.stage("control"):
-                control = self._train("control", copy.deepcopy(dense))
+                control = self._train("control", copy.deepcopy(dense), *self._rewinding())
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
         with self.clock.stage("deploy"):
             deployed = deploy(self.prepared, self.run, dense, plan)
@@ -106,6 +127,7 @@ class Journey:
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
         metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
         metrics |= {"fine_tuned": self.training, "repair": repair_summary(report), "resumed": len(self.run.resumed)}
+        metrics |= {"schedule": None if schedule is None else schedule.summary()}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
         if self.timed is not None and final is not None:
             metrics |= {"profile": self.timed.summary(), "delivered": final.summary()}
@@ -117,20 +139,32 @@ class Journey:
             self.log(f"shortfall: {shortfall}")
         return metrics
 
-    def _finetune_masked(self, model: nn.Module, plan: Plan) -> nn.Module:
+    def _finetune_masked(self, model: nn.Module, plan: Plan, schedule: JobSchedule | None) -> nn.Module:
         model = model.to(self.prepared.device)
-        thresholds = self._thresholds(compact(model, plan))
-        share = sparsity(model, plan)
-        self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
+        first = plan if schedule is None else schedule.start
+        thresholds = self._thresholds(compact(model, first))
+        share, epochs = sparsity(model, first), self.job.finetune.epochs
+        if schedule is None:
+            self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
+        else:
+            self.log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
 
         @contextmanager
         def under_masks(training: Training) -> Iterator[None]:
             with masked(model, plan, training.optimizer), masks(model, thresholds):
                 yield
 
+        if schedule is not None:
+            activations = Within(lambda _: masks(model, thresholds))
+            return self._train("pruned", model, schedule.part, *self._rewinding(), activations)
         return self._train(
             "pruned", model, Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
         )
+
+    def _rewinding(self) -> list[Part]:
+        """What the pruned model and its control share of a schedule."""
+        schedule = self.job.prune.schedule
+        return [] if schedule is None else [LearningRateRewinding(schedule)]
 
     def _train(self, name: str, model: nn.Module, *parts: Part) -> nn.Module:
         """Fine-tunes a model: the pruned one and its dense control get the same settings, seed and epochs."""

@@ -96,11 +96,16 @@ def _within_budgets(
     return frozen.planned, frozen
 
 
-def _keep(planned: Planned, run: RunFolder) -> None:
+def write_plan(planned: Planned, run: RunFolder) -> None:
+    """Writes a plan into the run's folder, with its scores, locks and groups."""
     planned.plan.save(run.path)
     write_csv(run.path / "scores.csv", score_rows(planned.plan, planned.scores), results.SCORE_COLUMNS)
     write_csv(run.path / "locks.csv", lock_rows(planned.plan), results.LOCK_COLUMNS)
     write_csv(run.path / "coupling.csv", coupling_rows(planned.plan), results.COUPLING_COLUMNS)
+
+
+def _keep(planned: Planned, run: RunFolder) -> None:
+    write_plan(planned, run)
     chart = planned.plan.channel_map
     left = chart.macs(planned.plan.keep) / chart.macs()
     run.log(
