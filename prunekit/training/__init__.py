@@ -1,23 +1,46 @@
 """Training and fine-tuning on one device, deterministic from a seed; BatchNorm recalibration."""
 
+from prunekit.training.asked import Sources, asked_parts
+from prunekit.training.averaging import Average
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
+from prunekit.training.distillation import Distillation, TeacherCost
+from prunekit.training.features import PlanInForce, feature_paths
 from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.parts import Part, Training, Within
 from prunekit.training.recalibrate import recalibrate_batchnorm
-from prunekit.training.settings import TrainSettings
+from prunekit.training.regularisers import Sparsifying
+from prunekit.training.settings import (
+    AverageSettings,
+    DistillSettings,
+    FeatureSettings,
+    RegulariserSettings,
+    TrainSettings,
+)
 
 __all__ = [
+    "Average",
+    "AverageSettings",
     "ClampRow",
+    "DistillSettings",
+    "Distillation",
     "EpochRow",
+    "FeatureSettings",
     "History",
     "Part",
+    "PlanInForce",
+    "RegulariserSettings",
+    "Sources",
+    "Sparsifying",
+    "TeacherCost",
     "TrainSettings",
     "Training",
     "Within",
+    "asked_parts",
     "check_clamps",
     "check_fits",
+    "feature_paths",
     "fit",
     "recalibrate_batchnorm",
 ]

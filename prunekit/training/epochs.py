@@ -86,7 +86,7 @@ class Epochs:
         training_s = time.perf_counter() - start
         with self.parts.evaluating():
             validated = self._validate(f"epoch {epoch}")
-            best.offer(epoch, validated.top1)
+            best.offer(epoch, validated.top1 if self.parts.settled() else -1.0)
         return EpochRow(
             epoch=epoch,
             lr=lr,
@@ -109,7 +109,6 @@ class Epochs:
         step = (epoch - 1) * self.steps
         self.model.train()
         for group in _groups(self.train.at_epoch(epoch), self.settings.accumulate):
-            lr = self.optimizer.param_groups[0]["lr"]
             images = sum(len(labels) for _, labels in group)
             for batch in group:
                 done += 1
@@ -117,6 +116,7 @@ class Epochs:
                 self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
             step += 1
             self.parts.before_step(step)
+            lr = self.optimizer.param_groups[0]["lr"]
             self.optimizer.step()
             stepped = not self.optimizer.step_was_skipped
             made += stepped

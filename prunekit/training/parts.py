@@ -56,6 +56,13 @@ class Part:
         """Entered while the model is validated and its weights may be kept as the best."""
         return nullcontext()
 
+    def settled(self) -> bool:
+        """Whether what is validated now is of the kind that the run is to end with; asked while it is.
+
+        Epochs that are not do not compete for the best weights; where none is, the last epoch's are kept.
+        """
+        return True
+
     def describe(self) -> Mapping[str, Any]:
         """Figures for the progress bar; asked once an epoch."""
         return {}
@@ -129,6 +136,10 @@ class Parts:
         """Tells every part."""
         for part in self.all:
             part.after_step(step, made)
+
+    def settled(self) -> bool:
+        """Whether every part is."""
+        return all(part.settled() for part in self.all)
 
     def describe(self) -> dict[str, Any]:
         """All figures for the progress bar."""
