@@ -60,6 +60,7 @@ def run_recipe(
     dry_run: bool,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -69,8 +70,8 @@ def run_recipe(
     from prunekit.workflow import Own
 
     if dry_run:
-        _dry_run(job, Own(factory, data), console)
-    elif _run(job, Own(factory, data), console, training=training):
+        _dry_run(job, Own(factory, data, optimizer), console)
+    elif _run(job, Own(factory, data, optimizer), console, training=training):
         click.get_current_context().exit(1)
 
 
@@ -139,6 +140,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         on_time,
         reference,
         repaired,
+        taught,
     )
     from prunekit.report.numbers import factor, interval
 
@@ -154,6 +156,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
+    teachers = [f"Teacher's time: {text}" for text in taught(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(
@@ -165,6 +168,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
             *ready,
             *masks,
             *clamps,
+            *teachers,
             *shortfalls,
             *places,
         ]

@@ -1,6 +1,6 @@
 """Training and fine-tuning on one device, deterministic from a seed; BatchNorm recalibration."""
 
-from prunekit.training.asked import Sources, asked_parts
+from prunekit.training.asked import Sources, asked_parts, needs_plan
 from prunekit.training.averaging import Average
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
@@ -8,6 +8,7 @@ from prunekit.training.distillation import Distillation, TeacherCost
 from prunekit.training.features import PlanInForce, feature_paths
 from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
+from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.regularisers import Sparsifying
@@ -28,6 +29,7 @@ __all__ = [
     "EpochRow",
     "FeatureSettings",
     "History",
+    "MakeOptimizer",
     "Part",
     "PlanInForce",
     "RegulariserSettings",
@@ -42,5 +44,6 @@ __all__ = [
     "check_fits",
     "feature_paths",
     "fit",
+    "needs_plan",
     "recalibrate_batchnorm",
 ]

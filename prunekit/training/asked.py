@@ -67,6 +67,11 @@ def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
     return parts
 
 
+def needs_plan(settings: TrainSettings) -> bool:
+    """Whether training shrinks what a plan removes, and so comes after the plan."""
+    return settings.regularise is not None and settings.regularise.method == "growing"
+
+
 def require_asked(settings: TrainSettings, parts: Sequence[Part]) -> None:
     """Checks that nothing which settings ask for is silently left out.
 

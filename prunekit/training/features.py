@@ -96,6 +96,6 @@ def not_alike(given: Collection[Call], taught: Collection[Call]) -> str:
     if not alone:
         return "distill.features: none of the modules ran; choose modules that do"
     return (
-        f"distill.features: {', '.join(alone[:4])} did not run as often in the student, in train mode, as in the teacher, "
-        "in eval mode; choose other modules (under checkpointing with use_reentrant=True none records anything)"
+        f"distill.features: {', '.join(alone[:4])} did not run as often in the student, in train mode, as in the "
+        "teacher, in eval mode; choose other modules (checkpointed with use_reentrant=True they record nothing)"
     )

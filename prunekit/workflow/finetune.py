@@ -14,7 +14,7 @@ from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.journey import Journey
-from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import feasible
 from prunekit.workflow.runs import Log, run_folder
@@ -99,6 +99,7 @@ def _run(
     training: bool,
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
+    require_optimizer(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it

@@ -20,7 +20,7 @@ from prunekit.deploy import flush_subnormals
 from prunekit.masking import masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
-from prunekit.training import ClampRow, EpochRow, History, Part, Training, Within, fit
+from prunekit.training import Training, Within, needs_plan
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.delivered import Delivered, Frozen
@@ -31,13 +31,8 @@ from prunekit.workflow.plan_stage import find_plan
 from prunekit.workflow.profiling import Profile
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
-from prunekit.workflow.tables import (
-    clamp_rows,
-    clamp_summary,
-    history_rows,
-    layer_rows,
-    write_csv,
-)
+from prunekit.workflow.tables import layer_rows, write_csv
+from prunekit.workflow.trainings import Trainings
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
@@ -82,30 +77,32 @@ class Journey:
         self.progress, self.training = progress, training
         self.job, self.log = prepared.job, run.log
         self.clock = _Clock()
-        self.history: list[dict[str, Any]] = []
-        self.clamps: list[dict[str, Any]] = []
 
     def travel(self) -> dict[str, Any]:
         """Runs every stage and returns the metrics."""
         with self.clock.stage("baseline"):
             baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
         dense = baseline.model
-        self._note("baseline", baseline.rows, baseline.clamps)
+        if self.job.sparsify is not None and not self.training:
+            self.log("sparsify: left out, because it is training")
+        trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress)
+        sparse = self._sparsified(dense, None, trainings)
         planned, frozen = find_plan(
-            self.prepared, dense, self.chart, self.run, self.timed, training=self.training, stage=self.clock.stage
+            self.prepared, sparse, self.chart, self.run, self.timed, training=self.training, stage=self.clock.stage
         )
         plan = planned.plan
+        sparse = self._sparsified(sparse, plan, trainings)
         with self.clock.stage("repair"):
-            pruned, report = repair_model(self.prepared, dense, plan, self.run, training=self.training)
+            pruned, report = repair_model(self.prepared, sparse, plan, self.run, training=self.training)
         if self.training:
             with self.clock.stage("fine-tune"):
-                pruned = self._finetune_masked(pruned, plan)
+                pruned = self._finetune_masked(pruned, plan, trainings)
         small, proof = self._compact(pruned, plan)
         write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
         control = None
         if self.training:
             with self.clock.stage("control"):
-                control = self._train("control", copy.deepcopy(dense))
+                control = trainings.control(dense)
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
         with self.clock.stage("deploy"):
             deployed = deploy(self.prepared, self.run, dense, plan)
@@ -116,7 +113,7 @@ class Journey:
             measured = replace(measured, activations=self._measure_activations(small))
             final = None if frozen is None else self._measure_last(dense, frozen)
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
-        metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
+        metrics |= {**trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}
         metrics |= {"fine_tuned": self.training, "repair": repair_summary(report)}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
         if self.timed is not None and final is not None:
@@ -129,7 +126,17 @@ class Journey:
             self.log(f"shortfall: {shortfall}")
         return metrics
 
-    def _finetune_masked(self, model: nn.Module, plan: Plan) -> nn.Module:
+    def _sparsified(self, dense: nn.Module, plan: Plan | None, trainings: Trainings) -> nn.Module:
+        """The dense model after the job's `sparsify`: asked for before there is a plan, and again with it."""
+        settings = self.job.sparsify
+        if settings is None or not self.training or needs_plan(settings) != (plan is not None):
+            return dense
+        chart = self.chart if plan is None else plan.channel_map
+        self.log(f"sparsify: {settings.regularise and settings.regularise.method}, epochs: {settings.epochs}")
+        with self.clock.stage("sparsify"):
+            return trainings.train("sparsified", copy.deepcopy(dense), settings, chart=chart, removed=plan)
+
+    def _finetune_masked(self, model: nn.Module, plan: Plan, trainings: Trainings) -> nn.Module:
         model = model.to(self.prepared.device)
         thresholds = find_thresholds(self.prepared, compact(model, plan), log=self.log)
         share = sparsity(model, plan)
@@ -140,27 +147,8 @@ class Journey:
             with masked(model, plan, training.optimizer), masks(model, thresholds):
                 yield
 
-        return self._train(
-            "pruned", model, Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
-        )
-
-    def _train(self, name: str, model: nn.Module, *parts: Part) -> nn.Module:
-        """Fine-tunes a model: the pruned one and its dense control get the same settings, seed and epochs."""
-        history: History = fit(
-            model,
-            self.prepared.splits,
-            self.job.finetune,
-            device=self.prepared.device,
-            seed=self.job.seed,
-            batch=self.job.data.batch,
-            workers=self.job.data.workers,
-            parts=parts,
-            progress=self.progress,
-            label=name,
-            checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",
-        )
-        self._note(name, history.rows, history.clamps)
-        return model.cpu()
+        shown = Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
+        return trainings.train("pruned", model, self.job.finetune, shown, masks=lambda: plan, chart=plan.channel_map)
 
     def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
         """What counts for budgets of time: the model as its folder gives it, in a fresh process."""
@@ -175,17 +163,6 @@ class Journey:
             return None
         thresholds.save(self.run.path / "activation_thresholds.json")
         return measure_masks(self.prepared, small, thresholds, log=self.log)
-
-    def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
-        skipped = sum(row.skipped for row in rows)
-        if skipped:
-            self.log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
-        self.clamps += clamp_rows(name, clamps)
-        if self.clamps:
-            write_csv(self.run.path / "clamps.csv", self.clamps)
-        self.history += history_rows(name, rows)
-        write_csv(self.run.path / "history.csv", self.history, ("run", *EpochRow.__dataclass_fields__))
-        results.write_events(self.run.path / "tensorboard" / name, rows)
 
     def _compact(self, pruned: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
         flushed = flush_subnormals(compact(pruned, plan), self.prepared.example_inputs)

@@ -150,7 +150,9 @@ def test_masks_and_checkpointing_go_with_features() -> None:
         with part.active(training(student)):
             output = student(images)
             if reentrant:  # its first pass records nothing
-                with pytest.raises(ModelError, match=r"distill\.features: body.1 did not run as often.*use_reentrant=True"):
+                with pytest.raises(
+                    ModelError, match=r"distill\.features: body.1 did not run as often.*use_reentrant=True"
+                ):
                     part.loss(images, output, torch.arange(4))
                 continue
             part.loss(images, output, torch.arange(4)).backward()  # type: ignore[no-untyped-call]
