@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from prunekit import report
 from prunekit.data import DataSettings
@@ -99,20 +100,12 @@ GROWING = RegulariserSettings("growing", 10.0, every=2)
 DISTILL = DistillSettings(0.5, 2.0, FeatureSettings(("body", "*.1"), 0.2))
 
 
-@pytest.fixture(scope="module")
-def learnt(file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str], JobSettings]:
+def test_a_job_sparsifies_distils_and_averages(file: Path, tmp_path: Path) -> None:
     finetuned = TrainSettings(epochs=2, lr=0.05, distill=DISTILL, average=AverageSettings(decay=0.9))
     sparsify = TrainSettings(epochs=2, lr=0.05, regularise=GROWING)
-    wanted = job(tmp_path_factory.mktemp("learnt"), sparsify=sparsify, finetune=finetuned)
     log: list[str] = []
-    result = finetune(wanted, log=log.append, own=Own(model=f"{file}:Net"))
-    return result.folder, result.metrics, log, wanted
-
-
-def test_a_job_sparsifies_distils_and_averages(
-    learnt: tuple[Path, dict[str, Any], list[str], JobSettings],
-) -> None:
-    folder, metrics, log, wanted = learnt
+    result = finetune(job(tmp_path, sparsify=sparsify, finetune=finetuned), log=log.append, own=Own(f"{file}:Net"))
+    folder, metrics = result.folder, result.metrics
     assert metrics["parity"]["max_relative_difference"] < 1e-9
     assert metrics["sparsity"]["channels"] == pytest.approx(0.5)
     epochs = pd.read_csv(folder / "history.csv").groupby("run")["epoch"].count().to_dict()
@@ -122,30 +115,19 @@ def test_a_job_sparsifies_distils_and_averages(
     for cost in metrics["teacher"].values():
         assert 0 < cost["step_share"] < 1
         assert cost["seconds"] > 0
-    page = report.write(folder).read_text()
-    assert "Distilled from the dense model" in page
-    assert any(line.startswith("sparsify: growing, epochs: 2") for line in log)
+    assert "Distilled from the dense model" in report.write(folder).read_text()
+    assert "sparsify: growing, epochs: 2" in log
     assert metrics["pruned"]["top1"] > 70
-    assert wanted.sparsify is not None
-
-
-def test_what_the_plan_removes_was_small_before_it_went(
-    learnt: tuple[Path, dict[str, Any], list[str], JobSettings],
-) -> None:
-    from safetensors.torch import load_file
-
-    folder = learnt[0]
-    plan = load_plan(folder)
-    dense, sparse = (load_file(folder / "checkpoints" / f"{name}.safetensors") for name in ("dense", "sparsified"))
-    sizes = []
-    for weights in (dense, sparse):
-        gone = [
-            weights[name][~mask.expand(weights[name].shape)]
-            for name in weights
-            if (mask := plan.mask(name)) is not None and "running" not in name
-        ]
-        sizes.append(float(torch.cat(gone).square().mean().sqrt()))
+    sizes = [removed_size(folder, name) for name in ("dense", "sparsified")]
     assert sizes[1] < 0.5 * sizes[0]
+
+
+def removed_size(folder: Path, name: str) -> float:
+    """Root mean square of the weights that a run's plan removes, in one of its checkpoints."""
+    plan, weights = load_plan(folder), load_file(folder / "checkpoints" / f"{name}.safetensors")
+    masks = {key: plan.mask(key) for key in weights if "running" not in key}
+    gone = [weights[key][~mask.expand(weights[key].shape)] for key, mask in masks.items() if mask is not None]
+    return float(torch.cat(gone).square().mean().sqrt())
 
 
 def test_group_lasso_comes_before_the_plan_and_without_training_is_left_out(file: Path, tmp_path: Path) -> None:
