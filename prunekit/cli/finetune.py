@@ -67,6 +67,7 @@ def run_recipe(
     dry_run: bool,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     resume: str | None,
     **options: Any,
@@ -79,8 +80,8 @@ def run_recipe(
     from prunekit.workflow import Own
 
     if dry_run:
-        _dry_run(job, Own(factory, data), console)
-    elif _run(job, Own(factory, data), console, resume, training=training):
+        _dry_run(job, Own(factory, data, optimizer), console)
+    elif _run(job, Own(factory, data, optimizer), console, resume, training=training):
         click.get_current_context().exit(1)
 
 
@@ -163,6 +164,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         on_time,
         reference,
         repaired,
+        taught,
     )
     from prunekit.report.numbers import factor, interval
 
@@ -178,6 +180,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
+    teachers = [f"Teacher's time: {text}" for text in taught(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(
@@ -189,6 +192,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
             *ready,
             *masks,
             *clamps,
+            *teachers,
             *shortfalls,
             *places,
         ]

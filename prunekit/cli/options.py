@@ -46,6 +46,11 @@ own_model_option = click.option(
 data_option = click.option(
     "--data", metavar="FILE.py:FACTORY", help="Your own images in the place of a recipe's; runs the file's code."
 )
+optimizer_option = click.option(
+    "--optimizer",
+    metavar="FILE.py:FACTORY",
+    help="Your own optimizer, where the recipe says optimizer: own; FACTORY() returns its class.",
+)
 
 
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
@@ -69,8 +74,8 @@ def model_options(function: Decorated) -> Decorated:
 
 
 def own_options(function: Decorated) -> Decorated:
-    """`--model` and `--data`: the user's own code in the place of a recipe's."""
-    return own_model_option(data_option(function))
+    """`--model`, `--data` and `--optimizer`: the user's own code in the place of a recipe's."""
+    return own_model_option(data_option(optimizer_option(function)))
 
 
 def common_options(function: Decorated) -> Decorated:

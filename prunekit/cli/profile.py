@@ -26,6 +26,7 @@ def profile_command(
     networks: int,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -44,7 +45,9 @@ def profile_command(
     from prunekit.workflow import Own, profile_job
 
     with console.running():
-        run = profile_job(job, networks=networks, log=console.log, resolved=dump(job), own=Own(factory, data))
+        run = profile_job(
+            job, networks=networks, log=console.log, resolved=dump(job), own=Own(factory, data, optimizer)
+        )
     console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics)}\nTable: {run.folder}")
 
 

@@ -168,6 +168,12 @@ def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield f"{numbers.share(found.get('sparsity'))} of the activations are zero{target}, {top1}".rstrip()
 
 
+def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What the teacher of each training run took, a line each."""
+    for run, cost in (metrics.get("teacher") or {}).items():
+        yield f"{run}: {numbers.duration(cost['seconds'])}, {numbers.share(cost['step_share'])} of the training steps"
+
+
 def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
     """A line for each training run and gradient clamp: what the module that needed it most needed."""
     for row in metrics.get("clamps", []):

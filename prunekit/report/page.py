@@ -14,7 +14,18 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
-from prunekit.report.headline import budgeted, compared, deployed, masked, models, on_time, reference, repaired, tiles
+from prunekit.report.headline import (
+    budgeted,
+    compared,
+    deployed,
+    masked,
+    models,
+    on_time,
+    reference,
+    repaired,
+    taught,
+    tiles,
+)
 from prunekit.report.run import Run, read_run
 from prunekit.report.schedule import drawn
 
@@ -64,6 +75,7 @@ def render(run: Run, state: str | None = None) -> str:
         curves=figures.figure_or_none(figures.curves, run.history),
         skipped=_skipped(run.history),
         schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),
+        taught=list(taught(run.metrics)),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         on_time=list(on_time(run.metrics)),
         masked=list(masked(run.metrics)),

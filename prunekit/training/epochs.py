@@ -77,8 +77,7 @@ class Epochs:
         training_s = time.perf_counter() - start
         with self.state.parts.evaluating():
             validated = self._validate(f"epoch {at.epoch}")
-            if self.state.parts.settled():
-                self.state.best.offer(at.epoch, validated.top1)
+            self.state.best.offer(at.epoch, validated.top1 if self.state.parts.settled() else -1.0)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
@@ -100,11 +99,11 @@ class Epochs:
         parts, accumulate = self.state.parts, self.settings.accumulate
         self.model.train()
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), accumulate):
-            at.lr = self.optimizer.param_groups[0]["lr"]
             self._add_gradients([batch for _, batch in group], at, start)
             at.step += 1
             parts.before_step(at.step)
             self._require_finite_gradients([batch for _, batch in group], at)
+            at.lr = self.optimizer.param_groups[0]["lr"]
             self.optimizer.step()
             stepped = not self.optimizer.step_was_skipped
             at.made += stepped

@@ -61,7 +61,10 @@ class Part:
         return nullcontext()
 
     def settled(self) -> bool:
-        """Whether the model has the form it will be left in; only then its weights may be kept as the best."""
+        """Whether what is validated now is of the kind that the run is to end with; asked while it is.
+
+        Epochs that are not do not compete for the best weights; where none is, the last epoch's are kept.
+        """
         return True
 
     def describe(self) -> Mapping[str, Any]:
@@ -143,7 +146,7 @@ class Parts:
         return tuple(sorted({step for part in self.all for step in part.restarts(training)}))
 
     def settled(self) -> bool:
-        """Whether every part says so."""
+        """Whether every part is."""
         return all(part.settled() for part in self.all)
 
     def describe(self) -> dict[str, Any]:

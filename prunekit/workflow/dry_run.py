@@ -41,6 +41,8 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     wanted = job.prune if timed is None else in_blocks(job.prune)
     feasible(chart, wanted, latency)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
+    if job.sparsify is not None:
+        log("dry run: scores are those before `sparsify`, which is training")
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
     stats: ChannelStats | None = None

@@ -14,7 +14,7 @@ from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.journey import Journey
-from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import feasible
 from prunekit.workflow.resuming import find_run, identity_of, note
@@ -108,6 +108,7 @@ def _run(
     training: bool,
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
+    require_optimizer(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
     require_schedule(prepared, training=training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.artifacts import read_json, sha256, write_json
+from prunekit.artifacts import read_json, write_json
 from prunekit.channels.copying import named_tensors
 from prunekit.compaction import compact
 from prunekit.errors import ArtifactError, ResumeError
-from prunekit.planning.plan import load_plan
+from prunekit.planning import Plan, load_plan
 from prunekit.repair import LayerRepair, RepairReport
 from prunekit.repair.report import RepairMemory
 from prunekit.states import read_state, write_state
@@ -53,11 +54,12 @@ class Clock:
 
 
 def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
-    """Keeps what was found out about the plan in the run's folder."""
+    """Keeps the plan and what was found out about it; a schedule writes another into the run's folder at its end."""
+    planned.plan.save(run.resume / "planned")
     write_state(
         run.resume / "plan",
         {
-            "plan": plan_digest(run),
+            "plan": digest_of(planned.plan),
             "scores": torch.as_tensor(planned.scores),
             "max_relative_difference": planned.max_relative_difference,
             "locked_by_trial": planned.locked_by_trial,
@@ -78,12 +80,12 @@ def kept_plan(run: RunFolder, dense: nn.Module) -> tuple[Planned, Frozen | None]
     state = _read(run, "plan")
     if state is None:
         return None
-    if state["plan"] != plan_digest(run):
+    plan = load_plan(run.resume / "planned")
+    if state["plan"] != digest_of(plan):
         raise ResumeError(
-            f"{run.path / 'plan.safetensors'}: not the plan that this run was made with (checksum {plan_digest(run)}, "
+            f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {digest_of(plan)}, "
             f"expected {state['plan']}); put that back, or start anew"
         )
-    plan = load_plan(run.path)
     small = compact(dense, plan)
     planned = Planned(
         plan, state["scores"].numpy(), small, state["max_relative_difference"], tuple(state["locked_by_trial"])
@@ -92,9 +94,12 @@ def kept_plan(run: RunFolder, dense: nn.Module) -> tuple[Planned, Frozen | None]
     return planned, _frozen(state["frozen"], planned)
 
 
-def plan_digest(run: RunFolder) -> str:
-    """SHA-256 of the plan in a run's folder."""
-    return sha256(run.path / "plan.safetensors")
+def digest_of(plan: Plan) -> str:
+    """SHA-256 of what a plan keeps."""
+    found = hashlib.sha256(plan.keep.tobytes())
+    for name, mask in sorted(plan.element_masks.items()):
+        found.update(name.encode() + mask.numpy().tobytes())
+    return found.hexdigest()
 
 
 def _plain(frozen: Frozen) -> dict[str, Any]:

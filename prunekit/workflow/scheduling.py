@@ -166,6 +166,10 @@ class JobSchedule:
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
         self.part = PruningSchedule(settings, self.start, self.planner, self._changed)
 
+    def in_force(self) -> Plan:
+        """The plan that masks the model now."""
+        return self.part.plan
+
     def _changed(self, part: PruningSchedule) -> None:
         """Notes a change; the final masks are proven at once, before anything is trained under them."""
         steps = part.timeline.steps
