@@ -66,7 +66,9 @@ def go_on(folder: Path, resume: str | Path | None = None, **changes: Any) -> lis
 
 
 def test_output_and_checkpoints_may_be_others(left: Path, tmp_path: Path) -> None:
-    assert f"run: {left}, resumed" in go_on(left, checkpoint=None)[0]
+    said = go_on(left, checkpoint=None)
+    assert f"run: {left}, resumed" in said[0]
+    assert said[-1] == f"run: {left} has not finished; --resume {left} goes on with it"
     assert f"run: {left}, resumed" in go_on(left, "auto")[0]
     assert f"run: {left}, resumed" in go_on(tmp_path / "else" / "small" / "time", left)[0]
     assert len(read_json(left / "status.json")["resumed"]) == 3
