@@ -18,7 +18,7 @@ from prunekit.planning.solve import plain
 
 ATTEMPTS = 6
 NEAR = 0.005
-"""Of what was predicted: so much less is no reason for another plan."""
+"""Of the budget: to take so much less is no reason for another plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +50,8 @@ def within_memory(
     """A plan whose compact model, counted by itself, takes no more memory than the budget, where there is one.
 
     What is predicted is what is counted, unless the compact model runs other operators than the dense one: attention
-    of its original class where that is whole, or without a fused kernel where queries and values differ in width. The
-    aim is corrected then.
+    of its original class where that is whole, with one head, which needs no copies, or without a fused kernel where
+    queries and values differ in width. The aim is corrected then.
 
     Args:
         planner: makes a plan for settings from a channel map, and tries it.
@@ -64,6 +64,7 @@ def within_memory(
     if asked is None:
         return planner(settings, channel_map)
     aim, best, most = asked, None, 0.0
+    low, high = 0.0, float("inf")  # aims that led within the budget, and that did not
     for _ in range(ATTEMPTS):
         try:
             planned = planner(replace(settings, budget=replace(settings.budget, memory_mb=aim)), channel_map)
@@ -71,14 +72,15 @@ def within_memory(
             if aim == asked:
                 raise
             break
-        predicted = planned.plan.provenance["budgets"]["memory_mb"]["left"]
         counted = _megabytes(planned.compact, example_inputs, settings)
         if most < counted <= asked:
             best, most = planned, counted
         binds = planned.plan.provenance["binding"] == "memory_mb"
-        if counted <= asked and not (binds and counted < (1 - NEAR) * predicted):
+        if counted <= asked and not (binds and counted < (1 - NEAR) * asked):
             break
-        aim = aim * asked / counted * (1 - 1e-6)
+        low, high = (max(low, aim), high) if counted <= asked else (low, min(high, aim))
+        aim *= asked / counted * (1 - 1e-6)
+        aim = aim if low < aim < high else (low + high) / 2
         channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
     if best is None:
         raise PlanError(
