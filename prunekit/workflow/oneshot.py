@@ -100,19 +100,16 @@ def prune(
         data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or images to
             calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
             tensors or (images, ...) each, such as a DataLoader.
-        macs: share of the multiply-accumulates that may be left, above 0 and below 1.
-        channels: share of the channels that may be left.
-        params: share of the parameters that may be left.
+        macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
+            left, above 0 and below 1.
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
         latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
         speedup: how many times faster than the dense model it is to be on the target, measured.
-        memory_mb: megabytes (10^6 bytes) that parameters, buffers, inputs and results of operators may take at the peak
-            of a forward pass of the target's batch, counted. At least one of these seven is given, and all that are
-            hold; `plan.provenance` says what is left of each, and which of them binds.
-        target: runtime, device, batch, threads, dtype and memory format of `latency_ms` and `speedup`; float32 in eager
+        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one of these seven is
+            given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        target: runtime, device, batch, threads, dtype and memory format of what is on a target; float32 in eager
             on one CPU thread where it is not given. The model is profiled there, and plans are measured and made anew
             until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
-            Batch and dtype are those of `memory_mb` too.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
             collected from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; or `per_mac`, ranked by

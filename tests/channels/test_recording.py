@@ -140,7 +140,5 @@ def test_a_tied_weight_counts_once() -> None:
 
 
 def test_a_model_that_does_not_run_is_named() -> None:
-    with pytest.raises(
-        ModelError, match=r"Linear: the memory .* does not run on a batch of 3 in fp32 on the CPU: Runt"
-    ):
+    with pytest.raises(ModelError, match=r"Linear: the memory .* does not run on a batch of 3 in fp32 on the CPU: R"):
         record(nn.Linear(4, 2), (torch.zeros(1, 5),), 3)

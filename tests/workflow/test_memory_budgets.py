@@ -92,7 +92,7 @@ def test_a_model_whose_kernel_refuses_narrow_values_is_refused_with_what_it_take
 
 def test_a_compact_model_with_other_operators_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows with one head need no copies, so that more channels can stay than was predicted."""
-    model = torchvision.models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=5).eval()
+    model = randomised(torchvision.models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=5)).eval()
     example, aims = (torch.zeros(1, 3, 32, 32),), []
 
     def watched(planner: Callable[[PruneSettings, ChannelMap], Planned], *rest: Any) -> Planned:
