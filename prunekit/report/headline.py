@@ -97,6 +97,10 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     ):
         cells = tuple((form(model.get(key)), "") for model in found)
         yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
+    if numbers.is_number(before.get("memory_bytes")):
+        cells = tuple((numbers.size(model.get("memory_bytes")), "") for model in found)
+        change = numbers.change(before.get("memory_bytes"), pruned.get("memory_bytes"))
+        yield Row("Memory of a forward pass, counted", cells, change)
     sparsity = metrics.get("sparsity", {})
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:

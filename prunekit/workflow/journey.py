@@ -28,8 +28,8 @@ from prunekit.workflow.dense import Prepared, save_weights, train_baseline
 from prunekit.workflow.deploying import deploy
 from prunekit.workflow.kept import Clock
 from prunekit.workflow.plan_stage import find_plan, write_plan
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiling import Profile
-from prunekit.workflow.pruning import Planned
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule

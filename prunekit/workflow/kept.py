@@ -24,7 +24,7 @@ from prunekit.repair.report import RepairMemory
 from prunekit.states import read_state, write_state
 from prunekit.workflow.attempts import Attempt, Timing
 from prunekit.workflow.delivered import Frozen
-from prunekit.workflow.pruning import Planned
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.runs import RunFolder
 
 

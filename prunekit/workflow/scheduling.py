@@ -23,8 +23,9 @@ from prunekit.planning.select import Between, Scores
 from prunekit.training import PlanChange, Planner, PruningSchedule, Training, steps_per_epoch
 from prunekit.workflow.calibrate import calibrate_again
 from prunekit.workflow.dense import Prepared
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiling import in_blocks
-from prunekit.workflow.pruning import Planned, ranked, raw_importance
+from prunekit.workflow.pruning import ranked, raw_importance
 from prunekit.workflow.runs import Log, RunFolder
 from prunekit.workflow.tables import write_csv
 

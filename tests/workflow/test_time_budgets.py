@@ -28,8 +28,9 @@ from prunekit.workflow import delivering, timed
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiling import profile_for
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.pruning import plan_model
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 DENSE_MS = 10.0
