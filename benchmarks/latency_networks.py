@@ -20,7 +20,8 @@ from prunekit.context import seeded
 from prunekit.measure.machine import surroundings
 from prunekit.planning import PruneSettings
 from prunekit.planning.settings import TargetSettings
-from prunekit.workflow.profiling import Profile, profile
+from prunekit.workflow.profiled import Profile
+from prunekit.workflow.profiling import profile
 from prunekit.workflow.runs import environment
 
 TOOLS = ("onnxruntime", "openvino", "onnx", "torch-pruning")

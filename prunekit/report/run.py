@@ -21,6 +21,7 @@ COLUMNS = {
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
+    "networks": ("predicted_ms", "measured_ms", "macs_left", "held_out", "error"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
 TEXT_COLUMNS = (
@@ -61,7 +62,10 @@ class Run:
     clamps: pd.DataFrame | None
     repair: pd.DataFrame | None
     sensitivity: pd.DataFrame | None
+    networks: pd.DataFrame | None
     analysis: dict[str, Any]
+    profile: dict[str, Any]
+    fits: dict[str, Any]
 
 
 def read_run(folder: Path) -> Run:
@@ -89,7 +93,10 @@ def read_run(folder: Path) -> Run:
         clamps=tables["clamps"],
         repair=tables["repair"],
         sensitivity=tables["sensitivity"],
+        networks=tables["networks"],
         analysis=_object(folder / "sensitivity.json"),
+        profile=_object(folder / "profile.json"),
+        fits=_object(folder / "fits.json"),
     )
 
 

@@ -29,7 +29,7 @@ from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
 from prunekit.workflow.deploying import deploy
 from prunekit.workflow.plan_stage import find_plan
-from prunekit.workflow.profiling import Profile
+from prunekit.workflow.profiled import Profile
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import (

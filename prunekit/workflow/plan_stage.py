@@ -18,7 +18,7 @@ from prunekit.workflow.delivered import Frozen
 from prunekit.workflow.delivering import freeze
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.evidence import needs_activations
-from prunekit.workflow.profiling import Profile
+from prunekit.workflow.profiled import Profile
 from prunekit.workflow.pruning import Planned, plan_curves, plan_model
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import CURVE_COLUMNS, coupling_rows, curve_rows, lock_rows, score_rows, write_csv

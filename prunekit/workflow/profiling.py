@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from prunekit.measure.profile import Sample, cache_folder, fit, has_layer_clock,
 from prunekit.measure.runtimes import Setting
 from prunekit.measure.settings import LatencySettings
 from prunekit.planning import Plan, PruneSettings
-from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import free_parts
 from prunekit.planning.settings import TargetSettings
 from prunekit.planning.solve import NOTHING_FREE
 from prunekit.workflow.bench import devices
+from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.runs import Log
 
 NETWORKS = 40
@@ -33,90 +33,6 @@ HELD_OUT = 5
 """One in so many is not fitted to at first: on those the prediction is tested."""
 REPEATS = 9
 """Of each network."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A network that a table was not fitted to.
-
-    Attributes:
-        predicted_ms: by a table from the others.
-        measured_ms: scaled, as the table is, by what the dense model took beside it.
-        macs_left: share of the dense model's.
-    """
-
-    predicted_ms: float
-    measured_ms: float
-    macs_left: float
-
-    @property
-    def error(self) -> float:
-        """Relative: above 0 where the prediction is too slow."""
-        return self.predicted_ms / self.measured_ms - 1
-
-
-@dataclass(frozen=True, eq=False)
-class Profile:
-    """A latency table and what it was made from.
-
-    Attributes:
-        table: fitted to all networks.
-        checks: predictions of those that were held out, by a table that was fitted to the rest.
-        samples: the networks, the dense one first.
-        notes: what to know about the figures.
-        seconds: that it took.
-    """
-
-    table: LatencyTable
-    checks: tuple[Check, ...]
-    samples: tuple[Sample, ...]
-    notes: tuple[str, ...]
-    seconds: float
-
-    @property
-    def error(self) -> float:
-        """Median of the relative errors, without their signs, on networks that were held out."""
-        return float(np.median([abs(check.error) for check in self.checks]))
-
-    def summary(self) -> dict[str, Any]:
-        """As plain data: how well the table predicts, and what every layer takes in the dense model."""
-        return {
-            "setting": dict(self.table.setting),
-            "networks": len(self.samples),
-            "seconds": self.seconds,
-            "dense_ms": self.table.dense_ms,
-            "error": self.error,
-            "layers": self.rows(),
-            "checks": [asdict(check) | {"error": check.error} for check in self.checks],
-            "notes": list(self.notes),
-        }
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Every module that takes time, the slowest first: in the dense model, and in what steps its widths count."""
-        total = sum(self.samples[0].times.modules_ms.values())
-        found = []
-        for layer in self.table.layers:
-            ms = self.samples[0].times.modules_ms.get(layer.module, 0.0)
-            steps = sorted({step for term in layer.terms for step in term.steps})
-            found.append(
-                {
-                    "module": layer.module,
-                    "dense_ms": ms,
-                    "share": ms / total if total else 0.0,
-                    "constant_ms": layer.constant,
-                    "steps": " ".join(map(str, steps)),
-                    "error": layer.error,
-                }
-            )
-        return sorted((row for row in found if row["dense_ms"]), key=lambda row: -row["dense_ms"])
-
-    def __str__(self) -> str:
-        worst = max(abs(check.error) for check in self.checks)
-        notes = "".join(f"; {note}" for note in self.notes)
-        return (
-            f"{len(self.samples)} networks in {self.seconds:.0f} s; the sum of the layers predicts those held out with "
-            f"a median error of {self.error:.1%}, at most {worst:.1%}{notes}"
-        )
 
 
 def profile(
@@ -165,7 +81,8 @@ def profile(
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:
         notes.append(f"{doubtful} of {len(samples)} networks were timed on a machine too noisy to trust each of them")
-    return Profile(table, _checked(channel_map, samples, table), samples, tuple(notes), time.perf_counter() - start)
+    predictions = _predicted(channel_map, samples, table.setting)
+    return Profile(table, predictions, samples, tuple(notes), time.perf_counter() - start)
 
 
 def profile_for(
@@ -237,14 +154,16 @@ def _networks(model: nn.Module, channel_map: ChannelMap, keeps: Sequence[Any]) -
         yield f"profile: network {index + 1} of {len(keeps)}, {share:.0%} of the MACs", compact(model, plan)
 
 
-def _checked(channel_map: ChannelMap, samples: Sequence[Sample], table: LatencyTable) -> tuple[Check, ...]:
+def _predicted(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str, Any]) -> tuple[Check, ...]:
+    """Every network by a table that was fitted to those that are not held out."""
     held_out = set(range(HELD_OUT - 1, len(samples), HELD_OUT))
-    rest = fit(channel_map, [one for index, one in enumerate(samples) if index not in held_out], table.setting)
+    rest = fit(channel_map, [one for index, one in enumerate(samples) if index not in held_out], setting)
     return tuple(
         Check(
-            rest.at(channel_map, samples[index].keep),
-            samples[index].whole_ms(rest.dense_ms),
-            channel_map.macs(samples[index].keep) / channel_map.macs(),
+            rest.at(channel_map, sample.keep),
+            sample.whole_ms(rest.dense_ms),
+            channel_map.macs(sample.keep) / channel_map.macs(),
+            index in held_out,
         )
-        for index in sorted(held_out)
+        for index, sample in enumerate(samples)
     )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -13,14 +14,18 @@ from little_time import time_little
 
 from prunekit import report
 from prunekit.calibration import CalibrationSettings
+from prunekit.channels import trace
 from prunekit.data import DataSettings
 from prunekit.errors import PlanError, UsageError
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.settings import TargetSettings
+from prunekit.report.staircases import fitted
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, profile_job, prune_job
+from prunekit.workflow.dense import prepare
+from prunekit.workflow.own import RECIPE_ONLY
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +97,24 @@ def test_a_profile_keeps_its_layers_and_how_well_it_predicts(tmp_path: Path) -> 
     assert {"conv1", "layer3.2.conv2"} <= set(layers["module"])
     assert layers["share"].sum() == pytest.approx(1)
     assert layers["dense_ms"].is_monotonic_decreasing
-    checks = pd.read_csv(run.folder / "checks.csv")
-    assert (checks["predicted_ms"] / checks["measured_ms"] - 1).to_numpy() == pytest.approx(checks["error"].to_numpy())
-    assert run.metrics["error"] == pytest.approx(checks["error"].abs().median())
+    networks = pd.read_csv(run.folder / "networks.csv")
+    errors = networks["predicted_ms"] / networks["measured_ms"] - 1
+    assert errors.to_numpy() == pytest.approx(networks["error"].to_numpy())
+    assert networks["held_out"].tolist() == [False, False, False, False, True] * 2
+    assert run.metrics["error"] == pytest.approx(networks["error"][networks["held_out"]].abs().median())
+    assert networks["macs_left"][0] == 1
+    fits = {layer["module"]: layer for layer in json.loads((run.folder / "fits.json").read_text())["layers"]}
+    assert list(fits) == layers["module"].fillna("").tolist()
+    sides = [{"name": name, "channels": 32} for name in ("output channels", "input channels")]
+    assert all(width in sides for width in fits["layer2.1.conv2"]["widths"])  # those that cost nothing are left out
+    assert {width["name"] for width in fits["conv1"]["widths"]} <= {"output channels"}  # an image's three do not change
+    prepared = prepare(job(tmp_path, 1.2), RECIPE_ONLY)
+    final = trace(prepared.model, prepared.example_inputs).traced.final
+    for layer in run.result.table.layers:
+        if layer.module in fits:
+            kept = np.array([row["kept"] for row in fits[layer.module]["measured"]], dtype=float)
+            wanted = [layer.at(sample.keep[final]) for sample in run.result.samples]
+            assert fitted(fits[layer.module], kept) == pytest.approx(np.array(wanted))
     again = profile_job(job(tmp_path, 1.2), networks=10, log=lambda text: None)
     assert again.metrics["checks"] == run.metrics["checks"]  # from the cache
 
