@@ -9,6 +9,7 @@ from typing import Any
 
 from prunekit.artifacts import write_json
 from prunekit.channels import trace
+from prunekit.deploy.transform import transform_of
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
@@ -66,10 +67,19 @@ def profile_job(
     layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
-    shape = prepared.splits.sample_shape
-    with run_folder(job.output / job.name, "profile", log, resolved) as run:
+    inputs, transform = prepared.splits.sample_shape, transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    with run_folder(job.output / job.name, "profile", log, resolved, finish) as run:
         machine = surroundings()
-        result = profile(prepared.model, chart, shape, job.prune.target, job.prune, networks=networks, log=run.log)
+        result = profile(
+            prepared.model,
+            chart,
+            inputs,
+            job.prune.target,
+            job.prune,
+            networks=networks,
+            transform=transform,
+            log=run.log,
+        )
         run.log(f"profile: {result}")
         machine |= {"clock_mhz_after": clock_mhz()}
         metrics = {"name": job.name, **result.summary(), "machine": machine, "environment": environment()}
@@ -77,6 +87,4 @@ def profile_job(
         write_csv(run.path / "networks.csv", [found.row() for found in result.predictions], NETWORK_COLUMNS)
         write_json(run.path / "fits.json", {"layers": result.fits(prepared.model, chart)})
         write_json(run.path / "profile.json", metrics)
-        if finish is not None:
-            finish(run.path)
     return ProfileRun(run.path, result, metrics)

@@ -37,8 +37,14 @@ class RunFolder:
 
 
 @contextmanager
-def run_folder(output: Path, name: str, log: Log, resolved: str) -> Iterator[RunFolder]:
+def run_folder(
+    output: Path, name: str, log: Log, resolved: str, finish: Callable[[Path], object] | None = None
+) -> Iterator[RunFolder]:
     """Makes `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.
+
+    Args:
+        resolved: the recipe's text, kept in the folder.
+        finish: called with the folder when the block has ended well, before the run counts as finished (the report).
 
     Raises:
         RunError: the folder cannot be made.
@@ -58,6 +64,8 @@ def run_folder(output: Path, name: str, log: Log, resolved: str) -> Iterator[Run
             write_json(path / "environment.json", environment())
             both(f"run: {path}")
             yield run
+            if finish is not None:
+                finish(path)
         except KeyboardInterrupt:
             with _undisturbed():
                 run.mark("interrupted", finished=_now())
