@@ -12,16 +12,15 @@ from tqdm import tqdm
 class Progress:
     """Shows epoch, loss, accuracy and img/s, and whatever `describe` adds (asked once an epoch: it may be slow)."""
 
-    def __init__(self, label: str, steps: int, describe: Callable[[], Mapping[str, Any]] | None, shown: bool) -> None:
-        self.label, self.describe = label, describe if shown else None
+    def __init__(self, label: str, steps: int, describe: Callable[[], Mapping[str, Any]], shown: bool) -> None:
+        self.label, self.describe = label, describe if shown else dict
         self.bar = tqdm(total=steps, desc=label, unit="batch", disable=not shown, dynamic_ncols=True)
         self.extra: Mapping[str, Any] = {}
 
     def epoch(self, number: int, epochs: int) -> None:
         """Says which epoch begins."""
         self.bar.set_description(f"{self.label} {number}/{epochs}", refresh=False)
-        if self.describe is not None:
-            self.extra = self.describe()
+        self.extra = self.describe()
 
     def step(self, loss: float, top1: float, images_per_s: float) -> None:
         """One batch is done; the figures are the epoch's so far."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from prunekit.artifacts import write_json
 from prunekit.channels import ChannelMap
@@ -21,7 +20,7 @@ from prunekit.deploy import flush_subnormals
 from prunekit.masking import masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
-from prunekit.training import ClampRow, EpochRow, History, fit
+from prunekit.training import ClampRow, EpochRow, History, Part, Training, Within, fit
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.delivered import Delivered, Frozen
@@ -137,19 +136,15 @@ class Journey:
         self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
 
         @contextmanager
-        def wrap(optimizer: Optimizer) -> Iterator[None]:
-            with masked(model, plan, optimizer), masks(model, thresholds):
+        def under_masks(training: Training) -> Iterator[None]:
+            with masked(model, plan, training.optimizer), masks(model, thresholds):
                 yield
 
-        return self._train("pruned", model, wrap, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
+        return self._train(
+            "pruned", model, Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
+        )
 
-    def _train(
-        self,
-        name: str,
-        model: nn.Module,
-        wrap: Callable[[Optimizer], AbstractContextManager[Any]] | None = None,
-        describe: Callable[[], dict[str, str]] | None = None,
-    ) -> nn.Module:
+    def _train(self, name: str, model: nn.Module, *parts: Part) -> nn.Module:
         """Fine-tunes a model: the pruned one and its dense control get the same settings, seed and epochs."""
         history: History = fit(
             model,
@@ -159,8 +154,7 @@ class Journey:
             seed=self.job.seed,
             batch=self.job.data.batch,
             workers=self.job.data.workers,
-            wrap_optimizer=wrap,
-            describe=describe,
+            parts=parts,
             progress=self.progress,
             label=name,
             checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from prunekit.errors import ModelError, NonFiniteError
 from prunekit.hooks import count_hooks
 from prunekit.measure import accuracy
 from prunekit.models import ModelSettings, build_model
-from prunekit.training import EpochRow, History, TrainSettings, fit
+from prunekit.training import EpochRow, History, Part, Training, TrainSettings, Within, fit
 
 SETTINGS = TrainSettings(epochs=3, lr=0.1)
 
@@ -116,10 +117,10 @@ def test_validation_is_plain_cross_entropy_in_eval_mode() -> None:
 
 def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
     """Makes validation report these percentages, one an epoch."""
-    from prunekit.training import loop
+    from prunekit.training.epochs import Epochs, Sums
 
     left = list(top1)
-    monkeypatch.setattr(loop._Run, "_validate", lambda self, when: loop._Sums(1.0, left.pop(0), 100))
+    monkeypatch.setattr(Epochs, "_validate", lambda self, when: Sums(1.0, left.pop(0), 100))
 
 
 @pytest.mark.parametrize(("top1", "best"), [([50, 90, 70], 2), ([50, 90, 90], 3), ([90, 50, 70], 1), ([0, 0, 0], 3)])
@@ -189,7 +190,12 @@ def test_the_inner_optimizer_is_wrapped_around_the_whole_training(name: str, kin
         events.append("exit")
 
     settings = TrainSettings(epochs=2, optimizer=name, lr=0.01)  # type: ignore[arg-type]
-    train(model, settings, wrap_optimizer=wrap, on_epoch=lambda row: events.append("epoch"))
+    train(
+        model,
+        settings,
+        parts=[Within(lambda training: wrap(training.optimizer))],
+        on_epoch=lambda row: events.append("epoch"),
+    )
     assert events == ["enter", *["step"] * 4, "epoch", *["step"] * 4, "epoch", "exit"]
 
 
@@ -206,8 +212,6 @@ def test_a_last_batch_that_is_not_full_is_left_out_unless_it_is_the_only_one() -
 
 @pytest.mark.parametrize(("name", "size", "heads"), [("googlenet", 64, 2), ("inception_v3", 299, 1)])
 def test_auxiliary_heads_are_trained(name: str, size: int, heads: int) -> None:
-    from dataclasses import replace
-
     torch.manual_seed(0)
     model = build_model(ModelSettings(name), num_classes=4)
     before = {key: value.clone() for key, value in model.named_parameters()}
@@ -218,10 +222,14 @@ def test_auxiliary_heads_are_trained(name: str, size: int, heads: int) -> None:
     assert sum("aux" in key.lower() and key.endswith(("fc2.weight", "fc.weight")) for key in before) == heads
 
 
+def shows(figures: dict[str, str]) -> Part:
+    return Within(lambda _: nullcontext(), lambda: figures)
+
+
 def test_progress_is_shown_on_stderr_and_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     train(net())
     assert capsys.readouterr() == ("", "")
-    train(net(), progress=True, label="finetune", describe=lambda: {"sparsity": "40.0%"})
+    train(net(), progress=True, label="finetune", parts=[shows({"sparsity": "40.0%"})])
     out, err = capsys.readouterr()
     assert out == ""
     for shown in ("finetune 3/3", "12/12", "loss=", "top1=", "img/s=", "sparsity=40.0%"):
@@ -230,9 +238,68 @@ def test_progress_is_shown_on_stderr_and_only_when_asked(capsys: pytest.CaptureF
 
 def test_describe_is_called_once_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
-    train(net(), progress=True, describe=lambda: {"n": calls.append(1)})
+    train(net(), progress=True, parts=[Within(lambda _: nullcontext(), lambda: {"n": calls.append(1)})])
     capsys.readouterr()
     assert len(calls) == 3
+
+
+class Notes(Part):
+    """Notes what it is told, and adds the sum of the squared weights of the last layer to the loss."""
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        self.model, self.share, self.told = model, share, list[str]()
+
+    @contextmanager
+    def active(self, training: Training) -> Iterator[None]:
+        self.told.append(f"enter {training.steps} x {training.epochs}")
+        yield
+        self.told.append("exit")
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.told.append("validate")
+        yield
+
+    def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor:
+        assert len(images) == len(labels) == len(output)
+        return self.share * self.model.get_parameter("5.weight").square().sum() / 2
+
+    def before_step(self, step: int) -> None:
+        self.told.append(f"{step}-")
+
+    def after_step(self, step: int, made: bool) -> None:
+        self.told.append(f"{step}{'+' if made else '?'}")
+
+
+def test_parts_are_told_of_every_step_in_order() -> None:
+    model = net()
+    notes = Notes(model, 0.0)
+    train(model, replace(SETTINGS, epochs=2, accumulate=3), parts=[notes])
+    assert notes.told == [
+        "enter 2 x 2",
+        *["1-", "1+", "2-", "2+", "validate", "3-", "3+", "4-", "4+", "validate"],
+        "exit",
+    ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_part_adds_to_the_loss_is_what_weight_decay_would_do(accumulate: int) -> None:
+    decayed, penalised = net(), net()
+    settings = TrainSettings(epochs=2, lr=0.05, weight_decay=0.0, accumulate=accumulate)
+    train(penalised, settings, parts=[Notes(penalised, 0.1)])
+
+    def decay(training: Training) -> nullcontext[None]:
+        for group in training.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        last = decayed.get_parameter("5.weight")
+        group = training.optimizer.param_groups[0]
+        group["params"] = [parameter for parameter in group["params"] if parameter is not last]
+        training.optimizer.add_param_group({**group, "params": [last], "weight_decay": 0.1})
+        return nullcontext()
+
+    train(decayed, settings, parts=[Within(decay)])
+    for name, value in decayed.state_dict().items():
+        torch.testing.assert_close(penalised.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
 class Explodes(nn.Module):
@@ -287,7 +354,7 @@ def test_a_weight_that_the_last_step_spoils_is_named() -> None:
         handle.remove()
 
     with pytest.raises(NonFiniteError, match=r"parameter '5.weight' is NaN or Inf after epoch 1; try a lower learning"):
-        train(model, TrainSettings(epochs=1, lr=0.01), wrap_optimizer=spoiled)
+        train(model, TrainSettings(epochs=1, lr=0.01), parts=[Within(lambda training: spoiled(training.optimizer))])
 
 
 def test_a_validation_loss_that_is_not_finite_is_an_error() -> None:

@@ -19,7 +19,7 @@ from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.masking import ClampSettings, masked
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
-from prunekit.training import History, TrainSettings, fit, loop
+from prunekit.training import History, TrainSettings, Within, fit, loop
 
 HALF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTINGS = TrainSettings(epochs=2, lr=0.01)
@@ -66,7 +66,7 @@ def test_pruned_weights_are_exactly_zero_after_every_step(optimizer: Any, precis
     plan = prunekit.plan_model(model, example, PruneSettings(BudgetSettings(channels=0.5))).plan
     settings = replace(SETTINGS, optimizer=optimizer, precision=precision, accumulate=accumulate)
     before = model[5].weight.detach().clone()
-    train(model, settings, wrap_optimizer=lambda found: checked(model, plan, found, steps))
+    train(model, settings, parts=[Within(lambda training: checked(model, plan, training.optimizer, steps))])
     assert steps == [steps[0]] * 2 * math.ceil(4 / accumulate)
     assert steps[0] > 200
     assert not torch.equal(model[5].weight, before)
@@ -101,7 +101,7 @@ def test_steps_that_overflow_are_skipped_and_are_no_error(overflowing: torch.amp
     plan = prunekit.plan_model(model, (torch.rand(2, 3, 8, 8),), PruneSettings(BudgetSettings(channels=0.5))).plan
     settings = replace(SETTINGS, epochs=5, optimizer=optimizer, precision="fp16", clamp_weight_grad=ClampSettings(1e-3))
     before = model[5].weight.detach().clone()
-    history = train(model, settings, wrap_optimizer=lambda found: checked(model, plan, found, steps))
+    history = train(model, settings, parts=[Within(lambda training: checked(model, plan, training.optimizer, steps))])
     skipped = 20 - len(steps)
     assert skipped > 1
     assert [row.skipped for row in history.rows] == [skipped, 0, 0, 0, 0]

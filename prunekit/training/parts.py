@@ -1,0 +1,135 @@
+"""What takes part in a training run beside the loss: masks, schedules, distillation, averages of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Training:
+    """The run that a part takes part in.
+
+    Attributes:
+        model: as it is trained, on `device`.
+        optimizer: torch's own.
+        steps: of an epoch in which none is skipped.
+        epochs: of the run.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    device: torch.device
+    steps: int
+    epochs: int
+
+
+class Part:
+    """One feature of a training run; what it does not say it leaves as it is.
+
+    A part is entered before the first step and left after the last. Steps are counted from 1 over the whole run, those
+    skipped under float16's loss scale included, as the epochs' are. State that a resumed run needs goes through
+    `state_dict`: tensors, numbers, text, and lists and dicts of them.
+    """
+
+    def active(self, training: Training) -> AbstractContextManager[Any]:
+        """Entered around the whole training."""
+        return nullcontext()
+
+    def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor | None:
+        """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing."""
+        return None
+
+    def before_step(self, step: int) -> None:
+        """Gradients are complete, under float16's loss scale if there is one; the optimizer has not stepped yet."""
+
+    def after_step(self, step: int, made: bool) -> None:
+        """The optimizer has stepped (`made`), or skipped the step."""
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Entered while the model is validated and its weights may be kept as the best."""
+        return nullcontext()
+
+    def describe(self) -> Mapping[str, Any]:
+        """Figures for the progress bar; asked once an epoch."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as it is after a step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; called when the part is active."""
+
+
+@dataclass(frozen=True)
+class Within(Part):
+    """A part that is a context around the whole training, such as masks.
+
+    Attributes:
+        enter: gives the context of a run.
+        figures: more for the progress bar.
+    """
+
+    enter: Callable[[Training], AbstractContextManager[Any]]
+    figures: Callable[[], Mapping[str, Any]] = dict
+
+    def active(self, training: Training) -> AbstractContextManager[Any]:
+        return self.enter(training)
+
+    def describe(self) -> Mapping[str, Any]:
+        return self.figures()
+
+
+class Parts:
+    """Several parts as one, entered and asked in their order.
+
+    Raises:
+        Whatever a part raises when it is entered; those entered before it are left.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.all = tuple(parts)
+
+    @contextmanager
+    def active(self, training: Training) -> Iterator[None]:
+        """Enters every part."""
+        with ExitStack() as entered:
+            for part in self.all:
+                entered.enter_context(part.active(training))
+            yield
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Enters what every part does while the model is validated."""
+        with ExitStack() as entered:
+            for part in self.all:
+                entered.enter_context(part.evaluating())
+            yield
+
+    def added_to(self, loss: Tensor, images: Tensor, output: Any, labels: Tensor) -> Tensor:
+        """The loss with what the parts add."""
+        for part in self.all:
+            if (more := part.loss(images, output, labels)) is not None:
+                loss = loss + more
+        return loss
+
+    def before_step(self, step: int) -> None:
+        """Tells every part."""
+        for part in self.all:
+            part.before_step(step)
+
+    def after_step(self, step: int, made: bool) -> None:
+        """Tells every part."""
+        for part in self.all:
+            part.after_step(step, made)
+
+    def describe(self) -> dict[str, Any]:
+        """All figures for the progress bar."""
+        return {name: value for part in self.all for name, value in part.describe().items()}
