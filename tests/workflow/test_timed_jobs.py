@@ -11,11 +11,15 @@ import pandas as pd
 import pytest
 import torch
 from little_time import time_little
+from torch import nn
 
 from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.channels import trace
+from prunekit.compaction.folded import folds_of
+from prunekit.compaction.layout import lies_channels_last
 from prunekit.data import DataSettings
+from prunekit.deploy.settings import DeploySettings
 from prunekit.errors import PlanError, UsageError
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
@@ -23,7 +27,9 @@ from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.settings import TargetSettings
 from prunekit.report.staircases import fitted
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, dry_run, profile_job, prune_job
+from prunekit.workflow import JobSettings, dry_run, journey, profile_job, prune_job
+from prunekit.workflow.delivered import Delivered, Frozen
+from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY
 
@@ -74,9 +80,28 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
     assert json.loads((result.folder / "plan.json").read_text())["provenance"]["prune"]["budget"]["speedup"] == 1.2
     page = (result.folder / "report.html").read_text()
     assert "Asked for and delivered" in page
+    assert page.split("Asked for and delivered")[1].split("</thead>")[0].count("<th>") == 6  # what fits a page
     assert "1.2x asked for" in page
     assert any("attempt 1: predicted" in line for line in log)
     assert any("measured last" in line for line in log)
+
+
+def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last: list[nn.Module] = []
+
+    def spied(frozen: Frozen, handed_over: nn.Module, **others: Any) -> Delivered:
+        last.extend([frozen.goal.dense, handed_over])
+        return delivered(frozen, handed_over, **others)
+
+    monkeypatch.setattr(journey, "delivered", spied)
+    wanted = job(tmp_path, 1.2, deploy=DeploySettings(fold_batchnorm=True, channels_last=True))
+    result = prune_job(wanted, log=lambda text: None)
+    assert len(last) == 2
+    assert all(lies_channels_last(model) and len(folds_of(model)) == 19 for model in last)
+    assert result.metrics["delivered"]["deployed"] == "BatchNorm folded and channels last"
+    assert not [row for row in result.metrics["profile"]["layers"] if ".bn" in row["module"]]
+    page = report.write(result.folder).read_text()
+    assert "both as they are deployed (BatchNorm folded and channels last)" in page
 
 
 def test_a_dry_run_predicts(tmp_path: Path) -> None:
