@@ -155,11 +155,12 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
             for name, value in found["asked"].items()
         )
         where = f"{target['runtime']} on {target['device']}, batch {target['batch']}, threads {target['threads']}"
+        both = f"; both models with {found['deployed']}" if found.get("deployed") else ""
         speedup = f"{numbers.factor(final['speedup'])} {numbers.interval(final['speedup_low'], final['speedup_high'])}"
         yield (
             f"{asked} asked for, {speedup} and {numbers.digits(final['ms'])} ms delivered: "
             f"{numbers.share(found['excess'], 1)} of the time asked for ({where}; measured last, after "
-            f"{len(found['attempts'])} attempts){doubtful(final)}"
+            f"{len(found['attempts'])} attempts{both}){doubtful(final)}"
         )
 
 

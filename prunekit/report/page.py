@@ -66,8 +66,8 @@ def render(run: Run, state: str | None = None) -> str:
         models=models(run.metrics),
         compared=list(compared(run.metrics)),
         reference=reference(run.metrics),
-        layers=_records(layers),
-        locks=_records(run.locks),
+        layers=records(layers),
+        locks=records(run.locks),
         widths=figures.figure_or_none(figures.widths, layers),
         sensitivity=_sensitivity(run),
         coupling=figures.figure_or_none(figures.coupling, run.coupling),
@@ -81,7 +81,7 @@ def render(run: Run, state: str | None = None) -> str:
         masked=list(masked(run.metrics)),
         deployed=list(deployed(run.metrics)),
         repaired=list(repaired(run.metrics)),
-        repair=_records(run.repair),
+        repair=records(run.repair),
         clamps=_by_run(run.clamps),
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
         machine=wording.surroundings(run.metrics.get("machine", {})),
@@ -91,7 +91,8 @@ def render(run: Run, state: str | None = None) -> str:
     )
 
 
-def _records(frame: Any) -> list[dict[str, Any]] | None:
+def records(frame: Any) -> list[dict[str, Any]] | None:
+    """A table's rows, with None where a field is empty; None where there is no table."""
     if frame is None:
         return None
     return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]

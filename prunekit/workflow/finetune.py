@@ -9,13 +9,14 @@ from typing import Any
 
 from prunekit.channels import trace
 from prunekit.context import threads
+from prunekit.deploy.transform import transform_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
+from prunekit.workflow.goal import goal_for
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
-from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import feasible
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
@@ -115,14 +116,13 @@ def _run(
     identity = identity_of(prepared, training=training)
     again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
-    if timed is None:
+    transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
+    if goal is None:
         feasible(chart, job.prune)
     else:
-        require_reachable(prepared.model, prepared.example_inputs, chart, job.prune, timed.table)
-    with run_folder(job.output, job.name, log, resolved, again) as run, threads(job.threads):
+        require_reachable(goal, prepared.example_inputs)
+    with run_folder(job.output, job.name, log, resolved, finish, again) as run, threads(job.threads):
         note(run, identity)
-        metrics = Journey(prepared, chart, run, timed, progress=progress, training=training).travel()
-        if finish is not None:
-            finish(run.path)
+        metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
     return RunResult(run.path, metrics)

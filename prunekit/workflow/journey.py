@@ -25,11 +25,11 @@ from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
-from prunekit.workflow.deploying import deploy
+from prunekit.workflow.deploying import FOLDER, deploy
+from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.kept import Clock
 from prunekit.workflow.plan_stage import find_plan, write_plan
 from prunekit.workflow.planned import Planned
-from prunekit.workflow.profiling import Profile
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
@@ -47,7 +47,7 @@ class Journey:
         prepared: what it works on.
         chart: the channel map of its model.
         run: where it writes.
-        timed: the latency profile of the target, where a budget is one of time.
+        goal: where a budget is one of time.
         progress: shows bars on stderr.
         training: whether to fine-tune, the pruned model and a dense one for comparison.
     """
@@ -57,12 +57,12 @@ class Journey:
         prepared: Prepared,
         chart: ChannelMap,
         run: RunFolder,
-        timed: Profile | None = None,
+        goal: LatencyGoal | None = None,
         *,
         progress: bool,
         training: bool,
     ) -> None:
-        self.prepared, self.chart, self.run, self.timed = prepared, chart, run, timed
+        self.prepared, self.chart, self.run, self.goal = prepared, chart, run, goal
         self.progress, self.training = progress, training
         self.job, self.log = prepared.job, run.log
         self.clock = Clock(run.resume / "seconds.json")
@@ -78,7 +78,7 @@ class Journey:
         trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress)
         sparse = self._sparsified(dense, None, trainings)
         planned, frozen = find_plan(
-            self.prepared, sparse, self.chart, self.run, self.timed, training=self.training, stage=self.clock.stage
+            self.prepared, sparse, self.chart, self.run, self.goal, training=self.training, stage=self.clock.stage
         )
         plan = planned.plan
         sparse = self._sparsified(sparse, plan, trainings)
@@ -115,8 +115,8 @@ class Journey:
         metrics |= {"fine_tuned": self.training, "repair": repair_summary(report), "resumed": len(self.run.resumed)}
         metrics |= {"schedule": None if schedule is None else schedule.summary()}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
-        if self.timed is not None and final is not None:
-            metrics |= {"profile": self.timed.summary(), "delivered": final.summary()}
+        if self.goal is not None and final is not None:
+            metrics |= {"profile": self.goal.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
         write_json(self.run.path / "metrics.json", metrics)
         if metrics["corrupt_images"]:
@@ -175,10 +175,10 @@ class Journey:
         return thresholds
 
     def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
-        """What counts for budgets of time: the model as its folder gives it, in a fresh process."""
-        pruned = load(self.run.path / "model", None if self.prepared.build else dense)
-        shape = self.prepared.splits.sample_shape
-        return delivered(frozen, dense, pruned, shape, self.job.prune, log=self.log)
+        """What counts for budgets of time: the model as its folder gives it, the deployed one where there is one."""
+        folder = FOLDER if self.job.deploy.wanted else "model"
+        handed_over = load(self.run.path / folder, None if self.prepared.build else dense)
+        return delivered(frozen, handed_over, log=self.log)
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
         """With thresholds found anew: training has changed what they were found for."""

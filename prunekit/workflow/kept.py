@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from prunekit.repair.report import RepairMemory
 from prunekit.states import read_state, write_state
 from prunekit.workflow.attempts import Attempt, Timing
 from prunekit.workflow.delivered import Frozen
+from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.runs import RunFolder
 
@@ -68,11 +69,12 @@ def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
     )
 
 
-def kept_plan(run: RunFolder, dense: nn.Module) -> tuple[Planned, Frozen | None] | None:
+def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tuple[Planned, Frozen | None] | None:
     """What `keep_plan` kept; None where the run had not come so far.
 
     Args:
         dense: with its weights.
+        goal: where a budget is one of time.
 
     Raises:
         ResumeError: the plan in the folder is not the one that the run made.
@@ -91,7 +93,7 @@ def kept_plan(run: RunFolder, dense: nn.Module) -> tuple[Planned, Frozen | None]
         plan, state["scores"].numpy(), small, state["max_relative_difference"], tuple(state["locked_by_trial"])
     )
     run.log("plan: that of the run, from its folder")
-    return planned, _frozen(state["frozen"], planned)
+    return planned, _frozen(state["frozen"], planned, None if goal is None else replace(goal, model=dense))
 
 
 def digest_of(plan: Plan) -> str:
@@ -104,14 +106,14 @@ def digest_of(plan: Plan) -> str:
 
 def _plain(frozen: Frozen) -> dict[str, Any]:
     attempts = [asdict(attempt) for attempt in frozen.attempts]
-    return {"asked": dict(frozen.asked), "attempts": attempts, "binding": frozen.binding}
+    return {"attempts": attempts, "binding": frozen.binding}
 
 
-def _frozen(state: dict[str, Any] | None, planned: Planned) -> Frozen | None:
-    if state is None:
+def _frozen(state: dict[str, Any] | None, planned: Planned, goal: LatencyGoal | None) -> Frozen | None:
+    if state is None or goal is None:
         return None
     attempts = tuple(Attempt(**{**one, "timing": Timing(**one["timing"])}) for one in state["attempts"])
-    return Frozen(planned, state["asked"], attempts, state["binding"])
+    return Frozen(goal, planned, attempts, state["binding"])
 
 
 def keep_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:

@@ -140,11 +140,15 @@ class JobPlanner(Planner):
     def state_dict(self) -> dict[str, Any]:
         """Scores of what is pruned, and movement so far."""
         movement = {} if self._movement is None else self._movement.state_dict()
-        return {"raw": torch.from_numpy(self._raw.copy()), "movement": movement}
+        return {
+            "raw": torch.from_numpy(self._raw.copy()),
+            "movement": movement,
+            "scores": torch.from_numpy(np.array(self.scores)),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state."""
-        self._raw = state["raw"].cpu().numpy()
+        self._raw, self.scores = state["raw"].cpu().numpy(), state["scores"].cpu().numpy()
         if self._movement is not None:
             self._movement.load_state_dict(state["movement"])
 
