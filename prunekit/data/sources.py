@@ -107,7 +107,8 @@ def splits_of(source: Source, settings: DataSettings) -> Splits:
 
 def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> Source:
     """The source that map-style data sets named train, test and perhaps validation make."""
-    corrupt, feed = CorruptImages(settings.max_corrupt), _feed(settings)
+    images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
+    corrupt, feed = CorruptImages.allowing(settings.max_corrupt, images), _feed(settings)
     made = {name: mapped(part, settings, feed, f"{where} {name}", corrupt) for name, part in parts.items()}
     train, test, validation = made["train"], made["test"], made.get("validation")
     if any(part.shape != train.shape for part in made.values()):
@@ -153,8 +154,9 @@ def _npz(settings: DataSettings) -> Source:
 
 def _imagefolder(settings: DataSettings) -> Source:
     root = _root(settings)
-    folder, corrupt, feed = scan_folder(root), CorruptImages(settings.max_corrupt), _feed(settings)
+    folder, feed = scan_folder(root), _feed(settings)
     stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()))}
+    corrupt = CorruptImages.allowing(settings.max_corrupt, len(stats))
     corrupt.merge({str(path): "the file is empty" for path, stat in stats.items() if not stat.st_size})
 
     def dataset(files: Files) -> FolderImages:

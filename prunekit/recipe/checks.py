@@ -55,6 +55,21 @@ def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
             yield ("data", key), f"{text}; it goes with data.source 'torchvision'"
 
 
+def _augment(augment: Any) -> Iterator[Finding]:
+    if not isinstance(augment, Mapping):
+        return
+    scale, crop = augment.get("scale"), augment.get("crop", "none")
+    if scale is not None and crop in ("none", "shift", "padded"):
+        text = f"expected nothing, because data.augment.crop is {show(crop)}, got {show(scale)}"
+        yield ("data", "augment", "scale"), f"{text}; it goes with 'resized'"
+    shares = scale if isinstance(scale, list) and all(isinstance(one, int | float) for one in scale) else []
+    if shares != sorted(shares):
+        yield ("data", "augment", "scale"), f"expected the smaller share first, got {', '.join(map(str, shares))}"
+    if augment.get("trivial_augment") is True and augment.get("rand_augment") is not None:
+        text = "expected false, because data.augment.rand_augment is given, got true"
+        yield ("data", "augment", "trivial_augment"), f"{text}; remove one of them"
+
+
 def _finite(value: Any, path: KeyPath) -> Iterator[Finding]:
     if isinstance(value, float) and not math.isfinite(value):
         yield path, f"expected a finite number, got {show(value)}"
@@ -139,6 +154,7 @@ def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
     if data is None:
         return
     yield from _root(data, data.get("source", "digits"))
+    yield from _augment(data.get("augment"))
     shares = [data.get(key, getattr(DataSettings, key)) for key in ("test_share", "validation_share")]
     if all(isinstance(share, int | float) and 0 < share < 1 for share in shares) and sum(shares) >= 1:
         text = f"expected test_share and validation_share to sum to less than 1, got {shares[0]} + {shares[1]}"

@@ -32,15 +32,18 @@ from prunekit.training.settings import TrainSettings
 
 @dataclass
 class Sums:
-    """Loss, hits and images of an epoch so far."""
+    """Loss, hits and images of an epoch so far; a mixed image counts as a hit by the share of the class predicted."""
 
     loss: float = 0.0
-    correct: int = 0
+    correct: float = 0.0
     images: int = 0
 
     def add(self, loss: float, output: Tensor, labels: Tensor) -> None:
+        """A batch's mean loss, its logits (B, classes), and its labels: (B,) int64 or shares (B, classes)."""
+        predicted = output.argmax(1)
+        hits = predicted == labels if labels.ndim == 1 else labels.gather(1, predicted[:, None])
         self.loss += loss * len(labels)
-        self.correct += int((output.argmax(1) == labels).sum())
+        self.correct += hits.sum().item()
         self.images += len(labels)
 
     @property
@@ -149,7 +152,7 @@ class Epochs:
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
         """Adds a batch's part of the gradient of the mean loss over `of` images."""
-        images, labels = (tensor.to(self.device) for tensor in batch)
+        images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         with autocast(self.settings.precision, self.device):
             output = self.model(images)
             loss = self.parts.added_to(self._loss(output, labels), images, output, labels)
@@ -168,7 +171,7 @@ class Epochs:
         sums = Sums()
         with training_mode(self.model, False), torch.no_grad():
             for images, labels in self.validation:
-                images, target = images.to(self.device), labels.to(self.device)
+                images, target = (tensor.to(self.device, non_blocking=True) for tensor in (images, labels))
                 output = logits(self.model(images))
                 loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
                 sums.add(loss, output, target)

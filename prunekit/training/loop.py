@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from prunekit.context import seeded, training_mode
-from prunekit.data import Splits, batches
+from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.models import require_trainable
 from prunekit.training.best import BestWeights
 from prunekit.training.checks import check_fits
@@ -34,7 +35,7 @@ def fit(
     device: torch.device,
     seed: int,
     batch: int,
-    workers: int = 0,
+    workers: int | Workers = 0,
     parts: Sequence[Part] = (),
     progress: bool = False,
     label: str = "training",
@@ -53,7 +54,7 @@ def fit(
         device: where to train.
         seed: of the order of images, of dropout and of everything else that is random.
         batch: images in a batch; a last batch that is not full is left out, and comes in another epoch.
-        workers: processes that read images ahead.
+        workers: processes that read images ahead, their number or how.
         parts: what takes part beside the loss, such as masks; entered in their order.
         progress: shows a bar on stderr.
         label: what the bar calls this run.
@@ -73,8 +74,11 @@ def fit(
     model.to(device)
     check_fits(model, splits, device)
     full = len(splits.train) >= batch
-    train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full, augment=True)
-    validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
+    mixes = settings.mixup > 0 or settings.cutmix > 0
+    mixing = Mixing(len(splits.classes), settings.mixup, settings.cutmix) if mixes else None
+    reading = partial(batches, batch_size=batch, workers=workers, device=device)
+    train = reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing)
+    validation = reading(splits.validation, shuffle_seed=None)
     optimizer = build_optimizer(model, settings)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)

@@ -120,7 +120,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
             device=prepared.device,
             seed=job.seed,
             batch=job.data.batch,
-            workers=job.data.workers,
+            workers=job.data.reading,
             progress=progress,
             label="baseline",
         )

@@ -153,7 +153,7 @@ class Journey:
             device=self.prepared.device,
             seed=self.job.seed,
             batch=self.job.data.batch,
-            workers=self.job.data.workers,
+            workers=self.job.data.reading,
             parts=parts,
             progress=self.progress,
             label=name,

@@ -181,7 +181,7 @@ def test_settings_that_splits_would_ignore_are_refused(file: Path, change: dict[
 
 
 def test_workers_that_are_spawned_find_the_users_classes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.data.loading.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
+    monkeypatch.setattr("prunekit.data.workers.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
     splits = loaded(file, "two")
     (_, labels), _ = batches(splits.test, 8, shuffle_seed=None, workers=1)
     assert labels.tolist() == splits.test.labels[:8].tolist()
