@@ -107,7 +107,7 @@ def load_job(
     if factory is not None:
         given += ["model.zoo=own", f"model.name={json.dumps(factory)}", "model.arguments={}"]
     if data is not None:
-        given += ["data.source=own", "data.root=null", "data.name=null", "data.download=false"]
+        given += ["data.source=own", "data.root=null", "data.name=null", "data.columns=null", "data.download=false"]
     return load(recipe, [*overrides, *given])
 
 

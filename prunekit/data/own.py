@@ -17,7 +17,7 @@ from prunekit.user_code import run_factory
 _ADVICE = "return other data sets as a tuple (train, test)"
 PARTS = ("train", "test", "validation")
 READING = ("batch", "workers", "prefetch", "persistent_workers", "pin_memory")
-FOR_SPLITS = ("source", "root", "name", "download", "origin", *READING)
+FOR_SPLITS = ("source", "root", "name", "columns", "download", "origin", *READING)
 """Settings that may stand beside images which are split and fed already."""
 
 

@@ -13,6 +13,7 @@ Count = Annotated[int, Ge(0)]
 Strength = Annotated[float, Ge(0)]
 Probability = Annotated[float, Ge(0), Le(1)]
 Scale = Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(2), MaxLen(2)]
+Columns = Annotated[tuple[str, ...], MinLen(2), MaxLen(2)]
 NamedAugment = Literal["none", "shift", "flip", "crop_flip", "resized_crop_flip"]
 Mean = Annotated[tuple[float, ...], MinLen(3), MaxLen(3)]
 Std = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(3), MaxLen(3)]
@@ -79,13 +80,16 @@ class Workers:
 class DataSettings:
     """Which images, how they are split, and how they are fed."""
 
-    source: Literal["digits", "imagefolder", "npz", "torchvision", "own"] = "digits"
+    source: Literal["digits", "imagefolder", "npz", "torchvision", "huggingface", "own"] = "digits"
     """`own`: what `--data file.py:factory` returns."""
     root: Path | None = None
     """Folder (imagefolder: `train/` and `test/` or `val/`, or classes alone, which are split; torchvision: where its
-    files are) or file (npz)."""
+    files are; huggingface: what `save_to_disk` wrote) or file (npz)."""
     name: str | None = None
-    """A data set of torchvision, such as `CIFAR10`; its files are fetched only with `download`."""
+    """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
+    `uoft-cs/cifar10`; files are fetched only with `download`."""
+    columns: Columns | None = None
+    """huggingface: the columns of images and labels; None: the only ones of their kind."""
     download: bool = False
     image_size: PositiveInt = 32
     """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its

@@ -21,6 +21,11 @@ ROOTS = {
     "npz": "an .npz file",
     "torchvision": "the folder of torchvision's data sets",
 }
+GOES_WITH = {
+    "name": ("torchvision", "huggingface"),
+    "download": ("torchvision", "huggingface"),
+    "columns": ("huggingface",),
+}
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
 LAID_OUT = ("eager", "compile", "cudagraphs")
 """Runtimes that keep a model's layout."""
@@ -49,10 +54,15 @@ def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
         yield ("data", "root"), f"{text}; set data.source to {' or '.join(map(repr, ROOTS))}"
     if source == "torchvision" and data.get("name") is None:
         yield ("data", "name"), f"expected a data set of torchvision, such as CIFAR10, {because}, got nothing"
-    for key in ("name", "download"):
-        if source != "torchvision" and data.get(key):
+    if source == "huggingface":
+        yield from _exactly_one(data, ("data",), ("root", "name"))
+        if data.get("name") is not None and data.get("download", False) is False:
+            text = "expected true, because data.name is given, got false"
+            yield ("data", "download"), f"{text}; or save the data set with its `save_to_disk` and give data.root"
+    for key, sources in GOES_WITH.items():
+        if source not in sources and data.get(key):
             text = f"expected nothing, {because}, got {show(data[key])}"
-            yield ("data", key), f"{text}; it goes with data.source 'torchvision'"
+            yield ("data", key), f"{text}; it goes with data.source {' or '.join(map(repr, sources))}"
 
 
 def _augment(augment: Any) -> Iterator[Finding]:
