@@ -27,30 +27,26 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def seeded(seed: int, *, cuda: bool = True) -> Iterator[None]:
-    """Seeds Python, NumPy and torch (CPU and, if `cuda`, CUDA); afterwards their states are what they were."""
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds Python, NumPy and torch (CPU and CUDA); afterwards their states are what they were."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    there = cuda and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = torch.cuda.get_rng_state_all() if there else None
-    seed_all(seed, cuda=cuda)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    seed_all(seed)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
-        if devices is not None:
-            torch.cuda.set_rng_state_all(devices)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
 
 
-def seed_all(seed: int, *, cuda: bool = True) -> None:
-    """Seeds Python, NumPy and torch (CPU and, if `cuda`, CUDA) for the rest of the process."""
+def seed_all(seed: int) -> None:
+    """Seeds Python, NumPy and torch for the rest of the process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    if cuda:
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+    torch.manual_seed(seed)
 
 
 @contextmanager

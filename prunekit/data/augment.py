@@ -86,12 +86,12 @@ def augmented(image: Pixels, transform: v2.Transform | None, *draw: int) -> Pixe
     """
     if transform is None:
         return image
-    with drawing(*draw):
+    with drawn_from(*draw):
         return transform(image)  # type: ignore[no-any-return]
 
 
 @contextmanager
-def drawing(*draw: int) -> Iterator[None]:
+def drawn_from(*draw: int) -> Iterator[None]:
     """What torch draws on the CPU depends on these numbers alone; its random state is afterwards what it was."""
     seed = int(np.random.SeedSequence(draw).generate_state(1, np.uint64)[0])
     with torch.random.fork_rng(devices=[]):  # the transforms draw from the CPU's generator alone

@@ -100,7 +100,7 @@ class Batches:
 
     def _here(self, chunks: Sequence[Chunk]) -> Iterator[Batch]:
         for chunk in chunks:
-            with seeded(chunk.seed, cuda=False):
+            with seeded(chunk.seed):
                 batch = chunk.fetch(self.dataset)
             yield batch
 
@@ -120,7 +120,7 @@ class _Read(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
 
     def __getitem__(self, chunk: Chunk) -> tuple[Batch | DataError, dict[str, str]]:
         batch: Batch | DataError
-        seed_all(chunk.seed, cuda=False)
+        seed_all(chunk.seed)
         try:
             batch = chunk.fetch(self.dataset)
         except DataError as error:

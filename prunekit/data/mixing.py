@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torchvision.transforms import v2
 
-from prunekit.data.augment import drawing
+from prunekit.data.augment import drawn_from
 
 MIXING = 2
 """Tells what is drawn for a batch from what is drawn for the image of the same number."""
@@ -43,6 +43,6 @@ class Mixing:
             kinds.append(v2.MixUp(alpha=self.mixup, num_classes=self.classes))
         if self.cutmix:
             kinds.append(v2.CutMix(alpha=self.cutmix, num_classes=self.classes))
-        with drawing(*draw, MIXING):
+        with drawn_from(*draw, MIXING):
             mixed, shares = v2.RandomChoice(kinds)(images, labels)
         return mixed, shares
