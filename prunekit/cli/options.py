@@ -44,7 +44,9 @@ own_model_option = click.option(
     help="Your own model; runs the file's code. python:MODULE:FACTORY takes it from an installed module.",
 )
 data_option = click.option(
-    "--data", metavar="FILE.py:FACTORY", help="Your own images in the place of a recipe's; runs the file's code."
+    "--data",
+    metavar="FILE.py:FACTORY",
+    help="Your own images in the place of a recipe's; runs the file's code. python:MODULE:FACTORY likewise.",
 )
 
 

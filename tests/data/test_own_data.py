@@ -168,6 +168,18 @@ def test_splits_are_taken_as_they_are(file: Path) -> None:
     assert load_own(f"{file}:splits", settings).fingerprint != splits.fingerprint
 
 
+def test_a_module_is_told_from_another_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package_of_images").mkdir()
+    (tmp_path / "package_of_images" / "own.py").write_text(CODE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    splits = load_own("python:package_of_images.own:two", SETTINGS)
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (24, 6, 9)
+    (tmp_path / "package_of_images" / "own.py").write_text(CODE + "\n# changed\n", encoding="utf-8")
+    assert load_own("python:package_of_images.own:two", SETTINGS).fingerprint != splits.fingerprint
+    with pytest.raises(DataError, match="No module named 'package_of_pictures'"):
+        load_own("python:package_of_pictures:two", SETTINGS)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"image_size": 8}, {"mean": (0.0,) * 3}, {"std": (1.0,) * 3}, {"augment": "flip"}, {"max_corrupt": 1},
