@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,7 @@ from prunekit.context import seeded, training_mode
 from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.models import require_trainable
 from prunekit.training.best import BestWeights
+from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
 from prunekit.training.device import loss_scaler, one_device
@@ -22,7 +24,9 @@ from prunekit.training.epochs import Epochs
 from prunekit.training.history import EpochRow, History
 from prunekit.training.optimizers import build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
+from prunekit.training.position import Position
 from prunekit.training.progress import Progress
+from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
 from prunekit.training.strides import LongStrides
 
@@ -41,6 +45,7 @@ def fit(
     label: str = "training",
     on_epoch: Callable[[EpochRow], None] | None = None,
     checkpoint: Path | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> History:
     """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
 
@@ -59,13 +64,18 @@ def fit(
         progress: shows a bar on stderr.
         label: what the bar calls this run.
         on_epoch: called after every epoch.
-        checkpoint: `.safetensors` file that holds the best weights so far; None keeps them in memory.
+        checkpoint: `.safetensors` file that holds the best weights so far; None: none.
+        checkpoints: where the run is written down as it goes, and resumed from, bit-identical on the CPU with the same
+            threads: model, optimizer, schedule, loss scale, random states, place in the epoch, parts. A run that is
+            over there gives its result again. None: nowhere.
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
         UsageError: a gradient clamp's glob matches nothing.
         DataError: an image cannot be read.
-        NonFiniteError: the loss or a weight became NaN or Inf; names the first module, the epoch and the step.
+        ResumeError: the checkpoints are of another run; says what differs.
+        NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
+            and the last checkpoint.
             Gradients that overflow under float16's loss scale are no error: the step is skipped, which
             `EpochRow.skipped` counts and the schedule does not, and the scale halved. An epoch of nothing else is an
             error.
@@ -85,7 +95,9 @@ def fit(
     entered = taking.active(Training(model, optimizer, device, steps, settings.epochs))
     scaler = loss_scaler(settings.precision, device)
     clamps = Clamps(model, optimizer, settings, scaler)
-    best = BestWeights(model, checkpoint)
+    facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
+    identity = identity_of(model, splits, settings, taking, device=device.type, seed=seed, batch=batch, **facts)
+    best = BestWeights(model, checkpoint, warn)
     bar = Progress(label, settings.epochs * len(train), taking.describe, progress)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with (
@@ -93,7 +105,16 @@ def fit(
     ):  # fmt: skip
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup)
         ready = accelerator.prepare(model, optimizer, schedule)
-        run = Epochs(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, steps, taking, bar)
-        rows = run.run(best, on_epoch)
+        position = Position()
+        state = RunState(
+            model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
+        )
+        state.resume()
+        run = Epochs(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, steps, state, bar)
+        run.run(on_epoch)
         best.restore()
-    return History(rows, best.epoch, clamps.rows())
+    return History(position.rows, best.epoch, clamps.rows())
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=2)

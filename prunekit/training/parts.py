@@ -68,7 +68,7 @@ class Part:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; called when the part is active."""
+        """Goes on from a state; called when the part is active, before model and optimizer get their states."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +136,12 @@ class Parts:
     def describe(self) -> dict[str, Any]:
         """All figures for the progress bar."""
         return {name: value for part in self.all for name, value in part.describe().items()}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of every part."""
+        return [part.state_dict() for part in self.all]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Hands every part its state."""
+        for part, state in zip(self.all, states, strict=True):
+            part.load_state_dict(state)

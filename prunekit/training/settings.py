@@ -37,3 +37,15 @@ class TrainSettings:
     """Batches whose gradients make one optimizer step."""
     clamp_activation_grad: ClampSettings | None = None
     clamp_weight_grad: ClampSettings | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When training is written down so that it can be resumed, and how much of that is kept."""
+
+    every_seconds: Annotated[float, Gt(0)] | None = 60.0
+    """Less often where writing would take more than a twentieth of the time. The end of a training is always kept."""
+    every_steps: Annotated[int, Ge(1)] | None = None
+    """Optimizer steps; as often as it says, whatever that costs."""
+    keep: Annotated[int, Ge(1)] = 2
+    """How many; the best weights are in each."""

@@ -20,7 +20,7 @@ from prunekit.data import Splits, batches
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.models import ModelSettings, require_trainable
-from prunekit.training import ClampRow, EpochRow, check_clamps, check_fits, fit
+from prunekit.training import Checkpoints, ClampRow, EpochRow, check_clamps, check_fits, fit
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, own_structure, require_sources
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
@@ -101,8 +101,12 @@ def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
     return replace(job.model, arguments={"num_classes": len(splits.classes)} | job.model.arguments, origin=None)
 
 
-def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
-    """The dense model with weights: as given, from the cache, or trained now and put there."""
+def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints: Checkpoints | None = None) -> Baseline:
+    """The dense model with weights: as given, from the cache, or trained now and put there.
+
+    Args:
+        checkpoints: where training is resumed from; None: nowhere.
+    """
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
@@ -123,6 +127,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
             workers=job.data.reading,
             progress=progress,
             label="baseline",
+            checkpoints=checkpoints,
         )
     prepared.model.cpu()
     save_weights(path, prepared.model)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,16 +16,17 @@ from prunekit.channels import ChannelMap
 from prunekit.compaction import compact, load, save
 from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
-from prunekit.masking import masked, sparsity
+from prunekit.masking import ActivationThresholds, masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
-from prunekit.training import ClampRow, EpochRow, History, Part, Training, Within, fit
+from prunekit.training import Checkpoints, ClampRow, EpochRow, History, Part, Training, Within, fit
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
 from prunekit.workflow.deploying import deploy
+from prunekit.workflow.kept import Clock, plan_digest
 from prunekit.workflow.plan_stage import find_plan
 from prunekit.workflow.profiling import Profile
 from prunekit.workflow.repairing import repair_model, repair_summary
@@ -41,19 +41,6 @@ from prunekit.workflow.tables import (
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
-
-
-@dataclass
-class _Clock:
-    """Seconds of each stage of a run."""
-
-    stages: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.stages[name] = time.perf_counter() - start
 
 
 class Journey:
@@ -81,14 +68,15 @@ class Journey:
         self.prepared, self.chart, self.run, self.timed = prepared, chart, run, timed
         self.progress, self.training = progress, training
         self.job, self.log = prepared.job, run.log
-        self.clock = _Clock()
+        self.clock = Clock(run.resume / "seconds.json")
         self.history: list[dict[str, Any]] = []
         self.clamps: list[dict[str, Any]] = []
 
     def travel(self) -> dict[str, Any]:
         """Runs every stage and returns the metrics."""
         with self.clock.stage("baseline"):
-            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
+            checkpoints = self._checkpoints("baseline")
+            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress, checkpoints=checkpoints)
         dense = baseline.model
         self._note("baseline", baseline.rows, baseline.clamps)
         planned, frozen = find_plan(
@@ -117,7 +105,7 @@ class Journey:
             final = None if frozen is None else self._measure_last(dense, frozen)
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
         metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
-        metrics |= {"fine_tuned": self.training, "repair": repair_summary(report)}
+        metrics |= {"fine_tuned": self.training, "repair": repair_summary(report), "resumed": len(self.run.resumed)}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
         if self.timed is not None and final is not None:
             metrics |= {"profile": self.timed.summary(), "delivered": final.summary()}
@@ -131,7 +119,7 @@ class Journey:
 
     def _finetune_masked(self, model: nn.Module, plan: Plan) -> nn.Module:
         model = model.to(self.prepared.device)
-        thresholds = find_thresholds(self.prepared, compact(model, plan), log=self.log)
+        thresholds = self._thresholds(compact(model, plan))
         share = sparsity(model, plan)
         self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
 
@@ -158,9 +146,31 @@ class Journey:
             progress=self.progress,
             label=name,
             checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",
+            checkpoints=self._checkpoints(name, plan=plan_digest(self.run)),
         )
         self._note(name, history.rows, history.clamps)
         return model.cpu()
+
+    def _checkpoints(self, name: str, **facts: str) -> Checkpoints | None:
+        """Where one of the trainings goes on from; None where the job wants none."""
+        settings = self.job.checkpoint
+        if settings is None:
+            return None
+
+        def log(message: str) -> None:
+            self.log(f"{name}: {message}")
+
+        return Checkpoints(self.run.resume / name, settings, facts=facts, log=log)
+
+    def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:
+        """Those to train under, found once in a run."""
+        path = self.run.resume / "activation_thresholds.json"
+        if path.exists():
+            return ActivationThresholds.load(path)
+        thresholds = find_thresholds(self.prepared, small, log=self.log)
+        if thresholds is not None:
+            thresholds.save(path)
+        return thresholds
 
     def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
         """What counts for budgets of time: the model as its folder gives it, in a fresh process."""

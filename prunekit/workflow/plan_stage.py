@@ -18,6 +18,7 @@ from prunekit.workflow.delivered import Frozen
 from prunekit.workflow.delivering import freeze
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.evidence import needs_activations
+from prunekit.workflow.kept import keep_plan, kept_plan
 from prunekit.workflow.profiling import Profile
 from prunekit.workflow.pruning import Planned, plan_curves, plan_model
 from prunekit.workflow.runs import RunFolder
@@ -34,7 +35,7 @@ def find_plan(
     training: bool,
     stage: Callable[[str], AbstractContextManager[Any]],
 ) -> tuple[Planned, Frozen | None]:
-    """A plan within the job's budgets, on the dense model's weights; written into the run's folder.
+    """A plan within the job's budgets, on the dense model's weights; written into the run's folder, or read there.
 
     Args:
         dense: with its weights.
@@ -46,6 +47,8 @@ def find_plan(
     Returns:
         The plan, and how it was found where a budget is one of time.
     """
+    if (kept := kept_plan(run, dense)) is not None:
+        return kept
     job, log = prepared.job, run.log
     with stage("calibrate"):
         stats: ChannelStats | None = None
@@ -69,6 +72,7 @@ def find_plan(
         if patches is not None:
             curves = plan_curves(planned, patches)
             write_csv(run.path / "sensitivity.csv", curve_rows(planned.plan.channel_map, curves), CURVE_COLUMNS)
+        keep_plan(run, planned, frozen)
     return planned, frozen
 
 
