@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from prunekit import __version__
 from prunekit.channels.copying import named_tensors
 from prunekit.context import random_state, set_random_state
 from prunekit.data import Splits
@@ -147,5 +147,5 @@ def identity_of(model: nn.Module, splits: Splits, settings: TrainSettings, parts
         "images": [len(splits.train), len(splits.validation)],
         "model": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in named_tensors(model)},
         "parts": [type(part).__name__ for part in parts.all],
-        "versions": {"prunekit": __version__, "torch": str(torch.__version__)},
+        "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from prunekit import __version__
 from prunekit.artifacts import read_json, write_json
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.states import differences
@@ -32,7 +32,7 @@ def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:
         "data": prepared.splits.fingerprint,
         "model": {"structure": digest(prepared.structure), "weights": weights_digest(prepared.model)},
         "device": prepared.device.type,
-        "versions": {"prunekit": __version__, "torch": str(torch.__version__)},
+        "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
     }
     plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
     return plain

@@ -101,15 +101,23 @@ def run_folder(output: Path, name: str, log: Log, resolved: str, again: Path | N
         except KeyboardInterrupt:
             with _undisturbed():
                 run.mark("interrupted", finished=_now())
+                _offer(run)
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # a full disk must not hide what failed
                 run.mark("failed", finished=_now(), error=reason)
                 file.write(f"{_now()} {reason}\n")
+                _offer(run)
             raise
         run.mark("finished", finished=_now())
         shutil.rmtree(run.resume, ignore_errors=True)
+
+
+def _offer(run: RunFolder) -> None:
+    """Says that a run can be resumed, if it can."""
+    if run.resume.exists():
+        run.log(f"run: {run.path} has not finished; --resume {run.path} goes on with it")
 
 
 def _history(path: Path, now: str) -> tuple[str, tuple[str, ...]]:
