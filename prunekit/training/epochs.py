@@ -171,7 +171,7 @@ class Epochs:
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
         """Adds a batch's part of the gradient of the mean loss over `of` images."""
-        images, labels = (tensor.to(self.device) for tensor in batch)
+        images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         with autocast(self.settings.precision, self.device):
             output = self.model(images)
             loss = self.state.parts.added_to(self._loss(output, labels), images, output, labels)
@@ -190,7 +190,7 @@ class Epochs:
         sums = Sums()
         with training_mode(self.model, False), torch.no_grad():
             for images, labels in self.validation:
-                images, target = images.to(self.device), labels.to(self.device)
+                images, target = (tensor.to(self.device, non_blocking=True) for tensor in (images, labels))
                 output = logits(self.model(images))
                 loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
                 sums.add(loss, output, target)

@@ -6,13 +6,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from prunekit.context import seeded, training_mode
-from prunekit.data import Splits, batches
+from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.models import require_trainable
 from prunekit.training.asked import require_asked
 from prunekit.training.best import BestWeights
@@ -39,7 +40,7 @@ def fit(
     device: torch.device,
     seed: int,
     batch: int,
-    workers: int = 0,
+    workers: int | Workers = 0,
     parts: Sequence[Part] = (),
     own_optimizer: MakeOptimizer | None = None,
     progress: bool = False,
@@ -60,7 +61,7 @@ def fit(
         device: where to train.
         seed: of the order of images, of dropout and of everything else that is random.
         batch: images in a batch; a last batch that is not full is left out, and comes in another epoch.
-        workers: processes that read images ahead.
+        workers: processes that read images ahead, their number or how.
         parts: what takes part beside the loss, such as masks, and what the settings ask for (`asked_parts`); entered
             in their order.
         own_optimizer: what makes the optimizer, where the settings say `own`.
@@ -89,8 +90,11 @@ def fit(
     model.to(device)
     check_fits(model, splits, device)
     full = len(splits.train) >= batch
-    train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full, augment=True)
-    validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
+    mixes = settings.mixup > 0 or settings.cutmix > 0
+    mixing = Mixing(len(splits.classes), settings.mixup, settings.cutmix) if mixes else None
+    reading = partial(batches, batch_size=batch, workers=workers, device=device)
+    train = reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing)
+    validation = reading(splits.validation, shuffle_seed=None)
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)

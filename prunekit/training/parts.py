@@ -47,7 +47,10 @@ class Part:
         return ()
 
     def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor | None:
-        """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing."""
+        """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing.
+
+        Labels are (B,) int64, or under mixup and CutMix the share of each class, (B, classes) float32.
+        """
         return None
 
     def before_step(self, step: int) -> None:

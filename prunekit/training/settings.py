@@ -78,6 +78,11 @@ class TrainSettings:
     """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017), or to a little above
     it where steps are skipped: those do not move the schedule."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    mixup: Annotated[float, Ge(0)] = 0.0
+    """Images of a batch are blended in shares drawn from Beta(mixup, mixup), labels likewise (Zhang et al. 2018)."""
+    cutmix: Annotated[float, Ge(0)] = 0.0
+    """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019). With both,
+    each batch draws one of them."""
     precision: Precision = "fp32"
     """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1

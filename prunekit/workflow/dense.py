@@ -170,7 +170,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
             device=prepared.device,
             seed=job.seed,
             batch=job.data.batch,
-            workers=job.data.workers,
+            workers=job.data.reading,
             parts=_parts(prepared, job.baseline),
             own_optimizer=prepared.optimizer_for(job.baseline),
             progress=progress,

@@ -86,7 +86,7 @@ def measure(
     accuracies, figures = {}, {}
     for name, model in models.items():
         data = prepared.job.data
-        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.workers)
+        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
         reached = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
         model.cpu()
         figures[name] = {

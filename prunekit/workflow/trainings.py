@@ -104,7 +104,7 @@ class Trainings:
             device=self._prepared.device,
             seed=self._job.seed,
             batch=self._job.data.batch,
-            workers=self._job.data.workers,
+            workers=self._job.data.reading,
             parts=[*parts, *asked],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import pytest
 import torch
 from resume_jobs import QUICK, folder_of, job
 
-import prunekit
 from prunekit.artifacts import read_json, write_json
-from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
 from prunekit.errors import ResumeError
 from prunekit.repair import RepairSettings
@@ -148,23 +145,3 @@ def test_the_newest_run_of_the_recipe_is_taken(left: Path) -> None:
     assert str(left) in go_on(left, "auto")[0]
     write_json(left / "status.json", read_json(left / "status.json") | {"state": "finished"})
     assert str(older) in go_on(left, "auto")[0]
-
-
-def test_a_plan_that_was_exchanged_is_refused(tmp_path: Path) -> None:
-    """The plan in the folder must be the one that the run made."""
-    small = {**QUICK, "repair": RepairSettings(joint_steps=0), "calibration": CalibrationSettings(images=8)}
-
-    def interrupt(message: str) -> None:
-        if message.startswith("repair: "):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune_job(job(tmp_path, **small), log=interrupt)
-    folder = folder_of(tmp_path)
-    plan = prunekit.load_plan(folder)
-    keep = plan.keep.copy()
-    keep[next(iter(plan.channel_map.groups)).labels] = True
-    replace(plan, keep=keep).save(folder)
-    with pytest.raises(ResumeError, match=r"plan\.safetensors: not the plan that this run was made with"):
-        prune_job(job(tmp_path, **small), log=lambda _: None, resume="auto")
-    assert read_json(folder / "status.json")["state"] == "failed"
