@@ -176,7 +176,12 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     for name, tensor in named_tensors(clone):
         labels[name], fresh = _label(flow, tensor, fresh)
     given = weakref.ref(model)
-    trace = Trace(flow, labels, [], {}, NormWatch(flow), lambda: given() or clone, map_tensors(examples[0], stand_in))
+
+    def traced() -> nn.Module:
+        found = given()
+        return clone if found is None else found
+
+    trace = Trace(flow, labels, [], {}, NormWatch(flow), traced, map_tensors(examples[0], stand_in))
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
