@@ -72,7 +72,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the names in a folder, are on the disk; where the system has a call for that."""
+    if os.name != "posix":
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

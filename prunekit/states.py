@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from prunekit.artifacts import atomic_folder, read_json, sha256
-from prunekit.errors import ArtifactError
+from prunekit.errors import ArtifactError, ResumeError
 
 FORMAT = 1
 TENSORS, TEXT = "tensors.safetensors", "state.json"
@@ -51,14 +51,17 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Reads what `write_state` wrote; tensors are on the CPU.
 
     Raises:
-        ArtifactError: a file is missing, damaged, or of another format.
+        ArtifactError: a file is missing or damaged.
+        ResumeError: it is of another format.
     """
     found = read_json(folder / TEXT)
     body = found.get("body") if isinstance(found, dict) else None
     if not isinstance(body, dict) or _digest(json.dumps(body)) != found.get("sha256"):
         raise ArtifactError(f"{folder / TEXT}: not what prunekit wrote (checksum differs); the file is damaged")
     if body["format"] != FORMAT:
-        raise ArtifactError(f"{folder / TEXT}: expected a state of format {FORMAT}, got {body['format']}")
+        raise ResumeError(
+            f"{folder / TEXT}: expected format {FORMAT}, got {body['format']}; resume it with the version that wrote it"
+        )
     path = folder / TENSORS
     if not path.is_file() or sha256(path) != body["tensors"]:
         raise ArtifactError(f"{path}: missing, or not what prunekit wrote (checksum differs)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 import torch
 from torch.optim import SGD, Adam
 
-from prunekit import artifacts
+from prunekit import artifacts, states
 from prunekit.artifacts import remove_leftovers
-from prunekit.errors import ArtifactError
+from prunekit.errors import ArtifactError, ResumeError
 from prunekit.states import differences, read_state, write_state
 
 
@@ -114,6 +115,15 @@ def test_what_is_damaged_is_refused(spoil: Callable[[Path], object], tmp_path: P
         read_state(tmp_path / "state")
 
 
+def test_another_format_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "FORMAT", 2)
+        write_state(tmp_path / "state", {"a": 1})
+    with pytest.raises(ResumeError, match="expected format 1, got 2; resume it with the version that wrote it"):
+        read_state(tmp_path / "state")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no such call")
 def test_it_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(artifacts, "_sync", lambda path: synced.append(path.name))

@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,13 @@ class Checkpoints:
         return [path for _, path in sorted(named, key=lambda pair: (int(pair[0][1]), int(pair[0][2])))]
 
     def newest(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The state to go on from; None where there is none. What is damaged is said and removed.
+        """The state to go on from; None where there is none. What is damaged is said and set aside.
 
         Args:
             identity: plain data about the run, which the checkpoint must be of.
 
         Raises:
-            ResumeError: it is of another run; says what differs.
+            ResumeError: it is of another run or format; says what differs.
         """
         remove_leftovers(self.folder)
         for path in reversed(self._found()):
@@ -106,7 +107,8 @@ class Checkpoints:
                 state = read_state(path)
             except ArtifactError as error:
                 self.warn(f"checkpoint {error}; looking for the one before")
-                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    path.rename(path.with_name(f"damaged-{path.name}"))
                 continue
             require_same(path, state["identity"], identity)
             self.last, self._step, self._begun = path, state["position"]["step"], time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -270,6 +269,7 @@ def test_older_ones_make_room_for_a_new_one(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_the_system_really_says_of_a_full_disk(tmp_path: Path) -> None:
     """Files may not grow beyond a limit: writing ends in the middle, by the kernel."""
+    resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     model = net()
     kept = Checkpoints(tmp_path, EVERY_STEP)
@@ -331,6 +331,10 @@ def test_without_a_whole_one_the_run_starts_anew(tmp_path: Path) -> None:
         spoil(folder)
     again, rows, said = train(tmp_path, parts=[Resuming()])
     assert len(said) == 2
+    assert [name for name in names(tmp_path) if name.startswith("damaged-")] == [
+        "damaged-epoch-0001-batch-000001",
+        "damaged-epoch-0001-batch-000002",
+    ]
     assert equal(model, again)
     assert losses(rows) == losses(history)
 

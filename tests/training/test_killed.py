@@ -22,6 +22,7 @@ from prunekit.data import Splits, TensorImages
 from prunekit.masking import ClampSettings
 from prunekit.training import Checkpoints, CheckpointSettings, TrainSettings, fit
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SEED = int(os.environ.get("PRUNEKIT_KILL_SEED", time.time_ns() % 2**32))
 SETTINGS = TrainSettings(
     epochs=2,

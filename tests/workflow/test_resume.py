@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from prunekit import artifacts, states
 from prunekit.artifacts import read_json
 from prunekit.workflow import finetune
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SAID = {
     "calibrate": "calibration: reduction",
     "plan": "plan: 5",
