@@ -2,6 +2,7 @@
 
 from prunekit.training.asked import Sources, asked_parts, needs_plan
 from prunekit.training.averaging import Average
+from prunekit.training.carrying import carry_average, carry_over
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
 from prunekit.training.distillation import Distillation, TeacherCost
@@ -40,6 +41,8 @@ __all__ = [
     "Training",
     "Within",
     "asked_parts",
+    "carry_average",
+    "carry_over",
     "check_clamps",
     "check_fits",
     "feature_paths",
