@@ -27,8 +27,8 @@ from prunekit.repair import repair as repair_masked
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import gathered, patch_statistics, statistics
+from prunekit.workflow.goal import goal_for
 from prunekit.workflow.planned import Planned
-from prunekit.workflow.profiling import profile_for
 from prunekit.workflow.pruning import plan_model
 
 IMAGES = 1024
@@ -151,7 +151,7 @@ def prune(
         flushed = flush_subnormals(planned.compact, data)
         difference = planned.max_relative_difference
         result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
-        return _timed(model, data, settings, frozen, result)
+        return _timed(frozen, result)
     seen = gathered(data, images)
     seen = seen.to(next((parameter.device for parameter in model.parameters()), seen.device))
     return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
@@ -182,22 +182,20 @@ def _prune_on(
     if repairing is None:
         flushed = flush_subnormals(planned.compact, (images[:2],))
         result = Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
-        return _timed(model, (images[:2],), settings, frozen, result)
+        return _timed(frozen, result)
     masked, report = repair_masked(model, plan, images, repairing)
     flushed = flush_subnormals(compact(masked, plan), (images[:2],))
     proof = verify(masked, flushed.model, plan, [(images[:8],)])
     difference, notes = max(difference, proof.max_relative_difference), notes + _said(flushed)
     result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
-    return _timed(model, (images[:2],), settings, frozen, result)
+    return _timed(frozen, result)
 
 
-def _timed(
-    model: nn.Module, example: tuple[Any, ...], settings: PruneSettings, frozen: Frozen | None, result: Pruned
-) -> Pruned:
+def _timed(frozen: Frozen | None, result: Pruned) -> Pruned:
     """The result with what it was measured to take, where a budget is one of time."""
     if frozen is None:
         return result
-    found = delivered(frozen, model, result.model, example[0].shape[1:], settings, log=_quiet)
+    found = delivered(frozen, result.model, log=_quiet)
     return replace(result, delivered=found, notes=result.notes + tuple(found.shortfalls))
 
 
@@ -229,7 +227,7 @@ def _planned(
     patches: PatchStats | None = None,
 ) -> tuple[Planned, Frozen | None]:
     """A plan that meets the budgets; with how it was found, where one is of time."""
-    profiled = profile_for(model, example, chart, settings, log=_quiet)
+    goal = goal_for(model, example, chart, settings, log=_quiet)
 
     def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
         return plan_model(
@@ -242,10 +240,10 @@ def _planned(
             seed=given.seed,
             channel_map=channel_map,
             more_examples=given.more_examples,
-            latency=None if profiled is None else profiled.table,
+            latency=None if goal is None else goal.table,
         )
 
-    if profiled is None:
+    if goal is None:
         return plan(settings, chart), None
-    frozen = freeze(model, chart, example[0].shape[1:], settings, profiled.table, plan, log=_quiet)
+    frozen = freeze(goal, plan, log=_quiet)
     return frozen.planned, frozen

@@ -36,13 +36,31 @@ def importance(
     patches: PatchStats | None = None,
 ) -> Scores:
     """Scores of a criterion; but for scope `uniform` normalised within each group, unless comparable as they are."""
-    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
-        warnings.simplefilter("ignore", CalibrationWarning)
-        scores = score(
-            settings.criterion, model, channel_map, stats=stats, gradients=gradients, patches=patches, seed=seed
-        )
+    scores = raw_importance(model, channel_map, settings, stats, gradients, seed, patches)
+    return ranked(scores, channel_map, settings)
+
+
+def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
+    """Scores of a criterion as plans rank them: normalised within each group where they have to be."""
     as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
     return scores if as_it_is else normalise(scores, channel_map)
+
+
+def raw_importance(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    settings: PruneSettings,
+    stats: ChannelStats | None,
+    gradients: TaylorTerms | None,
+    seed: int,
+    patches: PatchStats | None = None,
+) -> Scores:
+    """Scores of a criterion as it gives them."""
+    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
+        warnings.simplefilter("ignore", CalibrationWarning)
+        return score(
+            settings.criterion, model, channel_map, stats=stats, gradients=gradients, patches=patches, seed=seed
+        )
 
 
 def plan_model(

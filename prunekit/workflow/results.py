@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def measure(
     accuracies, figures = {}, {}
     for name, model in models.items():
         data = prepared.job.data
-        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.workers)
+        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
         reached = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
         model.cpu()
         figures[name] = {
@@ -188,7 +189,8 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
 
 
 def write_events(folder: Path, rows: tuple[EpochRow, ...]) -> None:
-    """Training curves as TensorBoard events."""
+    """Training curves as TensorBoard events, in the place of those of an earlier attempt."""
+    shutil.rmtree(folder, ignore_errors=True)
     if not rows:
         return
     from torch.utils.tensorboard import SummaryWriter
