@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,6 +67,7 @@ def run_recipe(
     dry_run: bool,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     resume: str | None,
     **options: Any,
@@ -79,8 +80,8 @@ def run_recipe(
     from prunekit.workflow import Own
 
     if dry_run:
-        _dry_run(job, Own(factory, data), console)
-    elif _run(job, Own(factory, data), console, resume, training=training):
+        _dry_run(job, Own(factory, data, optimizer), console)
+    elif _run(job, Own(factory, data, optimizer), console, resume, training=training):
         click.get_current_context().exit(1)
 
 
@@ -112,9 +113,22 @@ def _plan(plan: dict[str, Any]) -> str:
             f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
             f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
             *(f"Budget {text}" for text in budgeted(plan)),
+            *(_schedule(plan["schedule"]) if plan["schedule"] else ()),
             table(("layer", "kind", "in", "out", "MACs", "parameters"), rows, text=("kind",)),
         ]
     )
+
+
+def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
+    from prunekit.report.numbers import share
+
+    resources = [name for name in schedule["stages"][0] if name not in ("step", "epoch")]
+    rows = [
+        (str(stage["step"]), f"{stage['epoch']:.2f}", *(share(stage[name], 1) for name in resources))
+        for stage in schedule["stages"]
+    ]
+    yield f"Schedule {schedule['kind']}, {schedule['steps_per_epoch']} steps an epoch: what is left of the dense model"
+    yield table(("after step", "epoch", *resources), rows)
 
 
 def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, training: bool) -> list[str]:
@@ -150,6 +164,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         on_time,
         reference,
         repaired,
+        taught,
     )
     from prunekit.report.numbers import factor, interval
 
@@ -165,6 +180,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
+    teachers = [f"Teacher's time: {text}" for text in taught(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(
@@ -176,6 +192,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
             *ready,
             *masks,
             *clamps,
+            *teachers,
             *shortfalls,
             *places,
         ]

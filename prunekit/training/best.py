@@ -28,7 +28,7 @@ class BestWeights:
         self._written = False
 
     def offer(self, epoch: int, top1: float) -> None:
-        """Keeps the weights as they are now if none were better."""
+        """Keeps the weights as they are now if none were better; -1: only as long as no others were offered."""
         if top1 >= self.top1:
             self.epoch, self.top1 = epoch, top1
             self.keep()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -71,7 +72,8 @@ def check_clamps(model: nn.Module, settings: TrainSettings) -> None:
     Raises:
         UsageError: a glob matches nothing.
     """
-    Clamps(model, build_optimizer(model, settings), settings, None)
+    any_optimizer = build_optimizer(model, replace(settings, optimizer="sgd", nesterov=False))
+    Clamps(model, any_optimizer, settings, None)
 
 
 def _limits(settings: ClampSettings) -> float | Mapping[str, float]:

@@ -77,7 +77,7 @@ class Epochs:
         training_s = time.perf_counter() - start
         with self.state.parts.evaluating():
             validated = self._validate(f"epoch {at.epoch}")
-            self.state.best.offer(at.epoch, validated.top1)
+            self.state.best.offer(at.epoch, validated.top1 if self.state.parts.settled() else -1.0)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
@@ -99,11 +99,11 @@ class Epochs:
         parts, accumulate = self.state.parts, self.settings.accumulate
         self.model.train()
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), accumulate):
-            at.lr = self.optimizer.param_groups[0]["lr"]
             self._add_gradients([batch for _, batch in group], at, start)
             at.step += 1
             parts.before_step(at.step)
             self._require_finite_gradients([batch for _, batch in group], at)
+            at.lr = self.optimizer.param_groups[0]["lr"]
             self.optimizer.step()
             stepped = not self.optimizer.step_was_skipped
             at.made += stepped
@@ -171,7 +171,7 @@ class Epochs:
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
         """Adds a batch's part of the gradient of the mean loss over `of` images."""
-        images, labels = (tensor.to(self.device) for tensor in batch)
+        images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         with autocast(self.settings.precision, self.device):
             output = self.model(images)
             loss = self.state.parts.added_to(self._loss(output, labels), images, output, labels)
@@ -190,7 +190,7 @@ class Epochs:
         sums = Sums()
         with training_mode(self.model, False), torch.no_grad():
             for images, labels in self.validation:
-                images, target = images.to(self.device), labels.to(self.device)
+                images, target = (tensor.to(self.device, non_blocking=True) for tensor in (images, labels))
                 output = logits(self.model(images))
                 loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
                 sums.add(loss, output, target)

@@ -42,8 +42,15 @@ class Part:
         """Entered around the whole training."""
         return nullcontext()
 
+    def restarts(self, training: Training) -> Sequence[int]:
+        """Steps before which the learning-rate schedule begins anew, ascending; asked once."""
+        return ()
+
     def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor | None:
-        """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing."""
+        """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing.
+
+        Labels are (B,) int64, or under mixup and CutMix the share of each class, (B, classes) float32.
+        """
         return None
 
     def before_step(self, step: int) -> None:
@@ -55,6 +62,13 @@ class Part:
     def evaluating(self) -> AbstractContextManager[Any]:
         """Entered while the model is validated and its weights may be kept as the best."""
         return nullcontext()
+
+    def settled(self) -> bool:
+        """Whether what is validated now is of the kind that the run is to end with; asked while it is.
+
+        Epochs that are not do not compete for the best weights; where none is, the last epoch's are kept.
+        """
+        return True
 
     def describe(self) -> Mapping[str, Any]:
         """Figures for the progress bar; asked once an epoch."""
@@ -129,6 +143,14 @@ class Parts:
         """Tells every part."""
         for part in self.all:
             part.after_step(step, made)
+
+    def restarts(self, training: Training) -> tuple[int, ...]:
+        """The steps of all parts, each once."""
+        return tuple(sorted({step for part in self.all for step in part.restarts(training)}))
+
+    def settled(self) -> bool:
+        """Whether every part is."""
+        return all(part.settled() for part in self.all)
 
     def describe(self) -> dict[str, Any]:
         """All figures for the progress bar."""

@@ -13,15 +13,18 @@ from prunekit.training.history import EpochRow
 
 @dataclass
 class Sums:
-    """Loss, hits and images of an epoch so far."""
+    """Loss, hits and images of an epoch so far; a mixed image counts as a hit by the share of the class predicted."""
 
     loss: float = 0.0
-    correct: int = 0
+    correct: float = 0.0
     images: int = 0
 
     def add(self, loss: float, output: Tensor, labels: Tensor) -> None:
+        """A batch's mean loss, its logits (B, classes), and its labels: (B,) int64 or shares (B, classes)."""
+        predicted = output.argmax(1)
+        hits = predicted == labels if labels.ndim == 1 else labels.gather(1, predicted[:, None])
         self.loss += loss * len(labels)
-        self.correct += int((output.argmax(1) == labels).sum())
+        self.correct += hits.sum().item()
         self.images += len(labels)
 
     @property

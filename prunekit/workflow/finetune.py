@@ -9,16 +9,18 @@ from typing import Any
 
 from prunekit.channels import trace
 from prunekit.context import threads
+from prunekit.deploy.transform import transform_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
+from prunekit.workflow.goal import goal_for
 from prunekit.workflow.journey import Journey
-from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import profile_for
+from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.pruning import feasible
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
+from prunekit.workflow.scheduling import require_schedule
 from prunekit.workflow.settings import JobSettings
 
 Finish = Callable[[Path], object]
@@ -49,7 +51,8 @@ def finetune(
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
-    What the job's `repair` says is repaired before fine-tuning.
+    What the job's `repair` says is repaired before fine-tuning. Where `prune.schedule` is given, channels go while the
+    model is fine-tuned.
 
     Args:
         job: the settings.
@@ -106,19 +109,20 @@ def _run(
     training: bool,
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
+    require_optimizer(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
+    require_schedule(prepared, training=training)
     identity = identity_of(prepared, training=training)
     again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
-    if timed is None:
+    transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
+    if goal is None:
         feasible(chart, job.prune)
     else:
-        require_reachable(prepared.model, prepared.example_inputs, chart, job.prune, timed.table)
-    with run_folder(job.output, job.name, log, resolved, again) as run, threads(job.threads):
+        require_reachable(goal, prepared.example_inputs)
+    with run_folder(job.output, job.name, log, resolved, finish, again) as run, threads(job.threads):
         note(run, identity)
-        metrics = Journey(prepared, chart, run, timed, progress=progress, training=training).travel()
-        if finish is not None:
-            finish(run.path)
+        metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
     return RunResult(run.path, metrics)

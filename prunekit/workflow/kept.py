@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from prunekit.artifacts import read_json, sha256, write_json
+from prunekit.artifacts import read_json, write_json
 from prunekit.channels.copying import named_tensors
 from prunekit.compaction import compact
 from prunekit.errors import ArtifactError, ResumeError
-from prunekit.planning.plan import load_plan
+from prunekit.planning import Plan, load_plan
 from prunekit.repair import LayerRepair, RepairReport
 from prunekit.repair.report import RepairMemory
 from prunekit.states import read_state, write_state
 from prunekit.workflow.attempts import Attempt, Timing
 from prunekit.workflow.delivered import Frozen
-from prunekit.workflow.pruning import Planned
+from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.runs import RunFolder
 
 
@@ -53,11 +55,12 @@ class Clock:
 
 
 def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
-    """Keeps what was found out about the plan in the run's folder."""
+    """Keeps the plan and what was found out about it; a schedule writes another into the run's folder at its end."""
+    planned.plan.save(run.resume / "planned")
     write_state(
         run.resume / "plan",
         {
-            "plan": plan_digest(run),
+            "plan": digest_of(planned.plan),
             "scores": torch.as_tensor(planned.scores),
             "max_relative_difference": planned.max_relative_difference,
             "locked_by_trial": planned.locked_by_trial,
@@ -66,11 +69,12 @@ def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
     )
 
 
-def kept_plan(run: RunFolder, dense: nn.Module) -> tuple[Planned, Frozen | None] | None:
+def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tuple[Planned, Frozen | None] | None:
     """What `keep_plan` kept; None where the run had not come so far.
 
     Args:
         dense: with its weights.
+        goal: where a budget is one of time.
 
     Raises:
         ResumeError: the plan in the folder is not the one that the run made.
@@ -78,35 +82,38 @@ def kept_plan(run: RunFolder, dense: nn.Module) -> tuple[Planned, Frozen | None]
     state = _read(run, "plan")
     if state is None:
         return None
-    if state["plan"] != plan_digest(run):
+    plan = load_plan(run.resume / "planned")
+    if state["plan"] != digest_of(plan):
         raise ResumeError(
-            f"{run.path / 'plan.safetensors'}: not the plan that this run was made with (checksum {plan_digest(run)}, "
+            f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {digest_of(plan)}, "
             f"expected {state['plan']}); put that back, or start anew"
         )
-    plan = load_plan(run.path)
     small = compact(dense, plan)
     planned = Planned(
         plan, state["scores"].numpy(), small, state["max_relative_difference"], tuple(state["locked_by_trial"])
     )
     run.log("plan: that of the run, from its folder")
-    return planned, _frozen(state["frozen"], planned)
+    return planned, _frozen(state["frozen"], planned, None if goal is None else replace(goal, model=dense))
 
 
-def plan_digest(run: RunFolder) -> str:
-    """SHA-256 of the plan in a run's folder."""
-    return sha256(run.path / "plan.safetensors")
+def digest_of(plan: Plan) -> str:
+    """SHA-256 of what a plan keeps."""
+    found = hashlib.sha256(plan.keep.tobytes())
+    for name, mask in sorted(plan.element_masks.items()):
+        found.update(name.encode() + mask.numpy().tobytes())
+    return found.hexdigest()
 
 
 def _plain(frozen: Frozen) -> dict[str, Any]:
     attempts = [asdict(attempt) for attempt in frozen.attempts]
-    return {"asked": dict(frozen.asked), "attempts": attempts, "binding": frozen.binding}
+    return {"attempts": attempts, "binding": frozen.binding}
 
 
-def _frozen(state: dict[str, Any] | None, planned: Planned) -> Frozen | None:
-    if state is None:
+def _frozen(state: dict[str, Any] | None, planned: Planned, goal: LatencyGoal | None) -> Frozen | None:
+    if state is None or goal is None:
         return None
     attempts = tuple(Attempt(**{**one, "timing": Timing(**one["timing"])}) for one in state["attempts"])
-    return Frozen(planned, state["asked"], attempts, state["binding"])
+    return Frozen(goal, planned, attempts, state["binding"])
 
 
 def keep_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:

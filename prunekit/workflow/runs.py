@@ -68,13 +68,21 @@ def alive(status: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def run_folder(output: Path, name: str, log: Log, resolved: str, again: Path | None = None) -> Iterator[RunFolder]:
+def run_folder(
+    output: Path,
+    name: str,
+    log: Log,
+    resolved: str,
+    finish: Callable[[Path], object] | None = None,
+    again: Path | None = None,
+) -> Iterator[RunFolder]:
     """Makes `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.
 
     Args:
         output, name: where.
         log: gets a line for each stage, as the folder's log does.
-        resolved: the recipe's text.
+        resolved: the recipe's text, kept in the folder.
+        finish: called with the folder when the block has ended well, before the run counts as finished (the report).
         again: folder of a run that is resumed; it is used in place of a new one.
 
     Raises:
@@ -98,6 +106,8 @@ def run_folder(output: Path, name: str, log: Log, resolved: str, again: Path | N
             write_json(path / "environment.json", environment())
             both(f"run: {path}" if again is None else f"run: {path}, resumed; it was started {started}")
             yield run
+            if finish is not None:
+                finish(path)
         except KeyboardInterrupt:
             with _undisturbed():
                 run.mark("interrupted", finished=_now())

@@ -31,6 +31,10 @@ class JobSettings:
     data: DataSettings = field(default_factory=DataSettings)
     baseline: TrainSettings | None = None
     """How to train the dense model first, when `model.weights` is not given."""
+    sparsify: TrainSettings | None = None
+    """How to train the dense model on, so that channels become small before they go; null: not at all. Before the plan
+    is made for `group_lasso` and `bn_l1`, which let the plan find what became small; after it for `growing`, which
+    shrinks what the plan removes."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     prune: PruneSettings = field(default_factory=PruneSettings)
     repair: RepairSettings | None = None

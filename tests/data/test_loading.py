@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunekit.data import Batches, CorruptImages, Feed, FolderImages, TensorImages, batches
 from prunekit.data.augment import Draw
-from prunekit.data.loading import _Chunks
+from prunekit.data.loading import Chunk, _Read
 from prunekit.errors import DataError, UsageError
 
 
@@ -92,9 +92,9 @@ def test_random_transforms_in_workers_differ_between_epochs_and_can_be_repeated(
 def test_what_a_worker_reports_does_not_change_afterwards(tmp_path: Path) -> None:
     paths = tuple(tmp_path / name for name in ("a.png", "b.png"))
     dataset = FolderImages(paths, torch.tensor([0, 1]), Feed(8), CorruptImages(2))
-    chunks = _Chunks(dataset, torch.arange(2).split(1), None)
-    _, first = chunks[0]
-    _, both = chunks[1]
+    worker = _Read(dataset)
+    _, first = worker[Chunk(torch.tensor([0]), (0, 0, 0), False, None)]
+    _, both = worker[Chunk(torch.tensor([1]), (0, 0, 1), False, None)]
     assert (list(first), list(both)) == ([str(paths[0])], [str(path) for path in paths])
 
 

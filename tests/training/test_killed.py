@@ -25,7 +25,13 @@ from prunekit.training import Checkpoints, CheckpointSettings, TrainSettings, fi
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SEED = int(os.environ.get("PRUNEKIT_KILL_SEED", time.time_ns() % 2**32))
 SETTINGS = TrainSettings(
-    epochs=2, lr=0.02, accumulate=3, label_smoothing=0.1, clamp_weight_grad=ClampSettings(limit=0.01)
+    epochs=2,
+    lr=0.02,
+    accumulate=3,
+    label_smoothing=0.1,
+    mixup=0.4,
+    cutmix=1.0,
+    clamp_weight_grad=ClampSettings(limit=0.01),
 )
 EVERY_STEP = CheckpointSettings(every_steps=1)
 
