@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.training import carry_average, carry_over, recalibrate_batchnorm
-    from prunekit.workflow import explain, finetune, plan_model, profile, prune, sensitivity
+    from prunekit.workflow import plan_model, profile, prune
+    from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
+    from prunekit.workflow.finetune import finetune
+    from prunekit.workflow.sensitivity import sensitivity
 
 __version__ = version("prunekit")
 

@@ -57,6 +57,9 @@ class BudgetSettings:
     """Median time of one forward pass of the batch on the target, measured."""
     speedup: Speedup | None = None
     """How many times faster than the dense model, measured beside it on the target."""
+    memory_mb: Megabytes | None = None
+    """The most bytes that are alive at once in a forward pass of the target's batch, in units of 10^6: parameters,
+    buffers, inputs and results of operators, in the target's dtype, as eager makes and frees them."""
 
     @property
     def measured(self) -> bool:
@@ -66,7 +69,7 @@ class BudgetSettings:
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What budgets of time are meant on."""
+    """What budgets of time and memory are meant on; memory depends on batch and dtype alone."""
 
     runtime: RuntimeName = "eager"
     device: str = "cpu"
@@ -129,7 +132,7 @@ class PruneSettings:
     exclude: tuple[str, ...] = ()
     """Globs over module paths whose output channels stay whole."""
     target: TargetSettings = field(default_factory=TargetSettings)
-    """Runtime and device of `latency_ms` and `speedup`."""
+    """Runtime and device of `latency_ms` and `speedup`; batch and dtype of these and of `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Glob over module paths -> share of their output channels to keep."""
     schedule: ScheduleSettings | None = None

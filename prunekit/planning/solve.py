@@ -136,6 +136,7 @@ def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
 
 _NUMBERS = {
     "size_mb": ("number of megabytes (10^6 bytes)", 0),
+    "memory_mb": ("number of megabytes (10^6 bytes)", 0),
     "latency_ms": ("number of milliseconds", 0),
     "speedup": ("number of times faster", 1),
 }

@@ -22,6 +22,7 @@ COLUMNS = {
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
     "schedule": ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"),
+    "networks": ("predicted_ms", "measured_ms", "macs_left", "held_out", "error"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
 TEXT_COLUMNS = (
@@ -64,7 +65,10 @@ class Run:
     repair: pd.DataFrame | None
     sensitivity: pd.DataFrame | None
     schedule: pd.DataFrame | None
+    networks: pd.DataFrame | None
     analysis: dict[str, Any]
+    profile: dict[str, Any]
+    fits: dict[str, Any]
 
 
 def read_run(folder: Path) -> Run:
@@ -93,7 +97,10 @@ def read_run(folder: Path) -> Run:
         repair=tables["repair"],
         sensitivity=tables["sensitivity"],
         schedule=tables["schedule"],
+        networks=tables["networks"],
         analysis=_object(folder / "sensitivity.json"),
+        profile=_object(folder / "profile.json"),
+        fits=_object(folder / "fits.json"),
     )
 
 

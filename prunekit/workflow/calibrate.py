@@ -222,4 +222,4 @@ def calibration_batches(prepared: Prepared) -> Batches:
     total = len(prepared.splits.train)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
     chosen = order[: job.calibration.images]
-    return batches(prepared.splits.train, job.data.batch, shuffle_seed=None, workers=job.data.workers, indices=chosen)
+    return batches(prepared.splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)

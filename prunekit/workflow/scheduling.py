@@ -23,8 +23,9 @@ from prunekit.planning.select import Between, Scores
 from prunekit.training import PlanChange, Planner, PruningSchedule, Training, steps_per_epoch
 from prunekit.workflow.calibrate import calibrate_again
 from prunekit.workflow.dense import Prepared
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiling import in_blocks
-from prunekit.workflow.pruning import Planned, ranked, raw_importance
+from prunekit.workflow.pruning import ranked, raw_importance
 from prunekit.workflow.runs import Log, RunFolder
 from prunekit.workflow.tables import write_csv
 
@@ -139,11 +140,15 @@ class JobPlanner(Planner):
     def state_dict(self) -> dict[str, Any]:
         """Scores of what is pruned, and movement so far."""
         movement = {} if self._movement is None else self._movement.state_dict()
-        return {"raw": torch.from_numpy(self._raw.copy()), "movement": movement}
+        return {
+            "raw": torch.from_numpy(self._raw.copy()),
+            "movement": movement,
+            "scores": torch.from_numpy(np.array(self.scores)),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state."""
-        self._raw = state["raw"].cpu().numpy()
+        self._raw, self.scores = state["raw"].cpu().numpy(), state["scores"].cpu().numpy()
         if self._movement is not None:
             self._movement.load_state_dict(state["movement"])
 
@@ -165,6 +170,10 @@ class JobSchedule:
         self.planner = JobPlanner(prepared, planned, fixed=fixed)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
         self.part = PruningSchedule(settings, self.start, self.planner, self._changed)
+
+    def in_force(self) -> Plan:
+        """The plan that masks the model now."""
+        return self.part.plan
 
     def _changed(self, part: PruningSchedule) -> None:
         """Notes a change; the final masks are proven at once, before anything is trained under them."""
