@@ -3,6 +3,7 @@
 from prunekit.training.asked import Sources, asked_parts, needs_plan
 from prunekit.training.averaging import Average
 from prunekit.training.carrying import carry_average, carry_over
+from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
 from prunekit.training.distillation import Distillation, TeacherCost
@@ -11,10 +12,12 @@ from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
+from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.regularisers import Sparsifying
 from prunekit.training.settings import (
     AverageSettings,
+    CheckpointSettings,
     DistillSettings,
     FeatureSettings,
     RegulariserSettings,
@@ -24,15 +27,22 @@ from prunekit.training.settings import (
 __all__ = [
     "Average",
     "AverageSettings",
+    "CheckpointSettings",
+    "CheckpointWarning",
+    "Checkpoints",
     "ClampRow",
     "DistillSettings",
     "Distillation",
     "EpochRow",
     "FeatureSettings",
     "History",
+    "LearningRateRewinding",
     "MakeOptimizer",
     "Part",
+    "PlanChange",
     "PlanInForce",
+    "Planner",
+    "PruningSchedule",
     "RegulariserSettings",
     "Sources",
     "Sparsifying",
@@ -49,4 +59,5 @@ __all__ = [
     "fit",
     "needs_plan",
     "recalibrate_batchnorm",
+    "steps_per_epoch",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -47,6 +47,15 @@ class Clamps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How often each was needed so far."""
+        return {name: clamp.state_dict() for name, (clamp, _) in self._clamps.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Counts on from a state."""
+        for name, (clamp, _) in self._clamps.items():
+            clamp.load_state_dict(state[name])
 
     def rows(self) -> tuple[ClampRow, ...]:
         """One row for each module whose gradients were looked at."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -62,13 +63,21 @@ _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSettings], Optimizer
 }
 
 
-def build_schedule(optimizer: Optimizer, steps: int, warmup: float) -> LambdaLR:
-    """Linear warm-up over the first `warmup` share of `steps`, then a cosine to zero (Loshchilov & Hutter 2017)."""
-    rising = round(steps * warmup)
+def build_schedule(optimizer: Optimizer, steps: int, warmup: float, restarts: Sequence[int] = ()) -> LambdaLR:
+    """Linear warm-up over the first `warmup` share of `steps`, then a cosine to zero (Loshchilov & Hutter 2017).
+
+    Args:
+        restarts: steps before which all of this begins anew, ascending, each round with its own share of warm-up: the
+            learning rate is rewound (Renda et al. 2020).
+    """
+    edges = [0, *restarts, steps]
 
     def factor(step: int) -> float:
+        which = min(bisect_right(edges, step), len(edges) - 1)
+        begin, length = edges[which - 1], edges[which] - edges[which - 1]
+        step, rising = step - begin, round(length * warmup)
         if step < rising:
             return (step + 1) / (rising + 1)
-        return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+        return 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, length - rising)))
 
     return LambdaLR(optimizer, factor)

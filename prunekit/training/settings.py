@@ -78,6 +78,11 @@ class TrainSettings:
     """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017), or to a little above
     it where steps are skipped: those do not move the schedule."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    mixup: Annotated[float, Ge(0)] = 0.0
+    """Images of a batch are blended in shares drawn from Beta(mixup, mixup), labels likewise (Zhang et al. 2018)."""
+    cutmix: Annotated[float, Ge(0)] = 0.0
+    """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019). With both,
+    each batch draws one of them."""
     precision: Precision = "fp32"
     """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1
@@ -87,3 +92,15 @@ class TrainSettings:
     distill: DistillSettings | None = None
     regularise: RegulariserSettings | None = None
     average: AverageSettings | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When training is written down so that it can be resumed, and how much of that is kept."""
+
+    every_seconds: Annotated[float, Gt(0)] | None = 60.0
+    """Less often where writing would take more than a twentieth of the time. The end of a training is always kept."""
+    every_steps: Annotated[int, Ge(1)] | None = None
+    """Optimizer steps; as often as it says, whatever that costs."""
+    keep: Annotated[int, Ge(1)] = 2
+    """How many; the best weights are in each."""

@@ -22,6 +22,7 @@ from prunekit.errors import PrunekitError, UsageError
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.models import ModelSettings, require_trainable
 from prunekit.training import (
+    Checkpoints,
     ClampRow,
     EpochRow,
     MakeOptimizer,
@@ -146,8 +147,12 @@ def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
     return replace(job.model, arguments={"num_classes": len(splits.classes)} | job.model.arguments, origin=None)
 
 
-def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
-    """The dense model with weights: as given, from the cache, or trained now and put there."""
+def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints: Checkpoints | None = None) -> Baseline:
+    """The dense model with weights: as given, from the cache, or trained now and put there.
+
+    Args:
+        checkpoints: where training is resumed from; None: nowhere.
+    """
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
@@ -165,11 +170,12 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
             device=prepared.device,
             seed=job.seed,
             batch=job.data.batch,
-            workers=job.data.workers,
+            workers=job.data.reading,
             parts=_parts(prepared, job.baseline),
             own_optimizer=prepared.optimizer_for(job.baseline),
             progress=progress,
             label="baseline",
+            checkpoints=checkpoints,
         )
     prepared.model.cpu()
     save_weights(path, prepared.model)

@@ -19,7 +19,7 @@ from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import PruneSettings
 from prunekit.repair.settings import RepairSettings
-from prunekit.training.settings import TrainSettings
+from prunekit.training.settings import CheckpointSettings, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class JobSettings:
     repair: RepairSettings | None = None
     """How what is left is fitted to the dense model, from calibration images without labels; null: not at all."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
+    """Of all training, so that a run which was killed goes on where it was; null: each training starts anew."""
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)

@@ -11,9 +11,11 @@ from torch import nn
 from prunekit.channels import ChannelMap
 from prunekit.planning import Plan
 from prunekit.training import (
+    Checkpoints,
     ClampRow,
     Distillation,
     EpochRow,
+    LearningRateRewinding,
     Part,
     PlanInForce,
     Sources,
@@ -23,8 +25,21 @@ from prunekit.training import (
 )
 from prunekit.workflow import results
 from prunekit.workflow.dense import Baseline, Prepared
+from prunekit.workflow.kept import digest_of
 from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
+
+
+def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
+    """Where one of a job's trainings goes on from; None where the job wants no checkpoints."""
+    if job.checkpoint is None:
+        return None
+
+    def log(message: str) -> None:
+        run.log(f"{name}: {message}")
+
+    return Checkpoints(run.resume / name, job.checkpoint, facts=facts, log=log)
 
 
 class Trainings:
@@ -54,7 +69,12 @@ class Trainings:
         model = copy.deepcopy(dense)
         if self._job.sparsify is not None:
             model = self.train("control_before", model, replace(self._job.sparsify, regularise=None))
-        return self.train("control", model, replace(self._job.finetune, regularise=None))
+        return self.train("control", model, replace(self._job.finetune, regularise=None), *self.rewinding())
+
+    def rewinding(self) -> list[Part]:
+        """What the pruned model and its control share of a schedule."""
+        schedule = self._job.prune.schedule
+        return [] if schedule is None else [LearningRateRewinding(schedule)]
 
     def train(
         self,
@@ -75,6 +95,8 @@ class Trainings:
         """
         sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks)
         asked = asked_parts(settings, sources)
+        plan = masks() if removed is None else removed
+        facts = {} if plan is None else {"plan": digest_of(plan)}
         history = fit(
             model,
             self._prepared.splits,
@@ -82,12 +104,13 @@ class Trainings:
             device=self._prepared.device,
             seed=self._job.seed,
             batch=self._job.data.batch,
-            workers=self._job.data.workers,
+            workers=self._job.data.reading,
             parts=[*parts, *asked],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,
             checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
+            checkpoints=checkpoints_of(self._run, self._job, name, **facts),
         )
         self._note(name, history.rows, history.clamps)
         for part in asked:

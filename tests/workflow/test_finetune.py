@@ -347,6 +347,11 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
         "budget params 0.5: 0.6000 of the dense model's parameters are left",
         "budget size_mb 2.0: parameters and buffers take 2.1000 MB",
     ]
+    memory = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(memory_mb=2.0)))
+    taken = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "memory_bytes": 2_100_000}}
+    assert shortfalls(replace(quick, models=taken), Sparsity(weights=0.5, channels=0.5), memory) == [
+        "budget memory_mb 2.0: a forward pass takes 2.1000 MB",
+    ]
     assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
 
 
