@@ -94,7 +94,8 @@ def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: py
         return delivered(frozen, handed_over, **others)
 
     monkeypatch.setattr(journey, "delivered", spied)
-    wanted = job(tmp_path, 1.2, deploy=DeploySettings(fold_batchnorm=True, channels_last=True))
+    small: dict[str, Any] = {"baseline": TrainSettings(epochs=0), "data": DataSettings(image_size=16)}
+    wanted = job(tmp_path, 1.2, deploy=DeploySettings(fold_batchnorm=True, channels_last=True), **small)
     result = prune_job(wanted, log=lambda text: None)
     assert len(last) == 2
     assert all(lies_channels_last(model) and len(folds_of(model)) == 19 for model in last)
