@@ -27,6 +27,7 @@ def profile_command(
     networks: int,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -53,7 +54,7 @@ def profile_command(
             log=console.log,
             resolved=dump(job),
             finish=partial(report.write_profile, state="finished"),
-            own=Own(factory, data),
+            own=Own(factory, data, optimizer),
         )
     places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"
     console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics)}\n{places}")

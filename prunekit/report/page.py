@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,20 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
-from prunekit.report.headline import budgeted, compared, deployed, masked, models, on_time, reference, repaired, tiles
+from prunekit.report.headline import (
+    budgeted,
+    compared,
+    deployed,
+    masked,
+    models,
+    on_time,
+    reference,
+    repaired,
+    taught,
+    tiles,
+)
 from prunekit.report.run import Run, read_run
+from prunekit.report.schedule import drawn
 
 FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
 
@@ -61,6 +74,8 @@ def render(run: Run, state: str | None = None) -> str:
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
         skipped=_skipped(run.history),
+        schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),
+        taught=list(taught(run.metrics)),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         on_time=list(on_time(run.metrics)),
         masked=list(masked(run.metrics)),

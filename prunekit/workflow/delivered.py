@@ -8,7 +8,7 @@ from typing import Any
 from prunekit.planning.budgets import as_given, in_words
 from prunekit.workflow.attempts import TOLERANCE, Attempt, Timing
 from prunekit.workflow.goal import LatencyGoal
-from prunekit.workflow.pruning import Planned
+from prunekit.workflow.planned import Planned
 
 
 @dataclass(frozen=True, eq=False)

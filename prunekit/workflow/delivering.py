@@ -18,8 +18,9 @@ from prunekit.planning.solve import least_left, plain
 from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
 from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiling import in_blocks
-from prunekit.workflow.pruning import Planned, feasible, plan_model
+from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.timed import LAST_REPEATS, REPEATS, rounds_of, timed
 

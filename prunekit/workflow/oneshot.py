@@ -28,7 +28,8 @@ from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import gathered, patch_statistics, statistics
 from prunekit.workflow.goal import goal_for
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.planned import Planned
+from prunekit.workflow.pruning import plan_model
 
 IMAGES = 1024
 Data = tuple[Any, ...] | Tensor | Iterable[Any]
@@ -71,6 +72,7 @@ def prune(
     size_mb: float | None = None,
     latency_ms: float | None = None,
     speedup: float | None = None,
+    memory_mb: float | None = None,
     target: TargetSettings | None = None,
     criterion: Criterion | None = None,
     scope: Scope | None = None,
@@ -98,14 +100,14 @@ def prune(
         data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or images to
             calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
             tensors or (images, ...) each, such as a DataLoader.
-        macs: share of the multiply-accumulates that may be left, above 0 and below 1.
-        channels: share of the channels that may be left.
-        params: share of the parameters that may be left.
+        macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
+            left, above 0 and below 1.
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
         latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
-        speedup: how many times faster than the dense model it is to be on the target, measured. At least one of these
-            six is given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
-        target: runtime, device, batch, threads, dtype and memory format of `latency_ms` and `speedup`; float32 in eager
+        speedup: how many times faster than the dense model it is to be on the target, measured.
+        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one of these seven is
+            given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        target: runtime, device, batch, threads, dtype and memory format of what is on a target; float32 in eager
             on one CPU thread where it is not given. The model is profiled there, and plans are measured and made anew
             until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
@@ -132,7 +134,7 @@ def prune(
     """
     criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
     settings = PruneSettings(
-        budget=BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup),
+        budget=BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup, memory_mb),
         target=target or TargetSettings(),
         criterion=criterion,
         scope=scope or ("per_mac" if criterion == "elimination" else "uniform"),

@@ -20,7 +20,9 @@ from prunekit.workflow.delivering import freeze
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.goal import LatencyGoal
-from prunekit.workflow.pruning import Planned, plan_curves, plan_model
+from prunekit.workflow.kept import keep_plan, kept_plan
+from prunekit.workflow.planned import Planned
+from prunekit.workflow.pruning import plan_curves, plan_model
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import CURVE_COLUMNS, coupling_rows, curve_rows, lock_rows, score_rows, write_csv
 
@@ -35,7 +37,7 @@ def find_plan(
     training: bool,
     stage: Callable[[str], AbstractContextManager[Any]],
 ) -> tuple[Planned, Frozen | None]:
-    """A plan within the job's budgets, on the dense model's weights; written into the run's folder.
+    """A plan within the job's budgets, on the dense model's weights; written into the run's folder, or read there.
 
     Args:
         dense: with its weights.
@@ -47,6 +49,8 @@ def find_plan(
     Returns:
         The plan, and how it was found where a budget is one of time.
     """
+    if (kept := kept_plan(run, dense, goal)) is not None:
+        return kept
     job, log = prepared.job, run.log
     with stage("calibrate"):
         stats: ChannelStats | None = None
@@ -70,6 +74,7 @@ def find_plan(
         if patches is not None:
             curves = plan_curves(planned, patches)
             write_csv(run.path / "sensitivity.csv", curve_rows(planned.plan.channel_map, curves), CURVE_COLUMNS)
+        keep_plan(run, planned, frozen)
     return planned, frozen
 
 
@@ -92,11 +97,16 @@ def _within_budgets(
     return frozen.planned, frozen
 
 
-def _keep(planned: Planned, run: RunFolder) -> None:
+def write_plan(planned: Planned, run: RunFolder) -> None:
+    """Writes a plan into the run's folder, with its scores, locks and groups."""
     planned.plan.save(run.path)
     write_csv(run.path / "scores.csv", score_rows(planned.plan, planned.scores), results.SCORE_COLUMNS)
     write_csv(run.path / "locks.csv", lock_rows(planned.plan), results.LOCK_COLUMNS)
     write_csv(run.path / "coupling.csv", coupling_rows(planned.plan), results.COUPLING_COLUMNS)
+
+
+def _keep(planned: Planned, run: RunFolder) -> None:
+    write_plan(planned, run)
     chart = planned.plan.channel_map
     left = chart.macs(planned.plan.keep) / chart.macs()
     run.log(

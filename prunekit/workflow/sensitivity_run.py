@@ -86,7 +86,7 @@ def _validation(prepared: Prepared) -> Batches:
     order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
     chosen = order[: job.calibration.images].sort().values
     data = prepared.splits.validation
-    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.workers, indices=chosen)
+    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
 def _metrics(name: str, images: int, result: Sensitivity, labelled: Batches | None) -> dict[str, Any]:

@@ -34,9 +34,10 @@ from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, m
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
 from prunekit.workflow.goal import LatencyGoal, goal_for
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.pruning import plan_model
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 DENSE_MS = 10.0
