@@ -48,6 +48,11 @@ data_option = click.option(
     metavar="FILE.py:FACTORY",
     help="Your own images in the place of a recipe's; runs the file's code. python:MODULE:FACTORY likewise.",
 )
+optimizer_option = click.option(
+    "--optimizer",
+    metavar="FILE.py:FACTORY",
+    help="Your own optimizer, where the recipe says optimizer: own; FACTORY() returns its class.",
+)
 
 
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
@@ -71,8 +76,8 @@ def model_options(function: Decorated) -> Decorated:
 
 
 def own_options(function: Decorated) -> Decorated:
-    """`--model` and `--data`: the user's own code in the place of a recipe's."""
-    return own_model_option(data_option(function))
+    """`--model`, `--data` and `--optimizer`: the user's own code in the place of a recipe's."""
+    return own_model_option(data_option(optimizer_option(function)))
 
 
 def common_options(function: Decorated) -> Decorated:

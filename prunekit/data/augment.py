@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -94,7 +95,41 @@ def augmented(image: Pixels, transform: v2.Transform | None, draw: Draw | None, 
 @contextmanager
 def drawn_from(*draw: int) -> Iterator[None]:
     """What torch draws on the CPU depends on these numbers alone; its random state is afterwards what it was."""
-    seed = int(np.random.SeedSequence(draw).generate_state(1, np.uint64)[0])
+    seed = _seed(*draw)
     with torch.random.fork_rng(devices=[]):  # the transforms draw from the CPU's generator alone
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would start CUDA's anew as well
         yield
+
+
+@contextmanager
+def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
+    """Makes what a data set of the user's draws at random for an image depend on seed, epoch and index alone.
+
+    So it is the same for any number of workers, and in a run that goes on in the middle of an epoch. Yields what is
+    called with an image's index before it is read; afterwards the states of Python's, NumPy's and torch's generators
+    (CPU) are what they were.
+
+    Args:
+        draw: seed and epoch; None changes nothing.
+    """
+    if draw is None:
+        yield lambda index: None
+        return
+
+    def begin(index: int) -> None:
+        seed = _seed(*draw, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield begin
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _seed(*draw: int) -> int:
+    return int(np.random.SeedSequence(draw).generate_state(1, np.uint64)[0])

@@ -60,10 +60,11 @@ class Batches:
     mixing: Mixing | None = None
     readers: Readers[Chunk] | None = None  # shared by the batches of all epochs
     epoch: int = 0
+    start: int = 0  # batches that are left out, and their images not read
 
-    def at_epoch(self, epoch: int) -> Batches:
-        """The batches of another epoch: other order, same images."""
-        return replace(self, epoch=epoch)
+    def at_epoch(self, epoch: int, start: int = 0) -> Batches:
+        """The batches of another epoch, other order, same images; those from number `start` on, counted from 0."""
+        return replace(self, epoch=epoch, start=start)
 
     def order(self) -> Tensor:
         """The images of this epoch in the order they come: (N,) int64."""
@@ -82,20 +83,25 @@ class Batches:
         return min(len(self) * self.batch_size, len(self.indices))
 
     def __iter__(self) -> Iterator[Batch]:
+        return (batch for _, batch in self.numbered())
+
+    def numbered(self) -> Iterator[tuple[int, Batch]]:
+        """The batches with their numbers in the epoch, counted from 0; one that cannot be read leaves a gap."""
+        chunks = list(self._chunks())
         # Corrupt images drop out of their batch; a training batch of which one is left has no variance for BatchNorm.
         fewest = 2 if self.drop_last and self.batch_size > 1 else 1
         given = 0
-        chunks = list(self._chunks())
-        for images, labels in self._here(chunks) if self.readers is None else self._in_workers(self.readers, chunks):
+        read = self._here(chunks) if self.readers is None else self._in_workers(self.readers, chunks)
+        for number, (images, labels) in enumerate(read, self.start):
             if len(labels) >= fewest:
                 given += 1
-                yield images, labels
-        if not given:
+                yield number, (images, labels)
+        if not given and not self.start:
             raise DataError(f"expected a batch with at least {fewest} images that can be read, got none")
 
     def _chunks(self) -> Iterator[Chunk]:
-        indices = torch.split(self.order(), self.batch_size)[: len(self)]
-        for number, part in enumerate(indices):
+        indices = torch.split(self.order(), self.batch_size)[self.start : len(self)]
+        for number, part in enumerate(indices, self.start):
             yield Chunk(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing)
 
     def _here(self, chunks: Sequence[Chunk]) -> Iterator[Batch]:

@@ -36,6 +36,14 @@ class GradientClamp(HookOwner):
         """Share of the values (by norm: of the gradients) that were beyond the limit so far, by module path, 0..1."""
         return self._beyond.shares()
 
+    def state_dict(self) -> dict[str, Any]:
+        """How often it was needed so far."""
+        return self._beyond.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Counts on from a state."""
+        self._beyond.load_state_dict(state)
+
     def _limited(self, path: str, gradient: Tensor, scale: LossScale | None, *, inplace: bool) -> Tensor | None:
         limit = scaled(self.limits[path], scale, gradient.device)
         clamped, beyond = limited(gradient, limit, self._by, inplace=inplace)

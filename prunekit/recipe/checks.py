@@ -10,9 +10,11 @@ from typing import Any
 
 from prunekit.data.settings import DataSettings
 from prunekit.planning import BudgetSettings
+from prunekit.planning.schedule import WITH_REPAIR, clashes
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
 from prunekit.repair.settings import FEWEST_IMAGES
+from prunekit.training.settings import TrainSettings
 
 Finding = tuple[KeyPath, str]
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -35,7 +37,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Every key path whose value does not fit the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
-    for check in (_names, _budget, _activations, _baseline, _data, _images, _deploy):
+    for check in (_names, _budget, _activations, _baseline, _training, _data, _images, _deploy, _schedule):
         yield from check(values)
 
 
@@ -141,6 +143,14 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield ("latency", "memory_formats"), f"{text}, beside others that are not"
 
 
+def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Before the first stage of a schedule there is nothing to repair; the rest it knows itself."""
+    prune = _section(values, "prune") or {}
+    yield from ((("prune", *path), text) for path, text in clashes(prune))
+    if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
+        yield ("repair",), WITH_REPAIR
+
+
 def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:
     expected = f"expected exactly one of {keys[0]!r} and {keys[1]!r}"
     given = [key for key in keys if section.get(key) is not None]
@@ -157,6 +167,27 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
     if model.get("weights") is None and values.get("baseline") is None:
         text = "expected a mapping that says how to train the dense model, because model.weights is not given, got {}"
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
+
+
+def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the three sections that train may ask for."""
+    sparsify = values.get("sparsify")
+    if isinstance(sparsify, Mapping) and sparsify.get("regularise") is None:
+        text = "expected a mapping, because making channels small is what sparsify is for, got nothing"
+        yield ("sparsify", "regularise"), f"{text}; for example {{method: group_lasso}}"
+    for name in ("baseline", "sparsify", "finetune"):
+        section = _section(values, name) or {}
+        optimizer, momentum = section.get("optimizer", "sgd"), section.get("momentum", TrainSettings.momentum)
+        if section.get("nesterov") is True and (optimizer != "sgd" or momentum == 0):
+            given = f"optimizer is {show(optimizer)}" if optimizer != "sgd" else "momentum is 0"
+            yield (name, "nesterov"), f"expected false, because {name}.{given}, got true"
+        if name == "baseline" and section.get("distill") is not None:
+            text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
+            yield (name, "distill"), f"{text}; set finetune.distill"
+        regularise = section.get("regularise")
+        if name != "sparsify" and isinstance(regularise, Mapping) and regularise.get("method") == "growing":
+            text = "expected 'group_lasso' or 'bn_l1', got 'growing', which shrinks what a plan removes before it goes"
+            yield (name, "regularise", "method"), f"{text}; use it in sparsify"
 
 
 def _data(values: Mapping[str, Any]) -> Iterator[Finding]:

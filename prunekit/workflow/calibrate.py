@@ -24,13 +24,13 @@ from prunekit.calibration import collect as collect
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.calibration.shortage import too_few_rows
 from prunekit.channels import ChannelMap
-from prunekit.context import threads
+from prunekit.context import seeded, threads
 from prunekit.criteria import get_criterion
 from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.errors import ArtifactError
 from prunekit.models import logits
 from prunekit.workflow.dense import Prepared, digest, prepare, train_baseline, weights_digest
-from prunekit.workflow.evidence import gathered, patch_statistics
+from prunekit.workflow.evidence import gathered, needs_activations, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
@@ -147,9 +147,34 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     images = calibration_batches(prepared)
     log(f"calibration: gradients of the loss on {images.images} training images")
     with threads(prepared.job.threads):
-        gradients = collect_gradients(model.to(prepared.device), images, prepared.device, _cross_entropy)
+        gradients = _gradients(prepared, model.to(prepared.device), images)
     model.cpu()
     return gradients
+
+
+def _gradients(prepared: Prepared, model: nn.Module, images: Batches) -> TaylorTerms:
+    second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
+    return collect_gradients(
+        model, images, prepared.device, _cross_entropy, second_order=second, seed=prepared.job.seed
+    )
+
+
+def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
+    """Statistics and Taylor terms that the job's criterion needs, of a model in training; nothing is kept in files.
+
+    Args:
+        model: on the job's device, where it stays, under its masks; the process's random state stays as it is.
+
+    Raises:
+        NonFiniteError: an activation or a gradient is NaN or Inf.
+    """
+    needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, calibration_batches(prepared), None
+    with seeded(prepared.job.seed):
+        if needs_activations(prepared.job.prune.criterion):
+            collectors = _collectors(prepared.job, model, images, prepared.device)
+            stats = collectors.run(model, images, prepared.device)
+            stats.require_finite()
+        return stats, _gradients(prepared, model, images) if "gradients" in needs else None
 
 
 def _cross_entropy(output: Any, labels: Tensor) -> Tensor:

@@ -9,15 +9,18 @@ from typing import Any
 
 from prunekit.channels import trace
 from prunekit.context import threads
+from prunekit.deploy.transform import transform_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
+from prunekit.workflow.goal import goal_for
 from prunekit.workflow.journey import Journey
-from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import profile_for
+from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.pruning import feasible
+from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
+from prunekit.workflow.scheduling import require_schedule
 from prunekit.workflow.settings import JobSettings
 
 Finish = Callable[[Path], object]
@@ -44,10 +47,12 @@ def finetune(
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
+    resume: str | Path | None = None,
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
-    What the job's `repair` says is repaired before fine-tuning.
+    What the job's `repair` says is repaired before fine-tuning. Where `prune.schedule` is given, channels go while the
+    model is fine-tuned.
 
     Args:
         job: the settings.
@@ -56,12 +61,15 @@ def finetune(
         resolved: the recipe's text, kept in the run's folder.
         finish: called with the run's folder at the end, before the run counts as finished (the report).
         own: the user's own code, where the job's model or data is their own.
+        resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if there is
+            one. On the CPU with the same threads it ends with the weights that it would have ended with at once.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
+        ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, progress, resolved, finish, own, training=True)
+    return _run(job, log, progress, resolved, finish, own, resume, training=True)
 
 
 def prune_job(
@@ -72,6 +80,7 @@ def prune_job(
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
+    resume: str | Path | None = None,
 ) -> RunResult:
     """As `finetune`, without fine-tuning: what is left is repaired as the job's `repair` says, and that is all.
 
@@ -79,13 +88,13 @@ def prune_job(
     and by criteria that need them.
 
     Args:
-        job, log, progress, resolved, finish, own: as for `finetune`.
+        job, log, progress, resolved, finish, own, resume: as for `finetune`.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, progress, resolved, finish, own, training=False)
+    return _run(job, log, progress, resolved, finish, own, resume, training=False)
 
 
 def _run(
@@ -95,20 +104,25 @@ def _run(
     resolved: str,
     finish: Finish | None,
     own: Own,
+    resume: str | Path | None,
     *,
     training: bool,
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
+    require_optimizer(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
+    require_schedule(prepared, training=training)
+    identity = identity_of(prepared, training=training)
+    again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
-    if timed is None:
+    transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
+    if goal is None:
         feasible(chart, job.prune)
     else:
-        require_reachable(prepared.model, prepared.example_inputs, chart, job.prune, timed.table)
-    with run_folder(job.output, job.name, log, resolved) as run, threads(job.threads):
-        metrics = Journey(prepared, chart, run, timed, progress=progress, training=training).travel()
-        if finish is not None:
-            finish(run.path)
+        require_reachable(goal, prepared.example_inputs)
+    with run_folder(job.output, job.name, log, resolved, finish, again) as run, threads(job.threads):
+        note(run, identity)
+        metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
     return RunResult(run.path, metrics)

@@ -15,6 +15,7 @@ from prunekit.repair import LayerRepair, RepairReport, repair
 from prunekit.training import recalibrate_batchnorm
 from prunekit.workflow.calibrate import calibration_batches, calibration_images
 from prunekit.workflow.dense import Prepared
+from prunekit.workflow.kept import keep_repair, kept_repair
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import write_csv
 
@@ -24,7 +25,7 @@ COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 def repair_model(
     prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
 ) -> tuple[nn.Module, RepairReport | None]:
-    """The masked model on the CPU, and what its repair did; None where the job asks for none.
+    """The masked model on the CPU, and what its repair did; None where the job asks for none. Made once in a run.
 
     Without repair BatchNorm statistics are taken anew if training follows, which would take them anew anyway.
 
@@ -32,6 +33,16 @@ def repair_model(
         DataError: fewer than 8 calibration images.
         NonFiniteError: a layer computes NaN or Inf; names the layer.
     """
+    if (kept := kept_repair(run, dense)) is not None:
+        return kept
+    model, report = _repaired(prepared, dense, plan, run, training)
+    keep_repair(run, model, report)
+    return model, report
+
+
+def _repaired(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+) -> tuple[nn.Module, RepairReport | None]:
     settings = prepared.job.repair
     if settings is None:
         model = copy.deepcopy(dense).to(prepared.device)

@@ -68,7 +68,7 @@ def analyse(
     prepared = prepare(job, own)
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
     images, labelled = calibration_images(prepared), _validation(prepared) if measured else None
-    with run_folder(job.output / job.name, "sensitivity", log, resolved) as run, threads(job.threads):
+    with run_folder(job.output / job.name, "sensitivity", log, resolved, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
         start = time.perf_counter()
         result = sensitivity(model, images, measured_on=labelled, groups=groups, log=run.log, progress=progress)
@@ -77,8 +77,6 @@ def analyse(
         write_json(run.path / "sensitivity.json", metrics)
         if prepared.splits.corrupt:
             run.log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
-        if finish is not None:
-            finish(run.path)
     return SensitivityRun(run.path, result, metrics)
 
 

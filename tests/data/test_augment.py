@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 from torchvision.transforms._presets import ImageClassification
 
 from prunekit.data import Batches, DataSettings, Feed, FolderImages, ImageDataset, TensorImages, batches, load_splits
+from prunekit.data.corrupt import CorruptImages
+from prunekit.data.mapped import mapped
 from prunekit.data.settings import Augment, AugmentSettings, ColorJitterSettings, NamedAugment, RandAugmentSettings
 
 NAMES: tuple[NamedAugment, ...] = get_args(NamedAugment)
@@ -207,3 +210,38 @@ def test_settings_reach_the_training_images_of_every_split() -> None:
     assert splits.fingerprint != plain.fingerprint
     images, _ = next(iter(batches(splits.train, 8, shuffle_seed=None, augment=True)))
     assert not torch.equal(images, next(iter(batches(splits.train, 8, shuffle_seed=None)))[0])
+
+
+class Drawing:
+    """A user's data set with transforms that draw from every generator."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.rand(3, 4, 4) + float(np.random.rand()) + random.random()
+        return image, index
+
+
+def test_what_a_users_data_set_draws_depends_on_seed_epoch_and_index_alone() -> None:
+    dataset = mapped(Drawing(), DataSettings(source="own"), Feed(4), "own", CorruptImages())
+    loaded = batches(dataset, 4, shuffle_seed=3, augment=True).at_epoch(2)
+    found = by_label(loaded)
+    random.seed(9)
+    np.random.seed(9)
+    torch.manual_seed(9)
+    alike = (
+        loaded,
+        batches(dataset, 7, shuffle_seed=3, augment=True).at_epoch(2),
+        batches(dataset, 4, shuffle_seed=3, augment=True, workers=1).at_epoch(2),
+        loaded.at_epoch(2, 3),
+    )
+    for other in alike:
+        assert all(torch.equal(image, found[label]) for label, image in by_label(other).items())
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    random.seed(9)
+    np.random.seed(9)
+    torch.manual_seed(9)
+    assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))  # theirs are left alone
+    for other in (loaded.at_epoch(3), batches(dataset, 4, shuffle_seed=4, augment=True).at_epoch(2)):
+        assert all(not torch.equal(image, found[label]) for label, image in by_label(other).items())

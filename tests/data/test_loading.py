@@ -124,3 +124,28 @@ def test_shrinking_averages_instead_of_skipping() -> None:
     image, _ = dataset[0]
     assert image.shape == (3, 4, 4)
     assert (image - 0.5).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_can_begin_later_without_reading_what_is_left_out(workers: int) -> None:
+    read: list[int] = []
+
+    class Noting(TensorImages):
+        def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+            read.extend(indices.tolist())
+            return super().fetch(indices, draw)
+
+    pixels = torch.randint(0, 255, (50, 3, 8, 8), dtype=torch.uint8)
+    dataset = Noting(pixels, torch.arange(50) % 5, Feed(8, augment="crop_flip"))
+    loaded = batches(dataset, 8, shuffle_seed=3, workers=workers, drop_last=True, augment=True)
+    whole = list(loaded.at_epoch(2).numbered())
+    assert [number for number, _ in whole] == list(range(6))
+    read.clear()
+    rest = list(loaded.at_epoch(2, 4).numbered())
+    assert [number for number, _ in rest] == [4, 5]
+    for (_, one), (_, other) in zip(whole[4:], rest, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+    if not workers:
+        assert read == loaded.at_epoch(2).order()[32:48].tolist()
+    assert list(loaded.at_epoch(2, 6)) == []

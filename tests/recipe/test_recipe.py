@@ -92,8 +92,8 @@ def test_yaml_merge_keys_are_merged_and_located(tmp_path: Path) -> None:
         ("seed=3", {"seed": 3}),
         ("prune.budget={channels: 0.5}", {"prune": PruneSettings(budget=BudgetSettings(channels=0.5))}),
         (
-            "prune.budget={params: 0.4, size_mb: 12, macs: 0.5}",
-            {"prune": PruneSettings(budget=BudgetSettings(macs=0.5, params=0.4, size_mb=12.0))},
+            "prune.budget={params: 0.4, size_mb: 12, macs: 0.5, memory_mb: 40}",
+            {"prune": PruneSettings(budget=BudgetSettings(macs=0.5, params=0.4, size_mb=12.0, memory_mb=40.0))},
         ),
         ("prune.ratios.layer1.*.conv1=0.5", {"prune": PruneSettings(ratios={"layer1.*.conv1": 0.5})}),
         ("baseline.lr=1e-2", {"baseline": TrainSettings(lr=0.01)}),

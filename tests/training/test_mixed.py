@@ -11,7 +11,7 @@ from training_models import CPU, net, splits
 
 from prunekit.data import Mixing, batches
 from prunekit.training import History, TrainSettings, fit
-from prunekit.training.epochs import Sums
+from prunekit.training.position import Sums
 
 SETTINGS = TrainSettings(epochs=2, lr=0.05, mixup=0.4, cutmix=1.0)
 
