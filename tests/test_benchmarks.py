@@ -45,6 +45,15 @@ def test_one_object_a_line() -> None:
     assert 0 < rows[0]["low"] <= rows[0]["ratio"] <= rows[0]["high"]
 
 
+def test_training_steps_beside_plain_ones_and_what_memory_grows_by() -> None:
+    done = run("training.py", "--json", "--only", "masked+ema", "--rounds", "2", "--batch", "2", "--size", "32")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["name"] for row in rows] == ["masked+ema/resnet34"]
+    assert 0 < rows[0]["low"] <= rows[0]["ratio"] <= rows[0]["high"]
+    assert rows[0]["grown_bytes"] == 0
+
+
 def test_time_per_operator_is_measured_for_both_nets() -> None:
     done = run("scaling.py", "--json", "--sizes", "24", "--repeats", "1")
     assert done.returncode == 0, done.stderr
