@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,6 @@ import pandas as pd
 import pytest
 import torch
 from little_time import time_little
-from torch import nn
 
 import prunekit
 from prunekit import report
@@ -23,9 +23,9 @@ from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.repair import RepairSettings
-from prunekit.training import Part, TrainSettings
+from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, finetune, prune_job
-from prunekit.workflow.journey import Journey
+from prunekit.workflow.trainings import Trainings
 
 Finished = tuple[Path, dict[str, Any], list[str]]
 
@@ -55,12 +55,7 @@ def run(output: Path, prune: PruneSettings, **changes: Any) -> Finished:
 
 def without_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dense model is measured as it is: its training takes as long as that of the pruned one."""
-    train = Journey._train
-
-    def trained(self: Journey, name: str, model: nn.Module, *parts: Part) -> nn.Module:
-        return model if name == "control" else train(self, name, model, *parts)
-
-    monkeypatch.setattr(Journey, "_train", trained)
+    monkeypatch.setattr(Trainings, "control", lambda self, dense: copy.deepcopy(dense))
 
 
 @pytest.fixture(scope="module")
