@@ -146,7 +146,8 @@ def _attempt(planned: Planned, plan: int, share: float, goal: LatencyGoal) -> At
     """Measures a plan."""
     chart, keep, timing = planned.plan.channel_map, planned.plan.keep, _timed(goal, planned.compact)
     left = chart.macs(keep) / chart.macs()
-    return Attempt(plan, share, goal.table.at(chart, keep), left, timing.excess(goal.asked), timing)
+    predicted_ms = float(goal.table.at(chart, keep))  # of numpy, which checkpoints do not take
+    return Attempt(plan, float(share), predicted_ms, float(left), float(timing.excess(goal.asked)), timing)
 
 
 def _time_binds(planned: Planned) -> bool:
