@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +14,26 @@ from torch.utils.data import Dataset as TorchDataset
 
 from prunekit.data.augment import Draw
 from prunekit.data.datasets import ImageDataset
+from prunekit.distributed.exchange import everyone
 from prunekit.errors import DataError, UsageError
 
 Batch = tuple[Tensor, Tensor]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which share of the batches a process has.
+
+    Attributes:
+        rank: its number, from 0.
+        of: how many processes share them.
+        split: whether each has some images of every batch; else it has some batches, whole.
+    """
+
+    rank: int = 0
+    of: int = 1
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,10 +48,23 @@ class Batches:
     indices: Tensor  # (N,) int64, which images
     augment: bool = False
     epoch: int = 0
+    share: Share = Share()
 
     def at_epoch(self, epoch: int) -> Batches:
         """The batches of another epoch: other order, same images."""
         return replace(self, epoch=epoch)
+
+    def split(self, rank: int, of: int) -> Batches:
+        """A process's part of the images of every batch; they are as many, give or take one, for each process.
+
+        Where images cannot be read, a batch of which one process has too few left is left out by all of them: the
+        processes exchange that, so all must go through their shares together.
+        """
+        return replace(self, share=Share(rank, of, split=True))
+
+    def dealt(self, rank: int, of: int) -> Batches:
+        """Every `of`-th batch, whole, from the one of number `rank`: each batch is in exactly one process's share."""
+        return replace(self, share=Share(rank, of))
 
     def order(self) -> Tensor:
         """The images of this epoch in the order they come: (N,) int64."""
@@ -43,24 +74,36 @@ class Batches:
         return self.indices[torch.from_numpy(generator.permutation(len(self.indices)))]
 
     def __len__(self) -> int:
+        return len(self._shared(range(self._all)))
+
+    @property
+    def _all(self) -> int:
+        """How many batches all processes have together."""
         whole, rest = divmod(len(self.indices), self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
+    def _shared(self, batches: Sequence[T]) -> Sequence[T]:
+        """Those of which this process has a share."""
+        return batches if self.share.split else batches[self.share.rank :: self.share.of]
+
     @property
     def images(self) -> int:
-        """How many images one pass gives when all can be read."""
-        return min(len(self) * self.batch_size, len(self.indices))
+        """How many images one pass gives, over all processes, when all can be read."""
+        return min(self._all * self.batch_size, len(self.indices))
 
     def __iter__(self) -> Iterator[Batch]:
-        chunks = torch.split(self.order(), self.batch_size)[: len(self)]
+        chunks = self._shared(torch.split(self.order(), self.batch_size)[: self._all])
+        if self.share.split:
+            chunks = [torch.tensor_split(chunk, self.share.of)[self.share.rank] for chunk in chunks]
         # Corrupt images drop out of their batch; a training batch of which one is left has no variance for BatchNorm.
         fewest = 2 if self.drop_last and self.batch_size > 1 else 1
         given = 0
         for images, labels in self._in_workers(chunks) if self.workers else self._here(chunks):
-            if len(labels) >= fewest:
+            enough = len(labels) >= fewest
+            if everyone(enough) if self.share.split else enough:
                 given += 1
                 yield images, labels
-        if not given:
+        if chunks and not given:
             raise DataError(f"expected a batch with at least {fewest} images that can be read, got none")
 
     def _here(self, chunks: Sequence[Tensor]) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""The best weights so far: in a file where one is named, else in memory."""
+"""The best weights so far: in a file where one is named, else in memory; the main process keeps them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from prunekit.artifacts import atomic_file
+from prunekit.distributed.exchange import share_tensors
+from prunekit.distributed.group import is_main
 
 
 class BestWeights:
@@ -26,6 +28,8 @@ class BestWeights:
 
     def keep(self) -> None:
         """Copies every parameter and buffer; the file is whole or not there."""
+        if not is_main():
+            return
         # A clone each: safetensors refuses tensors that share memory, as tied weights do.
         state = {name: value.detach().cpu().clone().contiguous() for name, value in self.model.state_dict().items()}
         if self.path is None:
@@ -35,5 +39,7 @@ class BestWeights:
             safetensors.torch.save_file(state, temporary)
 
     def restore(self) -> None:
-        """Puts the kept weights back into the model."""
-        self.model.load_state_dict(self._state if self.path is None else safetensors.torch.load_file(self.path))
+        """Puts the kept weights back into the model, in every process."""
+        if is_main():
+            self.model.load_state_dict(self._state if self.path is None else safetensors.torch.load_file(self.path))
+        share_tensors(self.model.state_dict().items(), "the model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from prunekit.context import training_mode
 from prunekit.data import Batches
 from prunekit.data.loading import Batch
+from prunekit.distributed.exchange import total
 from prunekit.errors import NonFiniteError
 from prunekit.models import auxiliary, logits
 from prunekit.training.best import BestWeights
@@ -27,6 +29,7 @@ from prunekit.training.history import EpochRow
 from prunekit.training.nonfinite import first_non_finite, non_finite_tensor
 from prunekit.training.parts import Parts
 from prunekit.training.progress import Progress
+from prunekit.training.replicas import kept_apart, share_buffers, share_corrupt
 from prunekit.training.settings import TrainSettings
 
 
@@ -43,6 +46,11 @@ class Sums:
         self.correct += int((output.argmax(1) == labels).sum())
         self.images += len(labels)
 
+    def of_all(self) -> Sums:
+        """The sums over all processes."""
+        loss, correct, images = total(self.loss, self.correct, self.images)
+        return Sums(loss, int(correct), int(images))
+
     @property
     def mean_loss(self) -> float:
         return self.loss / self.images
@@ -54,9 +62,14 @@ class Sums:
 
 @dataclass(frozen=True)
 class Epochs:
-    """What stays the same from step to step of a run; model, optimizer and schedule as Accelerate prepared them."""
+    """What stays the same from step to step of a run; optimizer and schedule as Accelerate prepared them.
+
+    Where several processes train together `replica` is what they call to train the model, and `train` and `validation`
+    are this one's shares.
+    """
 
     model: nn.Module
+    replica: nn.Module
     optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     accelerator: Accelerator
@@ -110,10 +123,11 @@ class Epochs:
         self.model.train()
         for group in _groups(self.train.at_epoch(epoch), self.settings.accumulate):
             lr = self.optimizer.param_groups[0]["lr"]
-            images = sum(len(labels) for _, labels in group)
-            for batch in group:
+            images = int(total(sum(len(labels) for _, labels in group))[0])
+            for number, batch in enumerate(group, 1):
                 done += 1
-                self._add_gradient(batch, images, trained, f"epoch {epoch}, step {done}")
+                with nullcontext() if number == len(group) else kept_apart(self.replica):
+                    self._add_gradient(batch, images, trained, f"epoch {epoch}, step {done}")
                 self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
             step += 1
             self.parts.before_step(step)
@@ -130,7 +144,9 @@ class Epochs:
             )
         if (tensor := non_finite_tensor(self.model)) is not None:  # the last step, which no loss was computed after
             raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {epoch}; {self._advice()}")
-        return trained, lr, made
+        share_buffers(self.model)
+        share_corrupt(self.train, self.validation)
+        return trained.of_all(), lr, made
 
     def _finite(self, loss: Tensor, images: Tensor, saying: str) -> float:
         """A loss as a number.
@@ -148,10 +164,10 @@ class Epochs:
         return f"try a lower learning rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up"
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
-        """Adds a batch's part of the gradient of the mean loss over `of` images."""
+        """Adds a batch's part of the gradient of the mean loss over `of` images, those of all processes."""
         images, labels = (tensor.to(self.device) for tensor in batch)
         with autocast(self.settings.precision, self.device):
-            output = self.model(images)
+            output = self.replica(images)
             loss = self.parts.added_to(self._loss(output, labels), images, output, labels)
             value = self._finite(loss, images, f"the loss is {{}} in {when}")
         self.accelerator.backward(loss * (len(labels) / of))
@@ -172,7 +188,7 @@ class Epochs:
                 output = logits(self.model(images))
                 loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
                 sums.add(loss, output, target)
-        return sums
+        return sums.of_all()
 
 
 def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

@@ -12,16 +12,18 @@ from torch import nn
 
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits, batches
+from prunekit.distributed.group import is_main, rank
 from prunekit.models import require_trainable
 from prunekit.training.best import BestWeights
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
-from prunekit.training.device import loss_scaler, one_device
+from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
 from prunekit.training.history import EpochRow, History
 from prunekit.training.optimizers import build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.progress import Progress
+from prunekit.training.replicas import prepared, quiet, require_same_weights, shares
 from prunekit.training.settings import TrainSettings
 from prunekit.training.strides import LongStrides
 
@@ -43,6 +45,11 @@ def fit(
 ) -> History:
     """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
 
+    In a process group (`prunekit.distributed`) all processes call this alike, and train it together: each has its share
+    of every batch, so that they do what one process would do, up to the order in which floating-point numbers are
+    summed. Not so what is random in each, such as dropout, and BatchNorm, which normalises by the share. Only the main
+    process shows and writes.
+
     On the CPU two runs with the same arguments and thread count give bit-equal weights. The process's random state and
     the modules' train/eval modes are restored; the model stays on `device`.
 
@@ -52,7 +59,8 @@ def fit(
         settings: epochs, optimizer and schedule; zero epochs leave the model as it is.
         device: where to train.
         seed: of the order of images, of dropout and of everything else that is random.
-        batch: images in a batch; a last batch that is not full is left out, and comes in another epoch.
+        batch: images in a batch, over all processes; a last one that is not full is left out, and comes in another
+            epoch.
         workers: processes that read images ahead.
         parts: what takes part beside the loss, such as masks; entered in their order.
         progress: shows a bar on stderr.
@@ -62,7 +70,7 @@ def fit(
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
-        UsageError: a gradient clamp's glob matches nothing.
+        UsageError: a gradient clamp's glob matches nothing, or a batch has too few images for the processes.
         DataError: an image cannot be read.
         NonFiniteError: the loss or a weight became NaN or Inf; names the first module, the epoch and the step.
             Gradients that overflow under float16's loss scale are no error: the step is skipped, which
@@ -75,6 +83,7 @@ def fit(
     full = len(splits.train) >= batch
     train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full, augment=True)
     validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
+    train, validation = shares(train, validation)
     optimizer = build_optimizer(model, settings)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
@@ -82,14 +91,16 @@ def fit(
     scaler = loss_scaler(settings.precision, device)
     clamps = Clamps(model, optimizer, settings, scaler)
     best = BestWeights(model, checkpoint)
-    bar = Progress(label, settings.epochs * len(train), taking.describe, progress)
+    bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main())
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with (
-        seeded(seed), training_mode(model, True), one_device(device, scaler) as accelerator, entered, exact, clamps, bar
+        seeded(seed + rank()), training_mode(model, True), this_group(device, scaler) as accelerator, entered, exact,
+        clamps, bar, quiet(),
     ):  # fmt: skip
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup)
-        ready = accelerator.prepare(model, optimizer, schedule)
-        run = Epochs(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, steps, taking, bar)
+        ready = prepared(accelerator, model, optimizer, schedule)
+        run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, taking, bar)
         rows = run.run(best, on_epoch)
+        require_same_weights(model, f"after {label}")
         best.restore()
     return History(rows, best.epoch, clamps.rows())
