@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -49,13 +50,15 @@ def gather(value: T) -> list[T]:
 def gather_on_main(value: T) -> Iterator[T]:
     """The value of each process in their order, one at a time: they may be large. Elsewhere than on main nothing."""
     if is_main():
-        yield value
-        for other in range(1, size()):
-            received: list[Any] = [None]
-            dist.recv_object_list(received, src=other)
-            yield received[0]
-    else:
-        dist.send_object_list([value], dst=0)
+        return chain([value], (_received(other) for other in range(1, size())))
+    dist.send_object_list([value], dst=0)
+    return iter(())
+
+
+def _received(source: int) -> Any:
+    values: list[Any] = [None]
+    dist.recv_object_list(values, src=source)
+    return values[0]
 
 
 def from_main(make: Callable[[], T]) -> T:
@@ -70,7 +73,7 @@ def from_main(make: Callable[[], T]) -> T:
     key = f"value/{shared.add(f'turn/{rank()}', 1)}"
     if is_main():
         value = make()
-        shared.set(key, pickle.dumps(value))
+        shared.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are text to torch's stubs
         return value
     nap = 0.001
     while not shared.check([key]):
@@ -120,13 +123,13 @@ def in_turn() -> Iterator[None]:
     """Main first, then one process of each machine, then the rest: what the first ones download the others find."""
     turn = 0 if is_main() else 1 if local_rank() == 0 else 2
     for _ in range(turn):
-        from_everyone()
+        wait_for_all()
     yield
     for _ in range(turn, 2):
-        from_everyone()
+        wait_for_all()
 
 
-def from_everyone() -> None:
+def wait_for_all() -> None:
     """Waits until every process is here, as long as it takes."""
     if size() == 1:
         return

@@ -17,6 +17,7 @@ from prunekit.errors import PeerError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+INTERRUPTED = 130
 TOLD_S = 5.0
 """How long another process may take to say why it failed."""
 
@@ -43,9 +44,9 @@ def one_for_all(*passing: type[BaseException]) -> Iterator[None]:
         if size() == 1 or isinstance(error, PeerError):
             raise
         failed = _claim(error)
-        if failed is not None:
-            raise failed from error
-        raise
+        if failed is None or (isinstance(error, KeyboardInterrupt) and failed.exit_code == INTERRUPTED):
+            raise  # a launcher interrupts all of them
+        raise failed from error
 
 
 def require_no_failure() -> None:
@@ -65,8 +66,9 @@ def _claim(error: BaseException) -> PeerError | None:
         shared = store()
         if shared.add("failed", 1) == 1:
             text = str(error) or type(error).__name__
-            code = getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
-            shared.set("failure", pickle.dumps((rank(), code, f"process {rank()} of {size()} failed: {text}")))
+            code = getattr(error, "exit_code", INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+            told = rank(), code, f"process {rank()} of {size()} failed: {text}"
+            shared.set("failure", pickle.dumps(told))  # type: ignore[arg-type]  # bytes are text to torch's stubs
             return None
         found = _failure(shared, TOLD_S)
     except (RuntimeError, ValueError):  # torch: the store has gone with the process that held it

@@ -50,7 +50,7 @@ def joined() -> Iterator[None]:
         yield
         return
     if cuda := torch.cuda.is_available():
-        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())  # too few are an error once one is asked for
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
     except (RuntimeError, ValueError, OSError) as error:

@@ -6,6 +6,7 @@ from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.parts import Part, Training, Within
 from prunekit.training.recalibrate import recalibrate_batchnorm
+from prunekit.training.replicas import share_corrupt
 from prunekit.training.settings import TrainSettings
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "check_fits",
     "fit",
     "recalibrate_batchnorm",
+    "share_corrupt",
 ]

@@ -12,6 +12,7 @@ from torch import nn
 
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits, batches
+from prunekit.distributed.exchange import wait_for_all
 from prunekit.distributed.group import is_main, rank
 from prunekit.models import require_trainable
 from prunekit.training.best import BestWeights
@@ -23,7 +24,7 @@ from prunekit.training.history import EpochRow, History
 from prunekit.training.optimizers import build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.progress import Progress
-from prunekit.training.replicas import prepared, quiet, require_same_weights, shares
+from prunekit.training.replicas import has_unused, prepared, require_same_weights, shares
 from prunekit.training.settings import TrainSettings
 from prunekit.training.strides import LongStrides
 
@@ -78,12 +79,14 @@ def fit(
             error.
     """
     require_trainable(model)
+    wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)
     full = len(splits.train) >= batch
     train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full, augment=True)
     validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
     train, validation = shares(train, validation)
+    unused = has_unused(model, train, device)
     optimizer = build_optimizer(model, settings)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
@@ -95,10 +98,10 @@ def fit(
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with (
         seeded(seed + rank()), training_mode(model, True), this_group(device, scaler) as accelerator, entered, exact,
-        clamps, bar, quiet(),
+        clamps, bar,
     ):  # fmt: skip
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup)
-        ready = prepared(accelerator, model, optimizer, schedule)
+        ready = prepared(accelerator, model, optimizer, schedule, unused=unused)
         run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, taking, bar)
         rows = run.run(best, on_epoch)
         require_same_weights(model, f"after {label}")

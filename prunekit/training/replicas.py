@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +10,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from prunekit.context import seeded, training_mode
 from prunekit.data import Batches
-from prunekit.distributed.exchange import gather, require_equal, share_tensors
+from prunekit.distributed.exchange import everyone, gather, require_equal, share_tensors
 from prunekit.distributed.group import rank, size
 from prunekit.errors import UsageError
+from prunekit.nested import tensors_in
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -42,18 +43,38 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
     return train.split(rank(), size()), validation.dealt(rank(), size())
 
 
+def has_unused(model: nn.Module, train: Batches, device: torch.device) -> bool:
+    """Whether what a model returns depends on fewer than all of its trainable parameters; False in a single process.
+
+    Tried on two images in train mode; buffers and the random state are left alone.
+    """
+    if size() == 1:
+        return False
+    images, _ = train.dataset.fetch(train.indices[torch.arange(2) % len(train.indices)])
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with seeded(0), training_mode(model, True), torch.enable_grad():
+        output = functional_call(model, buffers, (images.to(device),))
+        whole = sum(found.float().sum() for found in tensors_in(output) if found.requires_grad)
+        assert isinstance(whole, Tensor)
+        gradients = torch.autograd.grad(whole, weights, allow_unused=True)
+    return not everyone(all(gradient is not None for gradient in gradients))
+
+
 def prepared(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, *, unused: bool
 ) -> tuple[Any, Any, Any]:
     """Model, optimizer and schedule for the steps of a run: the model as a replica where there are several processes.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Its gradients are summed over the processes, not averaged: losses are divided by the
-    images of all processes, so that what flows back through each is what would flow in a single process. Parameters
-    that the loss does not depend on are found in each step, and have no gradient.
+    images of all processes, so that what flows back through each is what would flow in a single process.
+
+    Args:
+        unused: whether there are trainable parameters that the output may not depend on: found in each step.
     """
     if size() > 1:
-        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, lambda _, bucket: _summed(bucket))
@@ -97,11 +118,3 @@ def require_same_weights(model: nn.Module, when: str) -> None:
     if size() > 1:
         sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
         require_equal(repr(sums), f"the weights {when}")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Leaves out DDP's advice not to look for unused parameters: whether there are any, only the model knows."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        yield

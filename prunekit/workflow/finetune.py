@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prunekit.channels import trace
+from prunekit.channels import ChannelMap, trace
 from prunekit.context import threads
+from prunekit.distributed.exchange import wait_for_all
+from prunekit.distributed.failing import one_for_all
+from prunekit.distributed.group import is_main
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
-from prunekit.workflow.dense import prepare
+from prunekit.workflow.dense import Prepared, prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import profile_for
+from prunekit.workflow.profiling import Profile, profile_for
 from prunekit.workflow.pruning import feasible
 from prunekit.workflow.runs import Log, run_folder
 from prunekit.workflow.settings import JobSettings
@@ -47,7 +50,8 @@ def finetune(
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
-    What the job's `repair` says is repaired before fine-tuning.
+    What the job's `repair` says is repaired before fine-tuning. The processes of a group (`prunekit.distributed`) call
+    this alike: they calibrate and train together, the rest is the main one's, which alone writes.
 
     Args:
         job: the settings.
@@ -102,13 +106,21 @@ def _run(
     prepared = prepare(job, own)
     require_deployable(prepared)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
-    if timed is None:
-        feasible(chart, job.prune)
-    else:
-        require_reachable(prepared.model, prepared.example_inputs, chart, job.prune, timed.table)
-    with run_folder(job.output, job.name, log, resolved) as run, threads(job.threads):
+    timed = _within_reach(prepared, chart, log) if is_main() else None
+    with run_folder(job.output, job.name, log, resolved) as run, one_for_all(), threads(job.threads):
         metrics = Journey(prepared, chart, run, timed, progress=progress, training=training).travel()
-        if finish is not None:
+        if finish is not None and is_main():
             finish(run.path)
+        wait_for_all()
     return RunResult(run.path, metrics)
+
+
+def _within_reach(prepared: Prepared, chart: ChannelMap, log: Log) -> Profile | None:
+    """Refuses budgets that cannot be met; with the latency profile of the target, where a budget is one of time."""
+    settings = prepared.job.prune
+    timed = profile_for(prepared.model, prepared.example_inputs, chart, settings, log=log)
+    if timed is None:
+        feasible(chart, settings)
+    else:
+        require_reachable(prepared.model, prepared.example_inputs, chart, settings, timed.table)
+    return timed

@@ -17,18 +17,23 @@ from prunekit.channels import ChannelMap
 from prunekit.compaction import compact, load, save
 from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
+from prunekit.distributed.exchange import from_main
+from prunekit.distributed.group import is_main
 from prunekit.masking import masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
+from prunekit.repair import RepairReport
 from prunekit.training import ClampRow, EpochRow, History, Part, Training, Within, fit
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
+from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
 from prunekit.workflow.deploying import deploy
 from prunekit.workflow.plan_stage import find_plan
 from prunekit.workflow.profiling import Profile
+from prunekit.workflow.pruning import Planned
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import (
@@ -86,26 +91,47 @@ class Journey:
         self.clamps: list[dict[str, Any]] = []
 
     def travel(self) -> dict[str, Any]:
-        """Runs every stage and returns the metrics."""
+        """Runs every stage and returns the metrics; the processes of a group go together."""
         with self.clock.stage("baseline"):
             baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
         dense = baseline.model
         self._note("baseline", baseline.rows, baseline.clamps)
-        planned, frozen = find_plan(
+        found = find_plan(
             self.prepared, dense, self.chart, self.run, self.timed, training=self.training, stage=self.clock.stage
         )
-        plan = planned.plan
+        plan = share_plan(None if found is None else found[0].plan)
         with self.clock.stage("repair"):
             pruned, report = repair_model(self.prepared, dense, plan, self.run, training=self.training)
         if self.training:
             with self.clock.stage("fine-tune"):
                 pruned = self._finetune_masked(pruned, plan)
-        small, proof = self._compact(pruned, plan)
-        write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
+        require_same_plan(plan, "after training")
+        compacted = self._compact(pruned, dense, plan) if is_main() else None
         control = None
         if self.training:
             with self.clock.stage("control"):
                 control = self._train("control", copy.deepcopy(dense))
+
+        def measured() -> dict[str, Any]:
+            assert found is not None
+            assert compacted is not None
+            return self._measure(dense, control, pruned, *found, *compacted, report)
+
+        return from_main(measured)
+
+    def _measure(
+        self,
+        dense: nn.Module,
+        control: nn.Module | None,
+        pruned: nn.Module,
+        planned: Planned,
+        frozen: Frozen | None,
+        small: nn.Module,
+        proof: Verification,
+        report: RepairReport | None,
+    ) -> dict[str, Any]:
+        """The stages after training, and the metrics."""
+        plan = planned.plan
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
         with self.clock.stage("deploy"):
             deployed = deploy(self.prepared, self.run, dense, plan)
@@ -131,7 +157,7 @@ class Journey:
 
     def _finetune_masked(self, model: nn.Module, plan: Plan) -> nn.Module:
         model = model.to(self.prepared.device)
-        thresholds = find_thresholds(self.prepared, compact(model, plan), log=self.log)
+        thresholds = from_main(lambda: find_thresholds(self.prepared, compact(model, plan), log=self.log))
         share = sparsity(model, plan)
         self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
 
@@ -177,6 +203,8 @@ class Journey:
         return measure_masks(self.prepared, small, thresholds, log=self.log)
 
     def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
+        if not is_main():
+            return
         skipped = sum(row.skipped for row in rows)
         if skipped:
             self.log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
@@ -187,7 +215,7 @@ class Journey:
         write_csv(self.run.path / "history.csv", self.history, ("run", *EpochRow.__dataclass_fields__))
         results.write_events(self.run.path / "tensorboard" / name, rows)
 
-    def _compact(self, pruned: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
+    def _compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
         flushed = flush_subnormals(compact(pruned, plan), self.prepared.example_inputs)
         small = flushed.model
         if flushed.counts:
@@ -207,4 +235,5 @@ class Journey:
             build=self.prepared.build,
             extra={"classes": list(self.prepared.splits.classes)},
         )
+        write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
         return small, proof

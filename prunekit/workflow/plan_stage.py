@@ -11,6 +11,7 @@ from torch import nn
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import ChannelMap
+from prunekit.distributed.group import is_main
 from prunekit.planning import PruneSettings
 from prunekit.workflow import results
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
@@ -33,8 +34,10 @@ def find_plan(
     *,
     training: bool,
     stage: Callable[[str], AbstractContextManager[Any]],
-) -> tuple[Planned, Frozen | None]:
+) -> tuple[Planned, Frozen | None] | None:
     """A plan within the job's budgets, on the dense model's weights; written into the run's folder.
+
+    Of several processes all collect statistics, and the main one makes the plan.
 
     Args:
         dense: with its weights.
@@ -44,13 +47,16 @@ def find_plan(
         stage: times what runs in it, under a name.
 
     Returns:
-        The plan, and how it was found where a budget is one of time.
+        The plan, and how it was found where a budget is one of time; in the main process alone.
     """
     job, log = prepared.job, run.log
     with stage("calibrate"):
         stats: ChannelStats | None = None
         if training or needs_activations(job.prune.criterion):
             stats = calibrate_model(prepared, dense, log=log).stats
+        if not is_main():
+            return None
+        if stats is not None:
             stats.save(run.path / "statistics")
         gradients = loss_gradients(prepared, dense, log=log)
         patches = job_patches(prepared, dense, chart, log=log)

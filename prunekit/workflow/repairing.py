@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.distributed.group import is_main
 from prunekit.masking import masked
 from prunekit.planning import Plan
 from prunekit.repair import LayerRepair, RepairReport, repair
 from prunekit.training import recalibrate_batchnorm
+from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.calibrate import calibration_batches, calibration_images
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.runs import RunFolder
@@ -26,12 +28,22 @@ def repair_model(
 ) -> tuple[nn.Module, RepairReport | None]:
     """The masked model on the CPU, and what its repair did; None where the job asks for none.
 
+    Of several processes the main one repairs, and the others are given its weights.
+
     Without repair BatchNorm statistics are taken anew if training follows, which would take them anew anyway.
 
     Raises:
         DataError: fewer than 8 calibration images.
         NonFiniteError: a layer computes NaN or Inf; names the layer.
     """
+    model, report = _repaired(prepared, dense, plan, run, training) if is_main() else (copy.deepcopy(dense), None)
+    share_model(model, "the masked model")
+    return model, report
+
+
+def _repaired(
+    prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, training: bool
+) -> tuple[nn.Module, RepairReport | None]:
     settings = prepared.job.repair
     if settings is None:
         model = copy.deepcopy(dense).to(prepared.device)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from prunekit.artifacts import write_json, write_text
+from prunekit.distributed.exchange import from_main
+from prunekit.distributed.group import is_main, size
 from prunekit.errors import RunError
 from prunekit.measure.machine import cpu_name
 
@@ -40,11 +42,16 @@ class RunFolder:
 def run_folder(output: Path, name: str, log: Log, resolved: str) -> Iterator[RunFolder]:
     """Makes `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.
 
+    Of several processes the main one does so; in the others the log goes nowhere.
+
     Raises:
         RunError: the folder cannot be made.
     """
     started = datetime.now(UTC)
-    path = _make(output / name, started.strftime("%Y%m%d-%H%M%S"))
+    path = from_main(lambda: _make(output / name, started.strftime("%Y%m%d-%H%M%S")))
+    if not is_main():
+        yield RunFolder(path, started.isoformat(timespec="seconds"), lambda _: None)
+        return
     with (path / "log.txt").open("a", encoding="utf-8", buffering=1) as file:
 
         def both(message: str) -> None:
@@ -111,6 +118,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "processes": size(),
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "torch": str(torch.__version__),
         **{name: version(name) for name in ("prunekit", "torchvision", "numpy")},

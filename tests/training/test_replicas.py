@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 import torch
 from process_group import together
-from torch import Tensor, nn
-from training_models import CPU, images, splits
+from torch import nn
+from training_models import CPU, splits
 
-from prunekit.data import Feed, Splits, TensorImages
-from prunekit.data.corrupt import CorruptImages
-from prunekit.distributed.group import rank
-from prunekit.errors import UsageError
+from prunekit.data import Splits
 from prunekit.masking import ClampSettings, masked
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import History, Training, TrainSettings, Within, fit
