@@ -36,6 +36,11 @@ class GradientClamp(HookOwner):
         """Share of the values (by norm: of the gradients) that were beyond the limit so far, by module path, 0..1."""
         return self._beyond.shares()
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """How many of how many were beyond the limit so far, by module path."""
+        totals = self._beyond.totals()
+        return {path: (count, totals[path]) for path, count in self._beyond.counts().items()}
+
     def _limited(self, path: str, gradient: Tensor, scale: LossScale | None, *, inplace: bool) -> Tensor | None:
         limit = scaled(self.limits[path], scale, gradient.device)
         clamped, beyond = limited(gradient, limit, self._by, inplace=inplace)

@@ -21,6 +21,7 @@ from prunekit.distributed.exchange import everyone, gather, require_equal, share
 from prunekit.distributed.group import rank, size
 from prunekit.errors import UsageError
 from prunekit.nested import tensors_in
+from prunekit.training.checks import two_images
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -50,7 +51,7 @@ def has_unused(model: nn.Module, train: Batches, device: torch.device) -> bool:
     """
     if size() == 1:
         return False
-    images, _ = train.dataset.fetch(train.indices[torch.arange(2) % len(train.indices)])
+    images = two_images(train.dataset)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with seeded(0), training_mode(model, True), torch.enable_grad():
