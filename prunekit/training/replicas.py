@@ -75,7 +75,9 @@ def prepared(
         unused: whether there are trainable parameters that the output may not depend on: found in each step.
     """
     if size() > 1:
-        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused)
+        accelerator.ddp_handler = DistributedDataParallelKwargs(
+            find_unused_parameters=unused, gradient_as_bucket_view=True
+        )
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, lambda _, bucket: _summed(bucket))

@@ -46,6 +46,7 @@ def test_a_single_process(environment: pytest.MonkeyPatch) -> None:
     [
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set; start with torchrun"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_PORT"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "split over the processes .*; start with torchrun"),
         ({"WORLD_SIZE": "four"}, "expected a number in WORLD_SIZE, got 'four'"),
     ],
 )
