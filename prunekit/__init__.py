@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
     from prunekit.repair import RepairSettings
-    from prunekit.training import recalibrate_batchnorm
+    from prunekit.training import carry_average, carry_over, recalibrate_batchnorm
     from prunekit.workflow import explain, finetune, plan_model, profile, prune, sensitivity
 
 __version__ = version("prunekit")
@@ -45,6 +45,8 @@ _PLACES = {
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
+    "carry_average": "prunekit.training:carry_average",
+    "carry_over": "prunekit.training:carry_over",
     "channels_last": "prunekit.deploy:channels_last",
     "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
@@ -94,6 +96,8 @@ __all__ = [
     "StatsCollector",
     "calibrate",
     "calibrate_thresholds",
+    "carry_average",
+    "carry_over",
     "channels_last",
     "clamp_activation_grad",
     "clamp_weight_grad",

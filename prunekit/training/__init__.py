@@ -1,5 +1,6 @@
 """Training and fine-tuning on one device, deterministic from a seed; BatchNorm recalibration."""
 
+from prunekit.training.carrying import carry_average, carry_over
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
 from prunekit.training.history import ClampRow, EpochRow, History
@@ -17,6 +18,8 @@ __all__ = [
     "TrainSettings",
     "Training",
     "Within",
+    "carry_average",
+    "carry_over",
     "check_clamps",
     "check_fits",
     "fit",
