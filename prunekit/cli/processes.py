@@ -10,7 +10,7 @@ import click
 from prunekit.distributed.launch import launched
 from prunekit.errors import UsageError
 
-TOGETHER = ("finetune", "prune", "calibrate")
+TOGETHER = ("finetune", "prune", "calibrate", "evaluate")
 
 
 def require_alone(command: str | None) -> None:

@@ -39,6 +39,7 @@ class DataSettings:
     max_corrupt: Count = 0
     """Images that cannot be read are skipped and counted up to this many; one more is an error."""
     batch: PositiveInt = 64
+    """Images in a batch; of all processes together, where several train."""
     workers: Count = 0
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1

@@ -21,6 +21,7 @@ from prunekit.context import training_mode
 from prunekit.data import Batches
 from prunekit.data.loading import Batch
 from prunekit.distributed.exchange import total
+from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
 from prunekit.models import auxiliary, logits
 from prunekit.training.best import BestWeights
@@ -128,7 +129,8 @@ class Epochs:
                 done += 1
                 with nullcontext() if number == len(group) else kept_apart(self.replica):
                     self._add_gradient(batch, images, trained, f"epoch {epoch}, step {done}")
-                self.bar.step(trained.mean_loss, trained.top1, trained.images / (time.perf_counter() - start))
+                speed = size() * trained.images / (time.perf_counter() - start)  # the others' shares are as large
+                self.bar.step(trained.mean_loss, trained.top1, speed)
             step += 1
             self.parts.before_step(step)
             self.optimizer.step()

@@ -163,6 +163,8 @@ def _log_too_few(stats: ChannelStats, log: Log) -> None:
 def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
     """Taylor terms of the cross entropy on the job's calibration images; None where its criterion needs none.
 
+    Of several processes each looks at its share of the batches, and the main one is given the terms.
+
     Raises:
         NonFiniteError: a gradient is NaN or Inf; names the parameter.
     """
@@ -172,9 +174,13 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     images = calibration_batches(prepared)
     log(f"calibration: gradients of the loss on {images.images} training images")
     with threads(prepared.job.threads):
-        gradients = collect_gradients(model.to(prepared.device), images, prepared.device, _cross_entropy)
+        share, mine = (rank(), size()), images.dealt(rank(), size())
+        model.to(prepared.device)
+        seen = collect_gradients(model, mine, prepared.device, _cross_entropy, dealt=share) if len(mine) else None
     model.cpu()
-    return gradients
+    share_corrupt(images)
+    parts = [part for part in gather_on_main(seen) if part is not None]
+    return reduce(TaylorTerms.merge, parts) if parts else None
 
 
 def _cross_entropy(output: Any, labels: Tensor) -> Tensor:

@@ -54,11 +54,11 @@ def find_plan(
         stats: ChannelStats | None = None
         if training or needs_activations(job.prune.criterion):
             stats = calibrate_model(prepared, dense, log=log).stats
+        gradients = loss_gradients(prepared, dense, log=log)
         if not is_main():
             return None
         if stats is not None:
             stats.save(run.path / "statistics")
-        gradients = loss_gradients(prepared, dense, log=log)
         patches = job_patches(prepared, dense, chart, log=log)
     with stage("plan"):
         plan = partial(

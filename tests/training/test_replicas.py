@@ -21,6 +21,7 @@ from prunekit.errors import DataError, UsageError
 from prunekit.masking import ClampSettings, masked
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import History, Part, Training, TrainSettings, Within, fit
+from prunekit.training.settings import Precision
 from prunekit.workflow import plan_model
 
 
@@ -116,16 +117,20 @@ def test_shares_are_disjoint_and_whole() -> None:
         assert whole.split(0, of).images == whole.dealt(0, of).images == whole.images == 66
 
 
-def with_batchnorm() -> list[Tensor]:
+def with_batchnorm(precision: Precision) -> tuple[list[Tensor], list[int]]:
     model = net()
-    fit(model, splits(), TrainSettings(epochs=2, lr=0.05), device=CPU, seed=1, batch=16)
-    return [tensor.clone() for tensor in model.state_dict().values()]
+    settings = TrainSettings(epochs=2, lr=0.05, precision=precision)
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16)
+    return [tensor.clone() for tensor in model.state_dict().values()], [row.skipped for row in history.rows]
 
 
-def test_batchnorm_and_dropout_leave_the_replicas_equal(tmp_path: Path) -> None:
-    """BatchNorm normalises by each share, and the statistics kept are the main process's, in all of them."""
-    one, other = together(2, tmp_path, with_batchnorm)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_differs_between_shares_leaves_the_replicas_equal(precision: Precision, tmp_path: Path) -> None:
+    """BatchNorm normalises by each share, dropout draws in each, and float16 overflows in one and skips in all."""
+    one, other = together(2, tmp_path, with_batchnorm, precision)
+    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+    assert not torch.equal(one[0][0], net()[0].weight)
+    assert one[1] == other[1]
 
 
 class Unreadable:

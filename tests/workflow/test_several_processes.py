@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from process_group import together
@@ -20,13 +21,17 @@ from prunekit.distributed.group import rank
 from prunekit.errors import PeerError, RunError
 from prunekit.masking import ActivationSettings
 from prunekit.measure import LatencySettings, isolated, latency, measuring
-from prunekit.models import ModelSettings
+from prunekit.models import ModelSettings, load_factory
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.repair import RepairSettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, Own, finetune
 from prunekit.workflow.agreeing import require_same_plan, share_plan
+from prunekit.workflow.calibrate import loss_gradients
+from prunekit.workflow.dense import prepare
+from prunekit.workflow.evaluate import evaluate
 from prunekit.workflow.journey import Journey
+from prunekit.workflow.targets import Target
 
 NET = '''
 from torch import nn
@@ -133,6 +138,39 @@ def same_statistics(found: ChannelStats, expected: ChannelStats) -> None:
     for path, moments in found.moments.items():
         assert moments.count == expected.moments[path].count
         close(moments.gram, expected.moments[path].gram, 0.1)
+
+
+def taylor_terms(settings: JobSettings, factory: str) -> dict[tuple[str, int], Any] | None:
+    torch.manual_seed(3)
+    prepared = prepare(settings, Own(model=factory))
+    found = loss_gradients(prepared, prepared.model, log=lambda _: None)
+    return None if found is None else {axis: np.sort(rows, axis=0) for axis, rows in found.terms.items()}
+
+
+def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
+    """Five batches of 64, whole: what each process finds in a batch is what a single one finds."""
+    settings = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="taylor"))
+    (expected,) = together(1, tmp_path / "alone", taylor_terms, settings, factory)
+    main, *others = together(4, tmp_path / "meet", taylor_terms, settings, factory)
+    assert others == [None] * 3
+    assert {rows.shape[0] for rows in main.values()} == {5}
+    for axis, rows in expected.items():
+        np.testing.assert_array_equal(main[axis], rows)
+
+
+def tested(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
+    """Correct and tested images, and their share: 539 in batches of 64 are 9 batches, the last of 27."""
+    torch.manual_seed(rank())  # the main process's weights count
+    found = evaluate(Target(load_factory(factory), "net", (3, 16, 16)), recipe.data, torch.device("cpu"))
+    return found["correct"], found["n_test"], found["top1"]
+
+
+def test_test_images_count_once(factory: str, tmp_path: Path) -> None:
+    settings = job(tmp_path)
+    expected = tested(settings, factory)
+    assert expected[1] == 539
+    assert expected[0] > 0
+    assert together(4, tmp_path / "meet", tested, settings, factory) == [expected] * 4
 
 
 def failed(output: Path, factory: str, failing: int) -> tuple[str, str]:
