@@ -33,7 +33,7 @@ def as_one() -> Iterator[None]:
         yield
         return
     from prunekit.distributed.failing import one_for_all
-    from prunekit.distributed.group import joined
+    from prunekit.distributed.joining import joined
 
     with joined(), one_for_all(click.exceptions.Exit):
         yield

@@ -21,7 +21,8 @@ from prunekit.distributed.exchange import (
     total,
     wait_for_all,
 )
-from prunekit.distributed.group import is_main, joined, rank, size
+from prunekit.distributed.group import is_main, rank, size
+from prunekit.distributed.joining import joined
 from prunekit.errors import RunError
 
 

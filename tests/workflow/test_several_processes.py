@@ -158,7 +158,7 @@ def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(main[axis], rows)
 
 
-def tested(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
+def counted(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
     """Correct and tested images, and their share: 539 in batches of 64 are 9 batches, the last of 27."""
     torch.manual_seed(rank())  # the main process's weights count
     found = evaluate(Target(load_factory(factory), "net", (3, 16, 16)), recipe.data, torch.device("cpu"))
@@ -167,10 +167,10 @@ def tested(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
 
 def test_test_images_count_once(factory: str, tmp_path: Path) -> None:
     settings = job(tmp_path)
-    expected = tested(settings, factory)
+    expected = counted(settings, factory)
     assert expected[1] == 539
     assert expected[0] > 0
-    assert together(4, tmp_path / "meet", tested, settings, factory) == [expected] * 4
+    assert together(4, tmp_path / "meet", counted, settings, factory) == [expected] * 4
 
 
 def failed(output: Path, factory: str, failing: int) -> tuple[str, str]:
