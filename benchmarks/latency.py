@@ -1,13 +1,15 @@
 """How much of a cut of MACs becomes speed: a network at the MACs of a uniform half of its channels.
 
 Plans, all within the MACs that half of every group's channels leave: `uniform`, that half itself; `macs`, what MACs
-alone lead to, filters by L2 norm (scope `per_mac`); and `macs+time`, by MACs and time together: the highest speedup, as
-the runtime's profile predicts, with which the plan still uses nearly all (98 %) of the MACs, so that it is no smaller a
-network but a better cut one. `delivered` is the measured speedup over the dense network, all alternated in one process
-of the runtime, `ci95` its interval, `macs_ratio` the dense MACs over those left, `of_macs_ratio` the one over the other
-(1: all of the cut became speed). `asked` is the speedup that was planned for, `predicted` what the table says of the
-plan. Where there is a CUDA device, it is measured too: fp16 and bf16, channels-last, batches 1 and 256. Weights are
-random: time does not depend on them, but which filters go in `macs` and `macs+time` does.
+alone lead to, filters by L2 norm (scope `per_mac`); `macs+time`, by MACs and time together: the highest speedup, as the
+runtime's profile predicts, with which the plan still uses nearly all (98 %) of the MACs, so that it is no smaller a
+network but a better cut one; and `fastest`, what widths alone can do: of the plans with nearly all of those MACs that
+which is predicted to be the fastest, whatever its filters are worth. `delivered` is the measured speedup over the dense
+network, all alternated in one process of the runtime, `ci95` its interval, `macs_ratio` the dense MACs over those left,
+`of_macs_ratio` the one over the other (1: all of the cut became speed). `asked` is the speedup that was planned for,
+`predicted` what the table says of the plan. Where there is a CUDA device, it is measured too: fp16 and bf16,
+channels-last, batches 1 and 256. Weights are random: time does not depend on them, but which filters go in `macs` and
+`macs+time` does.
 
     python benchmarks/latency.py [--model resnet34] [--size 224] [--runtimes eager,onnxruntime,openvino] [--threads 1]
         [--networks N] [--repeats 61] [--device auto] [--out FILE] [--json] [--keep]
@@ -16,6 +18,7 @@ random: time does not depend on them, but which filters go in `macs` and `macs+t
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -28,10 +31,13 @@ import torch
 from common import RESULTS, Rows, as_items, as_markdown, keep, show
 from latency_networks import Case, built, log, names, profiled, where
 
+from prunekit.channels import ChannelMap
+from prunekit.channels.map import Keep
 from prunekit.compaction import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure import measure_latency
-from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
+from prunekit.planning.select import Scores
 from prunekit.planning.settings import TargetSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import NETWORKS, as_latency, layer_setting
@@ -42,11 +48,13 @@ COLUMNS = (
     "model", "plan", "runtime", "device", "batch", "threads", "dtype", "asked", "predicted", "delivered", "ci95",
     "macs_ratio", "of_macs_ratio", "stable", "reason",
 )  # fmt: skip
-PLANS = ("uniform", "macs", "macs+time")
+PLANS = ("uniform", "macs", "macs+time", "fastest")
 USED = 0.98
 """Share of the MACs that a plan by time as well still uses."""
 STEPS, FURTHEST = 16, 1.15
 """Speedups that are tried, up to so many times the MACs ratio."""
+ROUNDS = 3
+"""That the MACs of a filter are taken anew."""
 
 
 def targets(options: argparse.Namespace) -> Iterator[TargetSettings]:
@@ -64,7 +72,7 @@ def planned(case: Case, settings: PruneSettings) -> Planned:
     return plan_model(case.model, (case.example,), settings, channel_map=case.channel_map, latency=case.profiled.table)
 
 
-def fastest(case: Case, settings: PruneSettings) -> tuple[Planned, float]:
+def quickened(case: Case, settings: PruneSettings) -> tuple[Planned, float]:
     """The plan within the MACs of the settings that is predicted to be the fastest but still uses them; its speedup.
 
     Speedups are tried in steps, not halved: what a plan uses of the MACs is not monotone in them.
@@ -83,6 +91,40 @@ def fastest(case: Case, settings: PruneSettings) -> tuple[Planned, float]:
     return found
 
 
+def fastest(case: Case, whole: Plan, settings: PruneSettings) -> Plan:
+    """The plan with nearly all MACs of the settings that is predicted to be the fastest; filters are worth their MACs.
+
+    What MACs a filter has depends on how many others stay, so they are taken at the widths of `whole` and then at
+    those of the plan found, a few times; the best of all is returned, `whole` if none is faster.
+    """
+    chart, share, best, keep = whole.channel_map, settings.budget.macs, whole, whole.keep
+    assert share is not None
+    for _ in range(ROUNDS):
+        worth, found = macs_of_each(chart, keep), None
+        for asked in np.geomspace(1 / share / 2, FURTHEST / share, 2 * STEPS).tolist():
+            budget = BudgetSettings(macs=share, speedup=asked)
+            try:
+                plan = make_plan(chart, worth, replace(settings, budget=budget), latency=case.profiled.table)
+            except PlanError:
+                break
+            if USED * share <= left(case, plan) <= share and predicted(case, plan) > predicted(case, found or whole):
+                found = plan
+        if found is None:
+            break
+        best, keep = max(best, found, key=lambda plan: predicted(case, plan)), found.keep
+    return best
+
+
+def macs_of_each(chart: ChannelMap, keep: Keep) -> Scores:
+    """MACs that go with each label alone where so many are kept: float (n_labels,)."""
+    found = np.zeros(chart.n_labels)
+    for term in chart.mac_terms:
+        widths = [int(np.count_nonzero(keep[labels])) for labels in term.factors]
+        for index, labels in enumerate(term.factors):
+            np.add.at(found, labels, term.constant * math.prod(widths[:index] + widths[index + 1 :]))
+    return found
+
+
 def left(case: Case, plan: Plan) -> float:
     """Share of the MACs that a plan leaves."""
     return plan.channel_map.macs(plan.keep) / case.channel_map.macs()
@@ -97,22 +139,25 @@ def predicted(case: Case, plan: Plan) -> float:
 def measured(case: Case, target: TargetSettings, repeats: int) -> Iterator[dict[str, Any]]:
     """A row for each plan, all alternated with the dense network."""
     whole = PruneSettings(BudgetSettings(channels=0.5), criterion="l2", scope="uniform", target=target)
-    plans = {"uniform": planned(case, whole)}
-    by_macs = replace(whole, budget=BudgetSettings(macs=left(case, plans["uniform"].plan)), scope="per_mac")
-    plans["macs"] = planned(case, by_macs)
-    plans["macs+time"], asked = fastest(case, by_macs)
+    plans = {"uniform": planned(case, whole).plan}
+    by_macs = replace(whole, budget=BudgetSettings(macs=left(case, plans["uniform"])), scope="per_mac")
+    plans["macs"] = planned(case, by_macs).plan
+    quick, asked = quickened(case, by_macs)
+    plans["macs+time"] = quick.plan
+    in_eights = replace(by_macs, round_to=target.block)
+    plans["fastest"] = fastest(case, plans["uniform"], in_eights)
     wanted = as_latency(target, repeats)
-    models = {"dense": case.model, **{name: compact(case.model, made.plan) for name, made in plans.items()}}
+    models = {"dense": case.model, **{name: compact(case.model, plan) for name, plan in plans.items()}}
     found = measure_latency(models, case.example.shape[1:], wanted, devices(target.device, wanted))
     if found.failures:
         yield from ({"plan": name, "reason": found.failures[0]["reason"]} for name in plans)
         return
-    for row, (name, made) in zip(found.speedup, plans.items(), strict=True):
-        ratio = 1 / left(case, made.plan)
+    for row, (name, plan) in zip(found.speedup, plans.items(), strict=True):
+        ratio = 1 / left(case, plan)
         yield {
             "plan": name,
             "asked": asked if name == "macs+time" else None,
-            "predicted": predicted(case, made.plan),
+            "predicted": predicted(case, plan),
             "delivered": row["median"],
             "ci95": [row["low"], row["high"]],
             "macs_ratio": ratio,
@@ -120,7 +165,7 @@ def measured(case: Case, target: TargetSettings, repeats: int) -> Iterator[dict[
             "of_macs_ratio_ci95": [row["low"] / ratio, row["high"] / ratio],
             "stable": row["stable"],
             "doubts": row["doubts"],
-            "macs": made.plan.channel_map.macs(made.plan.keep),
+            "macs": plan.channel_map.macs(plan.keep),
             **case.facts,
         }
 

@@ -62,11 +62,11 @@ def request(case: Case, settings: PruneSettings) -> dict[str, Any]:
         took.append(time.perf_counter() - start)
         return made
 
-    start, shape = time.perf_counter(), tuple(case.example.shape[1:])
+    start, goal = time.perf_counter(), case.goal(settings)
     try:
-        frozen = freeze(case.model, case.channel_map, shape, settings, case.profiled.table, plan, log=log)
+        frozen = freeze(goal, plan, log=log)
         handed_over = flush_subnormals(frozen.planned.compact, (case.example,)).model
-        found = delivered(frozen, case.model, handed_over, shape, settings, log)
+        found = delivered(frozen, handed_over, log=log)
     except PrunekitError as error:
         return {"refused": isinstance(error, PlanError), "reason": str(error), "seconds": time.perf_counter() - start}
     final, keep_of = found.final, frozen.planned.plan.keep

@@ -193,7 +193,7 @@ def settings_of(runtime: str, options: argparse.Namespace, asked: float) -> Prun
 def row(bench: Bench, method: str, settings: PruneSettings) -> dict[str, Any]:
     """One method at one speedup."""
     choose, start, dense = chooser(method), time.perf_counter(), bench.case.dense
-    shape = tuple(bench.case.images.shape[1:])
+    chart = bench.timed.channel_map
 
     def planner(wanted: PruneSettings, _: ChannelMap) -> Planned:
         found = choose(bench, wanted)
@@ -201,9 +201,9 @@ def row(bench: Bench, method: str, settings: PruneSettings) -> dict[str, Any]:
         return Planned(plan, bench.scores["l2"], compact(dense, plan), 0.0, ())
 
     try:
-        table, chart = bench.timed.profiled.table, bench.timed.channel_map
-        frozen = freeze(dense, chart, shape, settings, table, planner, log=log)
-        found = delivered(frozen, dense, frozen.planned.compact, shape, settings, log)
+        goal = replace(bench.timed.goal(settings), model=dense)
+        frozen = freeze(goal, planner, log=log)
+        found = delivered(frozen, frozen.planned.compact, log=log)
     except PrunekitError as error:
         return {"refused": isinstance(error, PlanError), "reason": str(error)}
     final, plan = found.final, frozen.planned.plan

@@ -18,9 +18,12 @@ import prunekit
 from prunekit.channels import ChannelMap, trace
 from prunekit.context import seeded
 from prunekit.measure.machine import surroundings
+from prunekit.measure.runtimes import inputs_like
 from prunekit.planning import PruneSettings
 from prunekit.planning.settings import TargetSettings
-from prunekit.workflow.profiling import Profile, profile
+from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.profiled import Profile
+from prunekit.workflow.profiling import profile
 from prunekit.workflow.runs import environment
 
 TOOLS = ("onnxruntime", "openvino", "onnx", "torch-pruning")
@@ -78,6 +81,10 @@ class Case:
     channel_map: ChannelMap
     profiled: Profile
     facts: dict[str, Any]
+
+    def goal(self, settings: PruneSettings) -> LatencyGoal:
+        """Budgets of time on it."""
+        return LatencyGoal(self.model, self.channel_map, inputs_like((self.example,)), settings, self.profiled)
 
 
 def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, networks: int) -> Case:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prunekit.errors import PrunekitError
     from prunekit.masking import (
         ActivationMasks,
+        ChangingMasks,
         calibrate_thresholds,
         clamp_activation_grad,
         clamp_weight_grad,
@@ -25,16 +26,20 @@ if TYPE_CHECKING:
     )
     from prunekit.measure.verify import verify
     from prunekit.models import ModelSettings
-    from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
+    from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.training import carry_average, carry_over, recalibrate_batchnorm
-    from prunekit.workflow import explain, finetune, plan_model, profile, prune, sensitivity
+    from prunekit.workflow import plan_model, profile, prune
+    from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
+    from prunekit.workflow.finetune import finetune
+    from prunekit.workflow.sensitivity import sensitivity
 
 __version__ = version("prunekit")
 
 _PLACES = {
     "ActivationMasks": "prunekit.masking:ActivationMasks",
     "BudgetSettings": "prunekit.planning:BudgetSettings",
+    "ChangingMasks": "prunekit.masking:ChangingMasks",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
     "ModelSettings": "prunekit.models:ModelSettings",
@@ -42,6 +47,7 @@ _PLACES = {
     "PruneSettings": "prunekit.planning:PruneSettings",
     "PrunekitError": "prunekit.errors:PrunekitError",
     "RepairSettings": "prunekit.repair:RepairSettings",
+    "ScheduleSettings": "prunekit.planning:ScheduleSettings",
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
@@ -86,6 +92,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "ActivationMasks",
     "BudgetSettings",
+    "ChangingMasks",
     "ChannelMap",
     "ChannelStats",
     "ModelSettings",
@@ -93,6 +100,7 @@ __all__ = [
     "PruneSettings",
     "PrunekitError",
     "RepairSettings",
+    "ScheduleSettings",
     "StatsCollector",
     "calibrate",
     "calibrate_thresholds",

@@ -14,12 +14,15 @@ from typing import Any
 
 from prunekit.errors import ArtifactError
 
+_LEFT = ".tmp"
+"""How names of temporaries end."""
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder; on success it replaces `path`, on an error it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(_LEFT, f".{path.name}.", path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -31,24 +34,52 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yields a temporary folder beside `path`; on success it takes the place of `path`, on an error it is removed.
 
     A folder that was there before stays until the new one is whole.
+
+    Args:
+        path: of the folder.
+        durable: whether it is on the disk when the block has ended, and outlives a loss of power.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    temporary = Path(tempfile.mkdtemp(_LEFT, f".{path.name}.", path.parent))
     try:
         yield temporary
         for written in (temporary, *temporary.rglob("*")):
             _share(written)
-        old = path.with_name(f".{path.name}.old-{os.getpid()}")
+            if durable:
+                _sync(written)
+        old = path.with_name(f".{path.name}.old-{os.getpid()}{_LEFT}")
         if path.exists():
             os.replace(path, old)
         os.replace(temporary, path)
+        if durable:
+            _sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed processes left of files and folders that they were writing into `folder`.
+
+    Only for a folder that no other process writes to.
+    """
+    for left in folder.glob(f".*{_LEFT}"):
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk; where the system has a call for that."""
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _share(path: Path) -> None:

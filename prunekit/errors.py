@@ -37,6 +37,10 @@ class PlanError(UsageError):
     """A plan removes nothing, names layers that do not exist, or asks for a budget that cannot be met."""
 
 
+class ResumeError(UsageError):
+    """What is to be resumed is of another recipe, plan or version, still runs, or has finished."""
+
+
 class RunError(PrunekitError):
     """A run started correctly and failed: non-finite loss, a full disk, a broken file."""
 

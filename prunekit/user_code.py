@@ -54,6 +54,14 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
         raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
 
 
+def code_of(reference: str) -> bytes:
+    """The content of the file that a factory which has been run is in: empty for a module that is in none."""
+    file = reference.rpartition(":")[0]
+    if file.startswith(_INSTALLED):
+        file = getattr(sys.modules[file.removeprefix(_INSTALLED)], "__file__", None) or ""
+    return Path(file).read_bytes() if file else b""
+
+
 def _hint(name: str, names: list[str]) -> str:
     return nearest(name, names) if names else "it defines none"
 

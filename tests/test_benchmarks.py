@@ -65,6 +65,16 @@ def test_time_and_memory_of_pruning_without_training() -> None:
     assert {"plan", "repair", "compact", "verify"} <= {name.removesuffix("_peak_mib") for name in row}
 
 
+def test_counted_memory_is_shown_beside_what_a_process_takes() -> None:
+    arguments = ("--models", "shufflenet_v2_x0_5", "--size", "64", "--batch", "8", "--runtimes", "eager", "--json")
+    done = run("memory.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    dense, pruned = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (dense["model"], pruned["model"]) == ("dense", "pruned")
+    assert pruned["counted_mb"] <= pruned["asked_mb"] == dense["counted_mb"] / 2
+    assert {"process_mb", "more"} <= dense.keys()
+
+
 @pytest.mark.parametrize("zoo", STRATIFIED)
 def test_models_of_every_zoo_pass(zoo: str) -> None:
     if zoo != "torchvision":
@@ -242,11 +252,12 @@ def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(tmp_path: Path, monke
     done = run_fewer("latency.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = {row["plan"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert list(rows) == ["uniform", "macs", "macs+time"]
+    assert list(rows) == ["uniform", "macs", "macs+time", "fastest"]
     for row in rows.values():
         assert 0.97 * rows["uniform"]["macs"] <= row["macs"] <= rows["uniform"]["macs"]
         assert row["of_macs_ratio"] == pytest.approx(row["delivered"] / row["macs_ratio"])
     assert rows["macs+time"]["predicted"] >= rows["macs"]["predicted"]
+    assert rows["fastest"]["predicted"] >= rows["uniform"]["predicted"]
 
 
 def test_plans_of_another_tool_are_brought_to_a_latency(

@@ -11,7 +11,7 @@ import prunekit
 
 ROOT = Path(prunekit.__file__).parent
 FLOORS = {
-    "errors": 0, "nested": 0, "hooks": 0, "context": 0, "artifacts": 0, "globs": 0, "user_code": 0,
+    "errors": 0, "nested": 0, "hooks": 0, "context": 0, "artifacts": 0, "states": 0, "globs": 0, "user_code": 0,
     "catalogue": 0, "vocabulary": 0, "distributed": 0,
     "channels": 1,
     "data": 2, "models": 2, "calibration": 2,
@@ -29,6 +29,8 @@ WITHIN = {
     ("hooks", "nested"),
     ("context", "errors"),
     ("artifacts", "errors"),
+    ("states", "artifacts"),
+    ("states", "errors"),
     ("globs", "errors"),
     ("user_code", "errors"),
     ("distributed", "errors"),

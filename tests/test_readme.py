@@ -7,11 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torchvision
 from click.testing import CliRunner
 from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
 from prunekit.cli import cli
+from prunekit.recipe import load
+from prunekit.training import feature_paths
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -117,3 +120,15 @@ def test_examples_for_clusters_are_what_torchrun_takes() -> None:
 def test_links_of_the_readme_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
+    (block,) = blocks("yaml")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"name: shown\nmodel: {{name: resnet34, weights: IMAGENET1K_V1}}\n{block}", encoding="utf-8")
+    job = load(recipe)
+    assert job.sparsify is not None
+    assert job.finetune.distill is not None
+    assert job.finetune.distill.features is not None
+    model = torchvision.models.resnet34()
+    assert feature_paths(model, job.finetune.distill) == ["layer1", "layer2", "layer3", "layer4"]

@@ -130,11 +130,17 @@ class TrainModeWatch:
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Attention's fast path and fused kernels off: they would hide the projections and the scores from the trace."""
+    with without_fast_path(), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Attention as the operators that its fast path stands for, fused kernels among them."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 

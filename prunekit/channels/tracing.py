@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,13 +39,22 @@ def channel_axis(module: nn.Module, ndim: int) -> int:
 
 @dataclass(eq=False)
 class Trace:
-    """All that a trace found, before constraints are resolved."""
+    """All that a trace found, before constraints are resolved.
+
+    Attributes:
+        model: that was traced, as long as there is anyone else who has it; else the copy that ran.
+        example: the first, on meta tensors where these were enough.
+        tables: what was counted later, see `memory_table`.
+    """
 
     flow: Flow
     labels: dict[str, tuple[Labels | None, ...]]
     runs: list[Run]
     activations: dict[ActivationKey, Labels]
     norms: NormWatch
+    model: Callable[[], nn.Module]
+    example: tuple[Any, ...]
+    tables: dict[Any, Any] = field(default_factory=dict)
 
 
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,7 +175,13 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
     labels = {}
     for name, tensor in named_tensors(clone):
         labels[name], fresh = _label(flow, tensor, fresh)
-    trace = Trace(flow, labels, [], {}, NormWatch(flow))
+    given = weakref.ref(model)
+
+    def traced() -> nn.Module:
+        found = given()
+        return clone if found is None else found
+
+    trace = Trace(flow, labels, [], {}, NormWatch(flow), traced, map_tensors(examples[0], stand_in))
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:

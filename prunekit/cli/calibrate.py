@@ -33,6 +33,7 @@ def calibrate_command(
     moments: str | None,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -49,7 +50,7 @@ def calibrate_command(
     from prunekit.workflow import calibrate as run
 
     with console.running():
-        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data))
+        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data, optimizer))
     layers = list(summary(result.stats))
     payload = {
         "path": str(result.path),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +30,11 @@ def job_options(function: Command) -> Command:
         seed_option,
         device_option,
         own_options,
+        click.option(
+            "--resume",
+            metavar="auto|RUN",
+            help="Go on with the run in this folder; auto: the newest of this recipe that has not finished, else anew.",
+        ),
         click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
         click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
         click.argument("recipe", metavar="RECIPE.yaml"),
@@ -47,6 +52,8 @@ def finetune_command(**arguments: Any) -> None:
     KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
     images are yours; model.weights still counts, and so do the other data settings, unless --data gives Splits.
 
+    A run that was killed goes on with --resume, and on the CPU ends with the same weights, bit by bit.
+
     Exits with 1 when the run fell short of what the recipe asks.
     """
     run_recipe(training=True, **arguments)
@@ -60,17 +67,21 @@ def run_recipe(
     dry_run: bool,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
+    resume: str | None,
     **options: Any,
 ) -> None:
     """Runs a recipe, with fine-tuning or without, or only shows its plan."""
+    if dry_run and resume is not None:
+        raise click.UsageError("--dry-run does nothing that could be resumed: expected one of --dry-run and --resume")
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, **options)
     from prunekit.workflow import Own
 
     if dry_run:
-        _dry_run(job, Own(factory, data), console)
-    elif _run(job, Own(factory, data), console, training=training):
+        _dry_run(job, Own(factory, data, optimizer), console)
+    elif _run(job, Own(factory, data, optimizer), console, resume, training=training):
         click.get_current_context().exit(1)
 
 
@@ -102,12 +113,25 @@ def _plan(plan: dict[str, Any]) -> str:
             f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
             f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
             *(f"Budget {text}" for text in budgeted(plan)),
+            *(_schedule(plan["schedule"]) if plan["schedule"] else ()),
             table(("layer", "kind", "in", "out", "MACs", "parameters"), rows, text=("kind",)),
         ]
     )
 
 
-def _run(job: JobSettings, own: Own, console: Console, *, training: bool) -> list[str]:
+def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
+    from prunekit.report.numbers import share
+
+    resources = [name for name in schedule["stages"][0] if name not in ("step", "epoch")]
+    rows = [
+        (str(stage["step"]), f"{stage['epoch']:.2f}", *(share(stage[name], 1) for name in resources))
+        for stage in schedule["stages"]
+    ]
+    yield f"Schedule {schedule['kind']}, {schedule['steps_per_epoch']} steps an epoch: what is left of the dense model"
+    yield table(("after step", "epoch", *resources), rows)
+
+
+def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, training: bool) -> list[str]:
     """Runs the job and returns its shortfalls, which are in its log as well."""
     check_folder(job.output)
     from prunekit import report
@@ -122,6 +146,7 @@ def _run(job: JobSettings, own: Own, console: Console, *, training: bool) -> lis
             resolved=dump(job),
             finish=partial(report.write, state="finished"),
             own=own,
+            resume=resume,
         )
     console.result({"folder": str(result.folder), **result.metrics}, _headline(result.metrics, result.folder))
     return list(result.metrics["shortfalls"])
@@ -139,6 +164,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         on_time,
         reference,
         repaired,
+        taught,
     )
     from prunekit.report.numbers import factor, interval
 
@@ -154,6 +180,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
+    teachers = [f"Teacher's time: {text}" for text in taught(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(
@@ -165,6 +192,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
             *ready,
             *masks,
             *clamps,
+            *teachers,
             *shortfalls,
             *places,
         ]

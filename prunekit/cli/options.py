@@ -44,7 +44,14 @@ own_model_option = click.option(
     help="Your own model; runs the file's code. python:MODULE:FACTORY takes it from an installed module.",
 )
 data_option = click.option(
-    "--data", metavar="FILE.py:FACTORY", help="Your own images in the place of a recipe's; runs the file's code."
+    "--data",
+    metavar="FILE.py:FACTORY",
+    help="Your own images in the place of a recipe's; runs the file's code. python:MODULE:FACTORY likewise.",
+)
+optimizer_option = click.option(
+    "--optimizer",
+    metavar="FILE.py:FACTORY",
+    help="Your own optimizer, where the recipe says optimizer: own; FACTORY() returns its class.",
 )
 
 
@@ -69,8 +76,8 @@ def model_options(function: Decorated) -> Decorated:
 
 
 def own_options(function: Decorated) -> Decorated:
-    """`--model` and `--data`: the user's own code in the place of a recipe's."""
-    return own_model_option(data_option(function))
+    """`--model`, `--data` and `--optimizer`: the user's own code in the place of a recipe's."""
+    return own_model_option(data_option(optimizer_option(function)))
 
 
 def common_options(function: Decorated) -> Decorated:
@@ -107,7 +114,7 @@ def load_job(
     if factory is not None:
         given += ["model.zoo=own", f"model.name={json.dumps(factory)}", "model.arguments={}"]
     if data is not None:
-        given += ["data.source=own", "data.root=null", "data.name=null", "data.download=false"]
+        given += ["data.source=own", "data.root=null", "data.name=null", "data.columns=null", "data.download=false"]
     return load(recipe, [*overrides, *given])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
@@ -26,26 +27,37 @@ def profile_command(
     networks: int,
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Latency of a recipe's dense model, layer by layer, on the runtime and device of prune.target.
 
     Networks of widths all over the range are timed whole, layer by layer in place; a table is fitted to them, and
-    tested on those that were held out. Budgets `speedup` and `latency_ms` are planned by it. What was measured is kept
-    in ~/.cache/prunekit (or PRUNEKIT_CACHE): an interrupted profile goes on, a finished one is not measured again.
+    tested on those that were held out; a report shows both. Budgets `speedup` and `latency_ms` are planned by it. What
+    was measured is kept in ~/.cache/prunekit (or PRUNEKIT_CACHE): an interrupted profile goes on, a finished one is not
+    measured again.
 
     KEY=VALUE changes the recipe, for example: prune.target.runtime=onnxruntime.
     """
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, **options)
     check_folder(job.output)
+    from prunekit import report
     from prunekit.recipe import dump
     from prunekit.workflow import Own, profile_job
 
     with console.running():
-        run = profile_job(job, networks=networks, log=console.log, resolved=dump(job), own=Own(factory, data))
-    console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics)}\nTable: {run.folder}")
+        run = profile_job(
+            job,
+            networks=networks,
+            log=console.log,
+            resolved=dump(job),
+            finish=partial(report.write_profile, state="finished"),
+            own=Own(factory, data, optimizer),
+        )
+    places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"
+    console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics)}\n{places}")
 
 
 def _text(metrics: dict[str, Any]) -> str:

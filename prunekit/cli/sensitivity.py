@@ -33,6 +33,7 @@ def sensitivity_command(
     groups: tuple[str, ...],
     factory: str | None,
     data: str | None,
+    optimizer: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -58,7 +59,7 @@ def sensitivity_command(
             progress=console.progress,
             resolved=dump(job),
             finish=partial(report.write_sensitivity, state="finished"),
-            own=Own(factory, data),
+            own=Own(factory, data, optimizer),
         )
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
     console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics, measured)}\n{places}")

@@ -5,12 +5,14 @@ from prunekit.data.datasets import ImageDataset, Subset, TensorImages
 from prunekit.data.decoded import FolderImages, MappedImages
 from prunekit.data.feed import Feed
 from prunekit.data.loading import Batches, batches
+from prunekit.data.mixing import Mixing
 from prunekit.data.own import load_own
-from prunekit.data.settings import DataSettings
+from prunekit.data.settings import AugmentSettings, DataSettings, Workers
 from prunekit.data.sources import load_splits, missing_data
 from prunekit.data.splits import Splits
 
 __all__ = [
+    "AugmentSettings",
     "Batches",
     "CorruptImages",
     "DataSettings",
@@ -18,9 +20,11 @@ __all__ = [
     "FolderImages",
     "ImageDataset",
     "MappedImages",
+    "Mixing",
     "Splits",
     "Subset",
     "TensorImages",
+    "Workers",
     "batches",
     "describe_corrupt",
     "load_own",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
@@ -10,41 +13,122 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode, v2
 
-from prunekit.data.settings import Augment
+from prunekit.data.settings import Augment, AugmentSettings
 
 Draw = tuple[int, int]
 """Seed and epoch that random augmentation depends on, besides the image's index."""
 
 Pixels = TypeVar("Pixels", Tensor, Image.Image)
-TRANSFORMS: dict[str, Callable[[int], Sequence[v2.Transform]]] = {
-    "none": lambda size: [v2.Identity()],
-    "shift": lambda size: [v2.RandomCrop(size, padding=size // 10, padding_mode="edge")],
-    "flip": lambda size: [v2.RandomHorizontalFlip()],
-    "crop_flip": lambda size: [v2.RandomCrop(size, padding=4), v2.RandomHorizontalFlip()],
-    "resized_crop_flip": lambda size: [v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()],
+NAMED: dict[str, AugmentSettings] = {
+    "none": AugmentSettings(),
+    "shift": AugmentSettings(crop="shift"),
+    "flip": AugmentSettings(flip=0.5),
+    "crop_flip": AugmentSettings(crop="padded", flip=0.5),
+    "resized_crop_flip": AugmentSettings(crop="resized", flip=0.5),
 }
-RESIZING = frozenset({"resized_crop_flip"})
-"""Those that take an image of any size; the others take one of the final size."""
+SCALE = (0.08, 1.0)
 
 
-def augmented(image: Pixels, augment: Augment, size: int, draw: Draw, index: int) -> Pixels:
+@dataclass(frozen=True)
+class Augmentation:
+    """The transforms that settings ask for.
+
+    Attributes:
+        resizes: whether `pixels` takes an image of any size; else it takes one of the final size.
+        pixels: of a Pillow image or of values in 0..1; None changes nothing.
+        normalised: of a normalised image, in which 0 is the mean; None changes nothing.
+    """
+
+    resizes: bool
+    pixels: v2.Transform | None
+    normalised: v2.Transform | None
+
+
+@cache
+def augmentation(augment: Augment, size: int) -> Augmentation:
+    """The transforms of a named augmentation or of settings; what they give is `size` pixels high and wide."""
+    chosen = augment if isinstance(augment, AugmentSettings) else NAMED[augment]
+    pixels = list(_pixels(chosen, size))
+    return Augmentation(
+        chosen.crop == "resized",
+        v2.Compose(pixels) if pixels else None,
+        v2.RandomErasing(p=chosen.erase) if chosen.erase else None,
+    )
+
+
+def _pixels(settings: AugmentSettings, size: int) -> Iterator[v2.Transform]:
+    """In the order of torchvision's own recipes."""
+    if settings.crop == "shift":
+        yield v2.RandomCrop(size, padding=size // 10, padding_mode="edge")
+    elif settings.crop == "padded":
+        yield v2.RandomCrop(size, padding=4)
+    elif settings.crop == "resized":
+        yield v2.RandomResizedCrop(size, scale=settings.scale or SCALE, antialias=True)
+    if settings.flip:
+        yield v2.RandomHorizontalFlip(settings.flip)
+    if (jitter := settings.color_jitter) is not None:
+        yield v2.ColorJitter(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
+    bilinear = InterpolationMode.BILINEAR
+    if (policy := settings.rand_augment) is not None:
+        yield v2.RandAugment(policy.num_ops, policy.magnitude, interpolation=bilinear)
+    if settings.trivial_augment:
+        yield v2.TrivialAugmentWide(interpolation=bilinear)
+
+
+def augmented(image: Pixels, transform: v2.Transform | None, *draw: int) -> Pixels:
     """One image changed at random; torch's random state is afterwards what it was.
 
     Args:
         image: (C, H, W) or a Pillow image.
-        augment: which change.
-        size: height and width of the result.
-        draw: seed and epoch.
-        index: of the image in its data set.
+        transform: which change; None for none.
+        draw: seed, epoch, the image's index in its data set, and what tells one change of it from another.
     """
-    seed = int(np.random.SeedSequence((*draw, index)).generate_state(1, np.uint64)[0])
+    if transform is None:
+        return image
+    with drawn_from(*draw):
+        return transform(image)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def drawn_from(*draw: int) -> Iterator[None]:
+    """What torch draws on the CPU depends on these numbers alone; its random state is afterwards what it was."""
+    seed = _seed(*draw)
     with torch.random.fork_rng(devices=[]):  # the transforms draw from the CPU's generator alone
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would start CUDA's anew as well
-        return _transform(augment, size)(image)  # type: ignore[no-any-return]
+        yield
 
 
-@cache
-def _transform(augment: Augment, size: int) -> v2.Transform:
-    return v2.Compose(list(TRANSFORMS[augment](size)))
+@contextmanager
+def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
+    """Makes what a data set of the user's draws at random for an image depend on seed, epoch and index alone.
+
+    So it is the same for any number of workers, and in a run that goes on in the middle of an epoch. Yields what is
+    called with an image's index before it is read; afterwards the states of Python's, NumPy's and torch's generators
+    (CPU) are what they were.
+
+    Args:
+        draw: seed and epoch; None changes nothing.
+    """
+    if draw is None:
+        yield lambda index: None
+        return
+
+    def begin(index: int) -> None:
+        seed = _seed(*draw, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield begin
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _seed(*draw: int) -> int:
+    return int(np.random.SeedSequence(draw).generate_state(1, np.uint64)[0])

@@ -18,6 +18,11 @@ class CorruptImages:
         self.limit = limit
         self.found: dict[str, str] = {}
 
+    @classmethod
+    def allowing(cls, limit: int | float, images: int) -> CorruptImages:
+        """None found yet; the limit is a number, or a share (0..1) of so many images, rounded down."""
+        return cls(limit if isinstance(limit, int) else int(limit * images))
+
     def add(self, name: str, reason: str) -> None:
         """Counts one more, unless it is known.
 

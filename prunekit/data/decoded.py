@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from prunekit.data.augment import Draw
+from prunekit.data.augment import Draw, drawing
 from prunekit.data.corrupt import CorruptImages
 from prunekit.data.datasets import Indexable
 from prunekit.data.feed import Feed
@@ -42,7 +42,12 @@ class _Decoded(Indexable):
         Raises:
             DataError: more images than allowed cannot be read; names them.
         """
-        read = [(index, image) for index in indices.tolist() if (image := self._try(index, draw)) is not None]
+        read = []
+        with drawing(draw) as begin:
+            for index in indices.tolist():
+                begin(index)
+                if (image := self._try(index, draw)) is not None:
+                    read.append((index, image))
         if not read:
             return torch.empty(0, 3, self.feed.size, self.feed.size), self.labels[:0]
         return torch.stack([image for _, image in read]), self.labels[[index for index, _ in read]]

@@ -8,11 +8,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
-from prunekit.data.augment import RESIZING, Draw, augmented
+from prunekit.data.augment import Augmentation, Draw, augmentation, augmented
 from prunekit.data.settings import Augment
 
+ERASING = 1
+"""Tells what is drawn for it from what is drawn before for the same image."""
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -39,27 +42,36 @@ class Feed:
         An image of exactly `size` squared is taken as it is; any other has its shorter side resized to 8/7 of that and
         its centre cut out, as torchvision's classification presets do (256 and 224).
         """
-        resizing = draw is not None and self.augment in RESIZING
-        if not resizing and image.size != (self.size, self.size):
+        change = self._augmentation(draw)
+        if not change.resizes and image.size != (self.size, self.size):
             image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
-        if draw is not None and self.augment != "none":
-            image = augmented(image, self.augment, self.size, draw, index)
-        return self.normalised(pil_to_tensor(image).float() / 255)
+        image = augmented(image, change.pixels, *(draw or ()), index)
+        normalised = self.normalised(pil_to_tensor(image).float() / 255)
+        return augmented(normalised, change.normalised, *(draw or ()), index, ERASING)
 
     def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
         """Images (B, C, H, W) with values in 0..1 as (B, 3, size, size); bilinear, antialiased when they shrink."""
-        resizing = draw is not None and self.augment in RESIZING
-        if not resizing and images.shape[-2:] != (self.size, self.size):
+        change = self._augmentation(draw)
+        if not change.resizes and images.shape[-2:] != (self.size, self.size):
             shrinks = min(images.shape[-2:]) > self.size
             images = F.interpolate(
                 images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=shrinks
             )
-        if draw is not None and self.augment != "none":
-            pairs = zip(images, indices.tolist(), strict=True)
-            images = torch.stack([augmented(one, self.augment, self.size, draw, index) for one, index in pairs])
-        return self.normalised(images)
+        images = _each(images, change.pixels, draw, indices)
+        return _each(self.normalised(images), change.normalised, draw, indices, ERASING)
+
+    def _augmentation(self, draw: Draw | None) -> Augmentation:
+        return augmentation("none" if draw is None else self.augment, self.size)
 
     def normalised(self, images: Tensor) -> Tensor:
         """(..., C, H, W) in 0..1 with C 1 or 3 -> (..., 3, H, W)."""
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         return (images - mean[:, None, None]) / std[:, None, None]
+
+
+def _each(images: Tensor, transform: v2.Transform | None, draw: Draw | None, indices: Tensor, *which: int) -> Tensor:
+    """Images (B, C, H, W) changed one by one."""
+    if transform is None or draw is None:
+        return images
+    pairs = zip(images, indices.tolist(), strict=True)
+    return torch.stack([augmented(image, transform, *draw, index, *which) for image, index in pairs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def scan_folder(root: Path) -> Folder:
     """Finds the images of `root/train/<class>/` and `root/test/<class>/`, or of `root/<class>/`.
 
     `root/val/` does for `root/test/`, as ImageNet has it. Classes are the folders' names in alphabetical order; files
-    lie at any depth below them.
+    lie at any depth below them, and come in ImageFolder's order. Unlike there, hidden folders are no classes.
 
     Raises:
         DataError: no class folder, a class without images, both `test/` and `val/`, or a test class that is not
@@ -62,7 +63,9 @@ def _files(folder: Path, classes: tuple[str, ...]) -> Files:
 
 
 def _images(folder: Path) -> list[Path]:
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+    walk = sorted(os.walk(folder, followlinks=True))  # as ImageFolder does, so that image i is the same one there
+    paths = [Path(root, name) for root, _, names in walk for name in sorted(names)]
+    paths = [path for path in paths if path.suffix.lower() in EXTENSIONS and path.is_file()]
     if not paths:
         raise DataError(f"{folder}: no images here; expected files that end in {', '.join(EXTENSIONS)}")
     return paths

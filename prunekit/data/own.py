@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from prunekit.data.datasets import ImageDataset
@@ -12,16 +11,19 @@ from prunekit.data.settings import DataSettings
 from prunekit.data.sources import source_of_parts, splits_of
 from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
-from prunekit.user_code import run_factory
+from prunekit.user_code import code_of, run_factory
 
 _ADVICE = "return other data sets as a tuple (train, test)"
 PARTS = ("train", "test", "validation")
-FOR_SPLITS = ("source", "root", "name", "download", "batch", "workers", "origin")
+READING = ("batch", "workers", "prefetch", "persistent_workers", "pin_memory")
+FOR_SPLITS = ("source", "root", "name", "columns", "download", "origin", *READING)
 """Settings that may stand beside images which are split and fed already."""
 
 
 def load_own(reference: str, settings: DataSettings) -> Splits:
-    """Runs `file.py:factory` and returns its data, split. The file's code is run: name only files you trust.
+    """Runs `file.py:factory`, or `python:module:factory`, and returns its data, split.
+
+    The file's code is run: name only files you trust.
 
     The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
     or (train, test, validation), or a mapping with these names. Without validation images, they are drawn from the
@@ -35,7 +37,7 @@ def load_own(reference: str, settings: DataSettings) -> Splits:
         UsageError: it returns `Splits`, and the settings say how to split or feed.
     """
     made = run_factory(reference, DataError)
-    code = Path(reference.rpartition(":")[0]).read_bytes()
+    code = code_of(reference)
     if isinstance(made, Splits):
         for part in (made.train, made.validation, made.test):
             if not isinstance(part, ImageDataset):

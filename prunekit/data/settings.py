@@ -6,26 +6,90 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt, MaxLen, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 PositiveInt = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
-Augment = Literal["none", "shift", "flip", "crop_flip", "resized_crop_flip"]
+Strength = Annotated[float, Ge(0)]
+Probability = Annotated[float, Ge(0), Le(1)]
+Scale = Annotated[tuple[Annotated[float, Gt(0), Le(1)], ...], MinLen(2), MaxLen(2)]
+Columns = Annotated[tuple[str, ...], MinLen(2), MaxLen(2)]
+NamedAugment = Literal["none", "shift", "flip", "crop_flip", "resized_crop_flip"]
 Mean = Annotated[tuple[float, ...], MinLen(3), MaxLen(3)]
 Std = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(3), MaxLen(3)]
+
+
+@dataclass(frozen=True)
+class ColorJitterSettings:
+    """Factors are drawn from 1 - x to 1 + x, the shift of the hue from -x to x (1 is once around)."""
+
+    brightness: Strength = 0.4
+    contrast: Strength = 0.4
+    saturation: Strength = 0.4
+    hue: Annotated[float, Ge(0), Le(0.5)] = 0.0
+
+
+@dataclass(frozen=True)
+class RandAugmentSettings:
+    """RandAugment (Cubuk et al. 2020)."""
+
+    num_ops: PositiveInt = 2
+    magnitude: Annotated[int, Ge(0), Le(30)] = 9
+
+
+@dataclass(frozen=True)
+class AugmentSettings:
+    """Random changes of training images by torchvision's transforms, in this order."""
+
+    crop: Literal["none", "shift", "padded", "resized"] = "none"
+    """`shift` by up to a tenth, `padded` by 4 pixels (as for CIFAR), `resized` (as for ImageNet)."""
+    scale: Scale | None = None
+    """Smallest and largest share of the image's area that a `resized` crop shows; null: 0.08 and 1."""
+    flip: Probability = 0.0
+    """Of left and right being swapped."""
+    color_jitter: ColorJitterSettings | None = None
+    rand_augment: RandAugmentSettings | None = None
+    trivial_augment: bool = False
+    """TrivialAugment (Müller & Hutter 2021), in the place of RandAugment."""
+    erase: Probability = 0.0
+    """Of a rectangle being set to the mean (random erasing, Zhong et al. 2020)."""
+
+
+Augment = NamedAugment | AugmentSettings
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How many processes read ahead, and how.
+
+    Attributes:
+        count: 0 reads in the process that asks.
+        prefetch: batches that each reads ahead.
+        persistent: whether they stay for the next pass; what is read is the same.
+        pin_memory: whether batches for a CUDA device go to page-locked memory, from which they are copied while the
+            device computes.
+    """
+
+    count: int = 0
+    prefetch: int = 2
+    persistent: bool = True
+    pin_memory: bool = True
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """Which images, how they are split, and how they are fed."""
 
-    source: Literal["digits", "imagefolder", "npz", "torchvision", "own"] = "digits"
+    source: Literal["digits", "imagefolder", "npz", "torchvision", "huggingface", "own"] = "digits"
     """`own`: what `--data file.py:factory` returns."""
     root: Path | None = None
     """Folder (imagefolder: `train/` and `test/` or `val/`, or classes alone, which are split; torchvision: where its
-    files are) or file (npz)."""
+    files are; huggingface: what `save_to_disk` wrote) or file (npz)."""
     name: str | None = None
-    """A data set of torchvision, such as `CIFAR10`; its files are fetched only with `download`."""
+    """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
+    `uoft-cs/cifar10`; files are fetched only with `download`."""
+    columns: Columns | None = None
+    """huggingface: the columns of images and labels; None: the only ones of their kind."""
     download: bool = False
     image_size: PositiveInt = 32
     """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its
@@ -34,15 +98,28 @@ class DataSettings:
     """Of a pixel in 0..1, per channel, subtracted; None: ImageNet's, 0.5 for the digits. `std`, likewise, divides."""
     std: Std | None = None
     augment: Augment = "none"
-    """For training images only: `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as for CIFAR), or
-    `resized_crop_flip` (as for ImageNet)."""
-    max_corrupt: Count = 0
-    """Images that cannot be read are skipped and counted up to this many; one more is an error."""
+    """For training images only: `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as for CIFAR),
+    `resized_crop_flip` (as for ImageNet), or the random changes one by one."""
+    max_corrupt: Count | Annotated[float, Gt(0), Lt(1)] = 0
+    """Images that cannot be read are skipped and counted up to this many, or this share of all images; one more is an
+    error."""
     batch: PositiveInt = 64
     """Images in a batch; of all processes together, where several train."""
     workers: Count = 0
+    """Processes that read ahead; 0: none."""
+    prefetch: PositiveInt = 2
+    """Batches that each worker reads ahead."""
+    persistent_workers: bool = True
+    """Workers stay from one epoch to the next."""
+    pin_memory: bool = True
+    """What workers read goes to page-locked memory where the device is CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
     split_seed: Count = 0
     origin: str | None = None
     """Where the data of this recipe can be had; shown when it is missing."""
+
+    @property
+    def reading(self) -> Workers:
+        """How batches are read."""
+        return Workers(self.workers, self.prefetch, self.persistent_workers, self.pin_memory)

@@ -1,4 +1,4 @@
-"""The sources of images: the embedded digits, a folder per class, a NumPy archive, torchvision's sets, the user's."""
+"""The sources of images: the embedded digits, folders, NumPy archives, the sets of other libraries, the user's own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from prunekit.data.datasets import ImageDataset, TensorImages, check_labels
 from prunekit.data.decoded import FolderImages
 from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD, Feed
 from prunekit.data.folders import Files, scan_folder
+from prunekit.data.huggingface_sets import open_rows
 from prunekit.data.mapped import classes_of, mapped, sample_bytes
 from prunekit.data.settings import DataSettings
 from prunekit.data.splits import Splits, fingerprint, split_off
@@ -75,7 +76,7 @@ def missing_data(settings: DataSettings) -> str | None:
     Raises:
         UsageError: `root` is not given for a source that needs it.
     """
-    if settings.source not in _EXPECTED:
+    if settings.source not in _EXPECTED or (settings.source == "huggingface" and settings.name is not None):
         return None
     if settings.root is None:
         raise UsageError(f"data.root: source {settings.source!r} needs the path of its data, got none")
@@ -106,10 +107,11 @@ def splits_of(source: Source, settings: DataSettings) -> Splits:
 
 
 def source_of_parts(parts: Mapping[str, Any], settings: DataSettings, where: str, content: bytes = b"") -> Source:
-    """The source that map-style data sets named train, test and perhaps validation make."""
-    corrupt, feed = CorruptImages(settings.max_corrupt), _feed(settings)
+    """The source that map-style data sets named train, and perhaps test and validation, make."""
+    images = sum(len(part) for part in parts.values() if hasattr(part, "__len__"))
+    corrupt, feed = CorruptImages.allowing(settings.max_corrupt, images), _feed(settings)
     made = {name: mapped(part, settings, feed, f"{where} {name}", corrupt) for name, part in parts.items()}
-    train, test, validation = made["train"], made["test"], made.get("validation")
+    train, test, validation = made["train"], made.get("test"), made.get("validation")
     if any(part.shape != train.shape for part in made.values()):
         raise DataError(f"{where}: expected images of one form in all parts, got {_forms(made)}")
     classes = classes_of(parts["train"], list(made.values()))
@@ -153,8 +155,9 @@ def _npz(settings: DataSettings) -> Source:
 
 def _imagefolder(settings: DataSettings) -> Source:
     root = _root(settings)
-    folder, corrupt, feed = scan_folder(root), CorruptImages(settings.max_corrupt), _feed(settings)
+    folder, feed = scan_folder(root), _feed(settings)
     stats = {path: path.stat() for path, _ in (*folder.rest, *(folder.test or ()))}
+    corrupt = CorruptImages.allowing(settings.max_corrupt, len(stats))
     corrupt.merge({str(path): "the file is empty" for path, stat in stats.items() if not stat.st_size})
 
     def dataset(files: Files) -> FolderImages:
@@ -174,16 +177,22 @@ def _torchvision(settings: DataSettings) -> Source:
     return source_of_parts({"train": train, "test": test}, settings, str(settings.name))
 
 
+def _huggingface(settings: DataSettings) -> Source:
+    return source_of_parts(open_rows(settings), settings, str(settings.root or settings.name))
+
+
 _READERS: dict[str, Callable[[DataSettings], Source]] = {
     "digits": _digits,
     "npz": _npz,
     "imagefolder": _imagefolder,
     "torchvision": _torchvision,
+    "huggingface": _huggingface,
 }
 _EXPECTED = {
     "npz": "a NumPy archive (.npz)",
     "imagefolder": "a folder with train/ and test/ or val/, or with one folder of images for each class",
     "torchvision": "the folder of torchvision's files (data.download=true makes and fills it)",
+    "huggingface": "the folder that `save_to_disk` of Hugging Face's datasets wrote",
 }
 
 

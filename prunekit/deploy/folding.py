@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from prunekit.channels.differences import TOLERANCE
 from prunekit.channels.doubled import doubled, to_double
 from prunekit.compaction.folded import FoldedNorm, set_folds
 from prunekit.context import seeded
-from prunekit.deploy.foldable import Pair, foldable
+from prunekit.deploy.foldable import Foldable, Pair, foldable
 from prunekit.measure.verify import compare_outputs
 
 
@@ -51,19 +52,28 @@ def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, toleran
     Raises:
         VerificationError: the folded model computes something else.
     """
-    found = foldable(model, example_inputs)
-    kept, pairs = dict(found.kept), []
-    for pair in found.pairs:
-        reason = _more_than_a_norm(model.get_submodule(pair.norm), pair)
-        if reason:
-            kept[pair.norm] = reason
-        else:
-            pairs.append(pair)
-    double = _folded(doubled(model, to_double), pairs)
+    found = to_fold(model, example_inputs)
+    double = _folded(doubled(model, to_double), found.pairs)
     difference = compare_outputs(model, double, example_inputs, tolerance=tolerance)
+    return Folded(folded(model, found.pairs), {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)
+
+
+def to_fold(model: nn.Module, example_inputs: tuple[Any, ...]) -> Foldable:
+    """What `fold_batchnorm` folds: norms that alone read a layer's output and do no more than a norm."""
+    found = foldable(model, example_inputs)
+    reasons = {pair.norm: _more_than_a_norm(model.get_submodule(pair.norm), pair) for pair in found.pairs}
+    more = {norm: reason for norm, reason in reasons.items() if reason}
+    return Foldable(tuple(pair for pair in found.pairs if pair.norm not in more), found.kept | more)
+
+
+def folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
+    """A copy in eval mode with norms folded, as `to_fold` found them in a model of these modules; nothing is checked.
+
+    Args:
+        model: of any widths; may be without values, on the meta device.
+    """
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
-    folded = _folded(with_tensors(model, own), pairs).eval()
-    return Folded(folded, {pair.norm: pair.layer for pair in pairs}, kept, difference)
+    return _folded(with_tensors(model, own), pairs).eval()
 
 
 def _more_than_a_norm(module: nn.Module, pair: Pair) -> str:
@@ -93,7 +103,7 @@ def _scale_and_shift(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _folded(model: nn.Module, pairs: list[Pair]) -> nn.Module:
+def _folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
     """Folds norms in place, computing in float64."""
     norms = [model.get_submodule(pair.norm) for pair in pairs]
     set_folds(model, {pair.norm: pair.layer for pair in pairs})

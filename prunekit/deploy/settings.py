@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeploySettings:
-    """Changes to a copy of the compact model, which becomes a second model folder; each is verified."""
+    """Changes to a copy of the compact model, which becomes a second model folder; each is verified.
+
+    Budgets of time are then met by that model: every plan is timed as it would be deployed, beside the dense model with
+    the same changes, so that a speedup is what pruning alone gives; `latency_ms` is of the deployed model. The table of
+    speedups over the dense model as it is, in the report, holds what both give together.
+    """
 
     fold_batchnorm: bool = False
     """Every BatchNorm that can be goes into the layer before it."""

@@ -15,14 +15,14 @@ OPSET = 23
 """The first with an operator for attention; what came after is of no use to networks that torch traces so far."""
 
 
-def export_onnx(model: nn.Module, sample: Tensor, path: Path) -> Path:
+def export_onnx(model: nn.Module, sample: Tensor | tuple[Tensor, ...], path: Path) -> Path:
     """Writes a model as one ONNX file, for inputs of exactly this shape, by `torch.onnx.export` on `torch.export`.
 
     Weights beyond two gigabytes, the limit of the format, lie in a file beside it.
 
     Args:
         model: exported in eval mode; not changed.
-        sample: the one input of forward, (B, ...).
+        sample: the inputs of forward, (B, ...) each; a tensor where it has one.
         path: the file.
 
     Raises:
@@ -32,7 +32,11 @@ def export_onnx(model: nn.Module, sample: Tensor, path: Path) -> Path:
         warnings.simplefilter("ignore")  # the exporter's own use of what torch and onnxscript will drop
         try:
             program = torch.onnx.export(
-                copy.deepcopy(model).eval(), (sample,), dynamo=True, opset_version=OPSET, verbose=False
+                copy.deepcopy(model).eval(),
+                sample if isinstance(sample, tuple) else (sample,),
+                dynamo=True,
+                opset_version=OPSET,
+                verbose=False,
             )
             assert program is not None
             program.save(path)

@@ -2,7 +2,7 @@
 
 from prunekit.masking.activations import ActivationMasks, ActivationSparsity
 from prunekit.masking.clamps import clamp_activation_grad, clamp_weight_grad
-from prunekit.masking.combined import Sparsity, masked, sparsity
+from prunekit.masking.combined import ChangingMasks, Sparsity, masked, sparsity
 from prunekit.masking.gradients import GradientMasks
 from prunekit.masking.settings import ActivationSettings, ClampSettings
 from prunekit.masking.thresholds import ActivationThresholds, calibrate_thresholds
@@ -13,6 +13,7 @@ __all__ = [
     "ActivationSettings",
     "ActivationSparsity",
     "ActivationThresholds",
+    "ChangingMasks",
     "ClampSettings",
     "GradientMasks",
     "Sparsity",

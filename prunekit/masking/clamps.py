@@ -41,6 +41,14 @@ class GradientClamp(HookOwner):
         totals = self._beyond.totals()
         return {path: (count, totals[path]) for path, count in self._beyond.counts().items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """How often it was needed so far."""
+        return self._beyond.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Counts on from a state."""
+        self._beyond.load_state_dict(state)
+
     def _limited(self, path: str, gradient: Tensor, scale: LossScale | None, *, inplace: bool) -> Tensor | None:
         limit = scaled(self.limits[path], scale, gradient.device)
         clamped, beyond = limited(gradient, limit, self._by, inplace=inplace)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from prunekit.masking.gradients import GradientMasks
+from prunekit.masking.held import HeldValues
 from prunekit.masking.weights import WeightMasks
 from prunekit.planning import Plan
 
@@ -28,6 +31,48 @@ def masked(
     weights = WeightMasks(model, plan, optimizer, restore=restore)
     with weights, GradientMasks(model, plan, entries=weights.entries):
         yield model
+
+
+class ChangingMasks(AbstractContextManager["ChangingMasks"]):
+    """As `masked`, for plans that change while a model is trained.
+
+    Args:
+        model: changed in place.
+        plan: the first.
+        optimizer: as for `WeightMasks`.
+        restore: as for `WeightMasks`, of what is pruned last.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = False
+    ) -> None:
+        self.plan = plan
+        self._weights = WeightMasks(model, plan, optimizer, restore=restore, changing=True)
+        self._gradients = GradientMasks(model, plan, entries=self._weights.entries, changing=True)
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self._weights)
+            stack.enter_context(self._gradients)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, trace)
+
+    def update(self, plan: Plan) -> None:
+        """Puts another plan in force, between two steps; see `WeightMasks.update`."""
+        self._weights.update(plan)
+        self._gradients.update(plan)
+        self.plan = plan
+
+    @property
+    def held(self) -> HeldValues:
+        """The values that pruned entries had when they were pruned."""
+        return self._weights.held
 
 
 @dataclass(frozen=True)

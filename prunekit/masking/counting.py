@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,14 @@ class Tally:
     def totals(self) -> dict[str, int]:
         """Of how many."""
         return dict(self._totals)
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        """The counts so far."""
+        return {"counts": self.counts(), "totals": self.totals()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """Goes on from counts."""
+        self._counts, self._totals = dict(state["counts"]), dict(state["totals"])
 
     def shares(self) -> dict[str, float]:
         """Each count by its total, 0..1; without paths that have no total."""

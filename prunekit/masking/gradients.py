@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from prunekit.channels import channel_axis
 from prunekit.errors import PlanError
-from prunekit.hooks import GradientChange, HookOwner, OwnedHook, never_called, refuse_compiled
-from prunekit.masking.targets import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors
+from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
+from prunekit.masking.targets import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors, widest_masks
 from prunekit.planning import Plan
 
 
@@ -28,35 +28,63 @@ class GradientMasks(HookOwner):
     Args:
         model: its parameters are not changed.
         plan: which entries are pruned.
-        entries: `entries` of weight masks with the same plan: the two then share their masks' memory.
+        entries: `entries` of weight masks with the same plan: the two then share their masks' memory, and `update`
+            comes after that of the weight masks.
+        changing: as for `WeightMasks`.
 
     Raises:
         PlanError: the plan does not fit the model.
         ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, *, entries: Entries | None = None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, *, entries: Entries | None = None, changing: bool = False) -> None:
         super().__init__()
-        self._model = model
-        self._plan = plan
-        self._masked = masked_tensors(model, plan, {} if entries is None else entries, buffers=False)
+        self._model, self._changing = model, changing
+        self._entries: Entries = {} if entries is None else entries
+        self._shared = entries is not None
+        self._channels: dict[str, _Channels] = {}
+        found = masked_tensors(model, plan, self._entries, buffers=False)
+        self._plan, self._masked = plan, widest_masks(model, plan) if changing else found
 
     def register(self) -> None:
         """Hooks the modules' output gradients and the parameters' gradients."""
         refuse_compiled(self._model, type(self).__name__)
-        for path, (module, masked) in self._masked.items():
-            dropped = _dropped_outputs(path, self._plan)
-            if dropped is not None and not never_called(module):
-                self.own_output_gradients(module, _mask_channels(path, module, dropped))
-            for tensor in masked:
+        for path in self._masked:
+            self._hook(path)
+
+    def update(self, plan: Plan) -> None:
+        """Puts another plan in force, between two steps; the hooks stay where they are.
+
+        Raises:
+            RuntimeError: the masks are not active, or were not made to change.
+            PlanError: the plan does not fit the model.
+        """
+        if not (self.active and self._changing):
+            raise RuntimeError(f"{type(self).__name__}.update: expected active masks that were made with changing=True")
+        self._plan = plan
+        if not self._shared:
+            self._entries.clear()
+        masked_tensors(self._model, plan, self._entries, buffers=False)
+        for path, channels in self._channels.items():
+            channels.use(_dropped_outputs(path, plan))
+
+    def _hook(self, path: str) -> None:
+        module, masked = self._masked[path]
+        dropped = _dropped_outputs(path, self._plan)
+        if (dropped is not None or self._changing) and not never_called(module):
+            self._channels[path] = _Channels(path, module, dropped)
+            self.own_output_gradients(module, self._channels[path].change)
+        for tensor in masked:
+            if tensor.attribute in module._parameters:
                 self._watch(module, tensor)
 
     def _watch(self, module: nn.Module, masked: MaskedTensor) -> None:
         hooked: weakref.ref[Tensor] | None = None
 
         def zero(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                masked.entries.zero_gradient_(parameter.grad)
+            pruned = self._entries.get(masked.name)
+            if pruned is not None and parameter.grad is not None:
+                pruned.zero_gradient_(parameter.grad)
 
         def watch(*_: Any) -> None:
             nonlocal hooked
@@ -79,26 +107,39 @@ def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
     return torch.from_numpy(dropped) if dropped.any() else None
 
 
-def _mask_channels(path: str, module: nn.Module, dropped: Tensor) -> GradientChange:
-    masks: dict[tuple[torch.device, torch.dtype, int], tuple[int, Tensor]] = {}
+class _Channels:
+    """Masks the gradient of a module's first result along its pruned channels.
 
-    def change(gradient: Tensor, index: int) -> Tensor | None:
-        if index:  # the plan knows the channels of a module's first result
+    Args:
+        dropped: bool (channels,); None where none is pruned.
+    """
+
+    def __init__(self, path: str, module: nn.Module, dropped: Tensor | None) -> None:
+        self._path, self._module = path, module
+        self.use(dropped)
+
+    def use(self, dropped: Tensor | None) -> None:
+        """Masks other channels from now on."""
+        self._dropped = dropped
+        self._masks: dict[tuple[torch.device, torch.dtype, int], tuple[int, Tensor]] = {}
+
+    def change(self, gradient: Tensor, index: int) -> Tensor | None:
+        """A `GradientChange`."""
+        dropped = self._dropped
+        if index or dropped is None:  # the plan knows the channels of a module's first result
             return None
         key = gradient.device, gradient.dtype, gradient.ndim
-        if key not in masks:
-            axis = channel_axis(module, gradient.ndim)
+        if key not in self._masks:
+            axis = channel_axis(self._module, gradient.ndim)
             shape = [-1 if position == axis else 1 for position in range(gradient.ndim)]
             bits = all_or_no_bits(~dropped, gradient.device, BITS[gradient.element_size()])
-            masks[key] = axis, bits.view(shape)
-        axis, mask = masks[key]
+            self._masks[key] = axis, bits.view(shape)
+        axis, mask = self._masks[key]
         if gradient.shape[axis] != len(dropped):
             raise PlanError(
-                f"{path}: expected {len(dropped)} output channels on axis {axis}, got shape {tuple(gradient.shape)}; "
-                "was the plan made for another model?"
+                f"{self._path}: expected {len(dropped)} output channels on axis {axis}, got shape "
+                f"{tuple(gradient.shape)}; was the plan made for another model?"
             )
         if gradient.requires_grad:  # of a second-order gradient: in operations that have one
             return gradient.masked_fill(mask == 0, 0)
         return gradient.view(mask.dtype).bitwise_and(mask).view(gradient.dtype)
-
-    return change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -123,14 +124,20 @@ Entries = dict[str, PrunedEntries | None]
 """What is pruned of each tensor, by name; None of those that stay whole. Owners with the same plan share it."""
 
 
-def masked_tensors(
-    model: nn.Module, plan: Plan, entries: Entries, *, buffers: bool
-) -> dict[str, tuple[nn.Module, list[MaskedTensor]]]:
-    """By module path: the module, and what of its own tensors the plan prunes.
+Found = dict[str, tuple[nn.Module, list[MaskedTensor]]]
+"""By module path: the module, and what of its own tensors a plan prunes."""
+VARIANCE = "running_var"
+
+
+def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: bool, variances: bool = False) -> Found:
+    """What of each module's own tensors the plan prunes.
 
     A tensor that several modules share is listed at each of them. Of buffers only floating-point ones count, and not
     `running_var`: a variance of zero would not make a channel vanish, only its statistics degenerate. What is not in
     `entries` yet is added.
+
+    Args:
+        variances: lists `running_var` as well, for those who do not write zeros.
 
     Raises:
         PlanError: a mask does not fit its tensor: the plan was made for another model.
@@ -141,6 +148,8 @@ def masked_tensors(
     for path, module in model.named_modules():
         masked = []
         for attribute, tensor in _owned(module, buffers=buffers).items():
+            if attribute == VARIANCE and not variances:
+                continue
             name = canonical[id(tensor)]
             if name not in entries:
                 entries[name] = _entries(name, tensor, plan)
@@ -151,10 +160,20 @@ def masked_tensors(
     return found
 
 
+def widest_masks(model: nn.Module, plan: Plan) -> Found:
+    """All parameters and buffers that any plan of the same channel map may prune, and its masks of single weights."""
+    keep = np.ones(plan.channel_map.n_labels, dtype=bool)
+    for group in plan.channel_map.groups:
+        keep[group.labels] = False
+    nothing = torch.zeros((), dtype=torch.bool)
+    single = {name: nothing.expand(parameter.shape) for name, parameter in model.named_parameters()}
+    return masked_tensors(model, Plan(plan.channel_map, keep, element_masks=single), {}, buffers=True)
+
+
 def _owned(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     owned: dict[str, Tensor | None] = dict(module._parameters)
     if buffers:
-        owned |= {name: buffer for name, buffer in module._buffers.items() if name != "running_var"}
+        owned |= module._buffers
     return {name: tensor for name, tensor in owned.items() if tensor is not None and tensor.is_floating_point()}
 
 

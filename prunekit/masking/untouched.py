@@ -83,6 +83,10 @@ class MaskedModule:
 
     def __init__(self, module: nn.Module, masked: list[MaskedTensor]) -> None:
         self.module = module
+        self.replace(masked)
+
+    def replace(self, masked: list[MaskedTensor]) -> None:
+        """Another plan prunes something else of the module."""
         self._masked = [(tensor, Untouched(tensor.entries)) for tensor in masked]
 
     def zero_(self, *_: Any) -> None:

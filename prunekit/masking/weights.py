@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
-from prunekit.masking.targets import Entries, MaskedTensor, masked_tensors
+from prunekit.masking.held import HeldValues
+from prunekit.masking.targets import Entries, masked_tensors, widest_masks
 from prunekit.masking.untouched import MaskedModule
 from prunekit.planning import Plan
 
@@ -36,29 +37,45 @@ class WeightMasks(HookOwner):
         plan: which entries are pruned.
         optimizer: the optimizer in use, or a wrapper with an `optimizer` attribute such as Accelerate's. Without it
             the entries are zero in every forward pass, but not between a step and the next one.
-        restore: whether leaving brings back the values that the pruned entries had on enter. What was trained
-            meanwhile stays.
+        restore: whether leaving brings back the values that the pruned entries had on enter, and the variances of
+            their BatchNorms. What was trained meanwhile stays.
+        changing: whether `update` will put other plans in force. Then the hooks are on every module that some plan may
+            prune, so that their order among all hooks stays, and what is pruned is held (see `update`),
+            which takes as much memory as it took in the model.
 
     Raises:
         PlanError: the plan does not fit the model.
         ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Optimizer | None = None,
+        *,
+        restore: bool = False,
+        changing: bool = False,
+    ) -> None:
         super().__init__()
         self.entries: Entries = {}
-        self._model = model
+        self._model, self._plan = model, plan
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
-        self._found = masked_tensors(model, plan, self.entries, buffers=True)
-        self._masked = {path: MaskedModule(module, masked) for path, (module, masked) in self._found.items()}
-        self._restore = restore
+        found = masked_tensors(model, plan, self.entries, buffers=True)
+        self._masked = {
+            path: MaskedModule(module, found[path][1] if path in found else [])
+            for path, (module, _) in (widest_masks(model, plan) if changing else found).items()
+        }
+        self._restore, self._changing = restore, changing
+        self._held: HeldValues | None = None
         self._norms = NarrowNorms(model, plan.channel_map, plan.keep)
 
     def register(self) -> None:
         """Zeroes the pruned entries and registers what keeps them so."""
         refuse_compiled(self._model, type(self).__name__)
-        if self._restore:
-            self.own(_DenseValues(list(self._found.values())))
+        if self._restore or self._changing:
+            self._held = HeldValues(self._model, self._plan)
+            self.own(_Leaving(self))
         self._norms.__enter__()
         self.own(self._norms)
         self._running = 0
@@ -70,6 +87,45 @@ class WeightMasks(HookOwner):
             self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._zero)))
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_any_step)))
         self._zero()
+
+    def update(self, plan: Plan) -> None:
+        """Puts another plan in force, between two steps; the hooks stay where they are.
+
+        What the plan before pruned and this one keeps comes back with the values that it had when it was pruned, as in
+        Zhu & Gupta 2017 and Sanh et al. 2020; its gradients were zero meanwhile, and so nothing else has moved it.
+
+        Args:
+            plan: of the same channel map.
+
+        Raises:
+            RuntimeError: the masks are not active, or were not made to change.
+            PlanError: the plan does not fit the model.
+        """
+        if not (self.active and self._changing) or self._held is None:
+            raise RuntimeError(f"{type(self).__name__}.update: expected active masks that were made with changing=True")
+        self._held.write_back()
+        self._plan = plan
+        self.entries.clear()
+        found = masked_tensors(self._model, plan, self.entries, buffers=True)
+        for path, masked in self._masked.items():
+            masked.replace(found[path][1] if path in found else [])
+        self._norms.remove()
+        self._norms = NarrowNorms(self._model, plan.channel_map, plan.keep)
+        self._norms.__enter__()
+        self.own(self._norms)
+        self._held = HeldValues(self._model, plan)
+        self._zero()
+
+    @property
+    def held(self) -> HeldValues:
+        """The values that pruned entries had when they were pruned.
+
+        Raises:
+            RuntimeError: the masks are not active, or hold nothing.
+        """
+        if self._held is None:
+            raise RuntimeError(f"{type(self).__name__}.held: expected active masks made with restore or changing")
+        return self._held
 
     def _begin(self, *_: Any) -> None:
         # All at once, and not each before its own module: among the convolutions the same few reads take ten times
@@ -103,21 +159,16 @@ class WeightMasks(HookOwner):
         self.own(masked.module.register_load_state_dict_post_hook(OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
 
 
-class _DenseValues:
-    """What the pruned entries held on enter; `remove` writes it back."""
+class _Leaving:
+    """Writes back what is held when masks are left, if they were asked to."""
 
-    def __init__(self, masked: list[tuple[nn.Module, list[MaskedTensor]]]) -> None:
-        self._saved: list[tuple[nn.Module, MaskedTensor, Tensor]] = []
-        for module, tensors in masked:
-            for tensor in tensors:
-                values = tensor.of(module).detach()
-                self._saved.append((module, tensor, values[tensor.entries.dropped(values)]))
+    def __init__(self, masks: WeightMasks) -> None:
+        self._masks = masks
 
     def remove(self) -> None:
-        while self._saved:
-            module, tensor, values = self._saved.pop()
-            dense = tensor.of(module).detach()
-            dense[tensor.entries.dropped(dense)] = values.to(dense.device, dense.dtype)
+        held, self._masks._held = self._masks._held, None
+        if held is not None and self._masks._restore:
+            held.write_back()
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:

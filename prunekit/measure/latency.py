@@ -20,7 +20,7 @@ from prunekit.measure.evidence import doubts, median_interval, paired_ratio
 from prunekit.measure.isolated import Outcome, measure_apart
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.measuring import Failed, Job, Timed, plain_tensors
-from prunekit.measure.runtimes import RUNTIMES, Source, exported, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Source, exported, inputs_of
 from prunekit.measure.runtimes.torch_modules import layout_of
 from prunekit.measure.settings import LatencySettings
 
@@ -64,17 +64,17 @@ class LatencyReport:
 def compare_latency(
     dense: nn.Module,
     compact: nn.Module,
-    sample_shape: Sequence[int],
+    inputs: Sequence[int] | Inputs,
     settings: LatencySettings,
     devices: Sequence[torch.device],
 ) -> LatencyReport:
     """`measure_latency` of two models, named "dense" and "pruned"; the speedup is dense over pruned."""
-    return measure_latency({"dense": dense, "pruned": compact}, sample_shape, settings, devices)
+    return measure_latency({"dense": dense, "pruned": compact}, inputs, settings, devices)
 
 
 def measure_latency(
     models: Mapping[str, nn.Module],
-    sample_shape: Sequence[int],
+    inputs: Sequence[int] | Inputs,
     settings: LatencySettings,
     devices: Sequence[torch.device],
 ) -> LatencyReport:
@@ -85,29 +85,29 @@ def measure_latency(
 
     Args:
         models: name -> model; the first is what the others' speedup is relative to.
-        sample_shape: shape of one input without the batch, such as (3, 224, 224).
+        inputs: what the models take: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
         settings: runtimes, batches, CPU threads, dtypes, memory formats, and how many rounds.
         devices: where to time; CUDA is timed with its own events, every run synchronised.
 
     Raises:
         UsageError: a runtime is not installed, or cannot do anything of what is asked; nothing was measured.
     """
-    shape = tuple(sample_shape)
+    taken = inputs_of(inputs)
     settings_by_runtime, notes = choose(settings, devices)
     machine = surroundings()
     copies = {name: copy.deepcopy(model).to("cpu", torch.float32).eval() for name, model in models.items()}
     outcomes: list[Outcome] = []
     with TemporaryDirectory(prefix="prunekit-") as folder, torch.inference_mode():
-        carriers = _Carriers(copies, shape, Path(folder))
+        carriers = _Carriers(copies, taken, Path(folder))
         expected = {
-            (name, batch): plain_tensors(model(sample_of(shape, batch)))
+            (name, batch): plain_tensors(model(*taken.sample(batch)))
             for batch in settings.batches
             for name, model in copies.items()
         }
         for runtime, group in groupby(settings_by_runtime, lambda setting: setting.runtime):
             chosen = tuple(group)
             try:
-                job = Job(chosen, carriers.of(runtime, settings.batches), expected, shape, settings.repeats)
+                job = Job(chosen, carriers.of(runtime, settings.batches), expected, taken, settings.repeats)
             except RunError as error:
                 outcomes += [Failed(setting, str(error)) for setting in chosen]
                 continue
@@ -123,7 +123,7 @@ class _Carriers:
     """The models in the forms that runtimes take, each made once: ONNX files are shared."""
 
     models: Mapping[str, nn.Module]
-    sample_shape: tuple[int, ...]
+    inputs: Inputs
     folder: Path
     exported: dict[str, Source] = field(default_factory=dict)
 
@@ -132,7 +132,7 @@ class _Carriers:
             return {name: Source(model) for name, model in self.models.items()}
         for index, (name, model) in enumerate(self.models.items()):
             if name not in self.exported:
-                self.exported[name] = exported(model, self.sample_shape, batches, self.folder / str(index))
+                self.exported[name] = exported(model, self.inputs, batches, self.folder / str(index))
         return self.exported
 
 

@@ -16,7 +16,7 @@ from prunekit.measure.differing import largest_difference
 from prunekit.measure.evidence import Contention, Times
 from prunekit.measure.machine import Load, cores
 from prunekit.measure.memory import PeakMemory
-from prunekit.measure.runtimes import RUNTIMES, Session, Setting, Source, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
 from prunekit.nested import gather
 
@@ -34,13 +34,13 @@ class Job:
     Attributes:
         sources: of the models, by name; the first is the one that others are compared with.
         expected: tensors that each model returns in eager float32, by name and batch.
-        sample_shape: of one input, without the batch.
+        inputs: what the models take.
     """
 
     settings: tuple[Setting, ...]
     sources: Mapping[str, Source]
     expected: Mapping[tuple[str, int], list[Tensor]]
-    sample_shape: tuple[int, ...]
+    inputs: Inputs
     repeats: int
 
 
@@ -95,13 +95,13 @@ def _first_time(job: Job) -> None:
     try:
         with with_threads(setting.threads), torch.inference_mode():
             source = next(iter(job.sources.values()))
-            RUNTIMES[setting.runtime].open(source, sample_of(job.sample_shape, setting.batch), setting).run()
+            RUNTIMES[setting.runtime].open(source, job.inputs.sample(setting.batch), setting).run()
     except Exception:  # the same happens again where it is reported
         return
 
 
 def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
-    sample = sample_of(job.sample_shape, setting.batch)
+    sample = job.inputs.sample(setting.batch)
     sessions, taken = [], []
     for name, source in job.sources.items():
         peak = PeakMemory(setting.device) if memory else None

@@ -1,16 +1,19 @@
-"""How large a model is: multiply-accumulates, parameters, bytes on disk."""
+"""How large a model is: multiply-accumulates, parameters, bytes on disk and in memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from prunekit.channels.copying import named_tensors
+from prunekit.channels.recording import record
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
+from prunekit.vocabulary import DtypeName
 
 
 def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
@@ -33,6 +36,22 @@ def count_parameters(model: nn.Module) -> int:
 def count_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once: a weights file is larger by its header alone."""
     return sum(tensor.nbytes for _, tensor in named_tensors(model))
+
+
+def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int = 1, dtype: DtypeName = "fp32") -> int:
+    """Bytes at the peak of a forward pass: parameters, buffers, inputs, and all results of operators that are alive.
+
+    See `record` for what is counted. What a runtime takes is more: kernels have workspaces, and what is freed is kept.
+
+    Args:
+        model: not changed.
+        example_inputs: what forward takes, batch first; of any batch.
+        batch, dtype: that are counted for.
+
+    Raises:
+        ModelError: the model does not run on that.
+    """
+    return record(model, example_inputs, batch, dtype).peak_bytes
 
 
 def size_bytes(path: Path) -> int:

@@ -3,7 +3,7 @@
 from prunekit.planning.curves import MeasuredPoint, SensitivityCurve, cumulated
 from prunekit.planning.plan import Plan, load_plan
 from prunekit.planning.select import free_parts, labels_matching
-from prunekit.planning.settings import BudgetSettings, Criterion, PruneSettings
+from prunekit.planning.settings import BudgetSettings, Criterion, PruneSettings, ScheduleSettings
 from prunekit.planning.solve import make_plan
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "MeasuredPoint",
     "Plan",
     "PruneSettings",
+    "ScheduleSettings",
     "SensitivityCurve",
     "cumulated",
     "free_parts",

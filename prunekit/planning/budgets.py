@@ -11,13 +11,13 @@ import numpy as np
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
-from prunekit.planning.costs import Numbers, Term, cost_model, latency_terms, terms_of
+from prunekit.planning.costs import CostModel, Numbers, Term, cost_model, latency_terms, memory_terms, terms_of
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.settings import LATENCIES, SHARES, BudgetSettings, PruneSettings
 
 COUNTED = {"channels": "channels", "macs": "macs", "params": "params", "size_mb": "bytes"}
-"""What each budget counts; those of `LATENCIES` count nanoseconds."""
+"""What each budget counts; those of `LATENCIES` count nanoseconds, and `memory_mb` bytes that are alive."""
 MB = 1e6
 NS_PER_MS = 1e6
 LIMITS = ("exclude", "ratios", "min_channels", "round_to")
@@ -27,13 +27,18 @@ LIMITS = ("exclude", "ratios", "min_channels", "round_to")
 class Budgets:
     """What a plan may cost, in the units of the budgets: shares of the dense model, megabytes, and milliseconds.
 
-    A speedup is one over the share of the dense model's latency.
+    A speedup is one over the share of the dense model's latency. A budget may be several limits: memory is the most of
+    what is alive at each of several moments.
 
     Attributes:
         names: of the budgets that were asked for.
         asked: (budgets,) the most of each that may be left.
         dense: (budgets,) what the dense model has of each; 1 where it is a share.
         left: counts of the parts (..., parts) -> what they leave, (..., budgets).
+        limited: the same -> what is limited, (..., limits): but for what no counts bring to its limit, smooth in each
+            count, unlike the most of it.
+        limits: (limits,) the most of each that may be left.
+        owner: (limits,) index of the budget that it belongs to.
         steps: that widths are rounded up to where time is counted.
     """
 
@@ -41,11 +46,14 @@ class Budgets:
     asked: Numbers
     dense: Numbers
     left: Callable[[Labels], Numbers]
+    limited: Callable[[Labels], Numbers]
+    limits: Numbers
+    owner: Labels
     steps: tuple[int, ...] = ()
 
     def fits(self, counts: Labels) -> Any:
         """Whether counts (..., parts) meet every budget: bool (...)."""
-        return (self.left(counts) <= self.asked).all(axis=-1)
+        return (self.limited(counts) <= self.limits).all(axis=-1)
 
     def found(self, counts: Labels) -> dict[str, Any]:
         """For a plan's provenance: of each budget what was asked for and what is left, and the one that binds."""
@@ -69,7 +77,7 @@ def as_given(name: str, value: float) -> float:
 
 def in_words(name: str, value: float) -> str:
     """A figure of a budget, as `Budgets` has it, with its unit."""
-    unit = {"size_mb": " MB", "latency_ms": " ms", "speedup": "x"}.get(name, "")
+    unit = {"size_mb": " MB", "memory_mb": " MB", "latency_ms": " ms", "speedup": "x"}.get(name, "")
     return f"{as_given(name, value):.4g}{unit}"
 
 
@@ -85,31 +93,64 @@ def budgets_of(
         PlanError: a budget of time without the table.
     """
     asked = asked_for(settings.budget)
-    terms = [_terms(channel_map, parts, name, latency) for name in asked]
+    each = [_limited(channel_map, parts, name, settings, latency) for name in asked]
+    terms = [one for several in each for one in several]
+    starts = np.cumsum([0, *map(len, each)], dtype=np.int64)[:-1]
+    owner = np.repeat(np.arange(len(each)), [len(several) for several in each])
     model = cost_model(channel_map, parts, terms)
     dense = model(np.array([part.labels.size for part in parts]))
-    fixed = {"size_mb": MB, "latency_ms": NS_PER_MS}
-    scale = np.array([fixed.get(name, whole) for name, whole in zip(asked, dense, strict=True)])
+    fixed = {"size_mb": MB, "memory_mb": MB, "latency_ms": NS_PER_MS}
+    scale = np.array([fixed.get(name, whole) for name, whole in zip(asked, dense[starts], strict=True)])[owner]
+    scale = np.maximum(scale, 1)
+    most = np.array([as_given(name, value) for name, value in asked.items()])  # one over it is its own inverse
+    within = _within(dense / scale, most, owner)
     each_group = [index for index, name in enumerate(asked) if name == "channels" and settings.scope == "uniform"]
     worst = _worst(parts)
 
-    def left(counts: Labels) -> Numbers:
-        result: Numbers = model(counts) / np.maximum(scale, 1)
-        for index in each_group:
-            result[..., index] = worst(counts)
-        return result
+    def counted(of: CostModel, scale: Numbers, owner: Labels) -> Callable[[Labels], Numbers]:
+        def values(counts: Labels) -> Numbers:
+            result: Numbers = of(counts) / scale
+            for index in each_group:
+                result[..., owner == index] = worst(counts)[..., None]
+            return result
 
-    most = np.array([as_given(name, value) for name, value in asked.items()])  # one over it is its own inverse
-    steps = sorted({step for each in terms for term in each for step in term.steps if step > 1})
-    return Budgets(tuple(asked), most, dense / np.maximum(scale, 1), left, tuple(steps))
+        return values
+
+    every = counted(model, scale, owner)
+    return Budgets(
+        names=tuple(asked),
+        asked=most,
+        dense=np.maximum.reduceat(dense / scale, starts),
+        left=lambda counts: np.maximum.reduceat(every(counts), starts, axis=-1),
+        limited=counted(model.of(within), scale[within], owner[within]),
+        limits=most[owner[within]],
+        owner=owner[within],
+        steps=tuple(sorted({step for one in terms for term in one for step in term.steps if step > 1})),
+    )
 
 
-def _terms(channel_map: ChannelMap, parts: list[Part], name: str, latency: LatencyTable | None) -> list[Term]:
+def _within(dense: Numbers, most: Numbers, owner: Labels) -> Labels:
+    """Of what makes up the budgets, with its amount in the dense model, all that may be above its limit.
+
+    And the largest of each budget, which says how far below it all is.
+    """
+    largest = np.array([int(np.argmax(np.where(owner == index, dense, -1.0))) for index in range(most.size)])
+    above = dense > most[owner]
+    above[largest] = True
+    return np.flatnonzero(above)
+
+
+def _limited(
+    channel_map: ChannelMap, parts: list[Part], name: str, settings: PruneSettings, latency: LatencyTable | None
+) -> list[list[Term]]:
+    """What a budget counts: a sum of products of widths, or several, the most of which counts."""
+    if name == "memory_mb":
+        return memory_terms(channel_map, settings.target.batch, settings.target.dtype)
     if name not in LATENCIES:
-        return terms_of(channel_map, parts, COUNTED[name])
+        return [terms_of(channel_map, parts, COUNTED[name])]
     if latency is None:
         raise PlanError(f"budget {name}: expected a latency table of the target; `prunekit.profile` measures one")
-    return latency_terms(channel_map, latency)
+    return [latency_terms(channel_map, latency)]
 
 
 def _worst(parts: list[Part]) -> Callable[[Labels], Numbers]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.memory import memory_table
+from prunekit.errors import PlanError
 from prunekit.planning.latency import LatencyTable, up
 from prunekit.planning.select import Part
 
@@ -42,6 +44,20 @@ def terms_of(channel_map: ChannelMap, parts: Iterable[Part], resource: str) -> l
         case "channels":
             return [Term(part.channels, (part.labels,)) for part in parts]
     raise ValueError(resource)
+
+
+def memory_terms(channel_map: ChannelMap, batch: int, dtype: str) -> list[list[Term]]:
+    """The bytes alive at each moment of a forward pass that may be its peak.
+
+    Raises:
+        ModelError: the model does not run on that batch and dtype.
+        PlanError: the map was read from a file.
+    """
+    if channel_map.source is None:
+        raise PlanError("budget memory_mb: expected a map of a traced model, got one read from a file; trace it again")
+    table, final = memory_table(channel_map.traced.trace, batch, dtype), channel_map.traced.final
+    products = [tuple(final[factor] for factor in factors) for factors in table.factors]
+    return [[Term(float(row[index]), products[index]) for index in np.flatnonzero(row)] for row in table.bytes]
 
 
 def latency_terms(channel_map: ChannelMap, table: LatencyTable) -> list[Term]:
@@ -111,6 +127,10 @@ class CostModel:
     factors: Labels
     constants: Numbers
     base: Numbers
+
+    def of(self, resources: Labels) -> CostModel:
+        """The same for some of the resources alone."""
+        return replace(self, constants=self.constants[:, resources], base=self.base[resources])
 
     def __call__(self, counts: Labels) -> Numbers:
         """Whole numbers, (..., resources), of counts (..., parts)."""

@@ -62,7 +62,7 @@ class _Steps:
         part: (steps,) which.
         change: (steps,) of its count.
         gain: (steps,) in worth.
-        cost: (steps, budgets) if it were the only one.
+        cost: (steps, limits) if it were the only one.
     """
 
     part: Labels
@@ -107,7 +107,7 @@ def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) ->
     trials[np.arange(len(rows)), owner] += change
     now = [values[count] for values, count in zip(worth.kept, counts, strict=True)]
     gain = np.array([worth.kept[index][counts[index] + by] - now[index] for index, by in rows])
-    return _Steps(owner, change, gain, budgets.left(trials) - budgets.left(counts))
+    return _Steps(owner, change, gain, budgets.limited(trials) - budgets.limited(counts))
 
 
 def _edges(part: Part, count: int, steps: tuple[int, ...]) -> Iterator[int]:
@@ -120,8 +120,8 @@ def _edges(part: Part, count: int, steps: tuple[int, ...]) -> Iterator[int]:
 def _neighbours(steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
     """The best counts by one step; else by two at a time; else by three or four."""
     yield from _best_of(_several(steps, 1), steps, budgets, counts, total)
-    slack = budgets.asked - budgets.left(counts)
-    yield from _best_of(_pairs(steps, slack, budgets.asked, total), steps, budgets, counts, total)
+    slack = budgets.limits - budgets.limited(counts)
+    yield from _best_of(_pairs(steps, slack, budgets.limits, total), steps, budgets, counts, total)
     for size in (3, 4):
         yield from _best_of(_several(steps, size), steps, budgets, counts, total)
 
@@ -151,7 +151,7 @@ def _together(trials: Labels, counts: Labels, budgets: Budgets) -> Labels:
     return found
 
 
-def _pairs(steps: _Steps, slack: Numbers, asked: Numbers, total: float) -> Labels:
+def _pairs(steps: _Steps, slack: Numbers, limits: Numbers, total: float) -> Labels:
     """One part wider and another narrower that together keep more: all, or the best of those that should fit."""
     wider, narrower = np.flatnonzero(steps.change > 0), np.flatnonzero(steps.change < 0)
     first, second = np.repeat(wider, narrower.size), np.tile(narrower, wider.size)
@@ -159,8 +159,11 @@ def _pairs(steps: _Steps, slack: Numbers, asked: Numbers, total: float) -> Label
     wanted = (gain > EPSILON * total) & (steps.part[first] != steps.part[second])
     first, second, gain = first[wanted], second[wanted], gain[wanted]
     if first.size > EXHAUSTIVE:
-        cost = (steps.cost[first] + steps.cost[second] - slack) / asked
-        chosen = np.concatenate([_best(gain, (cost <= most).all(axis=1)) for most in (0.0, MARGIN)])
+        over = np.full(first.size, -np.inf)
+        for index in np.flatnonzero(steps.cost.max(axis=0) > slack):  # the others stay within their limits
+            cost = steps.cost[first, index] + steps.cost[second, index]
+            np.maximum(over, (cost - slack[index]) / limits[index], out=over)
+        chosen = np.concatenate([_best(gain, over <= most) for most in (0.0, MARGIN)])
         first, second = first[chosen], second[chosen]
     return np.stack([first, second], axis=1)
 

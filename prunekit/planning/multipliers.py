@@ -15,12 +15,15 @@ from prunekit.planning.select import Part
 SWEEPS = 3
 """Over all parts, at one price: what a part costs depends on its neighbours' widths."""
 BISECTIONS = 16
+REWEIGHTS = 6
+"""Of the limits of a budget that is several: prices are made anew so often."""
+RATE = 8.0
 CHEAPEST, DEAREST = -30.0, 10.0
 """Logarithms of the price of one whole budget, in units of all scores."""
 MOST = 64
 """Counts of a part that are priced one by one where costs go in steps."""
-BLENDS = {2: (0.25, 0.5, 0.75), 3: (0.5,), 4: (0.5,)}
-"""By the number of budgets: shares of one of two in a price, beside each budget alone."""
+BLENDS, FEWER = {2: (0.25, 0.5, 0.75)}, (0.5,)
+"""By the number of budgets: shares of one of two in a price, beside each budget alone; and where they are more."""
 
 
 def by_multipliers(parts: list[Part], worth: Worth, budgets: Budgets) -> Iterator[Labels]:
@@ -29,21 +32,41 @@ def by_multipliers(parts: list[Part], worth: Worth, budgets: Budgets) -> Iterato
     Args:
         worth: concave in each part's count: the labels of a part go by their scores.
     """
+    several = np.bincount(budgets.owner, minlength=budgets.asked.size)
     for weights in _blends(budgets.asked.size):
-        low, high = CHEAPEST, DEAREST
-        counts = np.array([part.counts[-1] for part in parts])
-        best: Labels | None = None
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            price = worth.total * np.exp(middle) * weights / budgets.asked
-            counts = _at_price(parts, worth, budgets, price, counts)
-            if budgets.fits(counts):
-                best = counts if best is None or worth(counts) > worth(best) else best
-                high = middle
-            else:
-                low = middle
-        if best is not None:
+        shares = 1 / several[budgets.owner]
+        for _ in range(REWEIGHTS if (several[weights > 0] > 1).any() else 1):
+            best = _along(parts, worth, budgets, weights[budgets.owner] * shares / budgets.limits)
+            if best is None:
+                break
             yield best
+            shares = _reweighted(shares, budgets, best)
+
+
+def _along(parts: list[Part], worth: Worth, budgets: Budgets, direction: Numbers) -> Labels | None:
+    """Of counts at prices in one direction those that keep the most within the budgets; None where none are."""
+    low, high = CHEAPEST, DEAREST
+    counts = np.array([part.counts[-1] for part in parts])
+    best: Labels | None = None
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        counts = _at_price(parts, worth, budgets, worth.total * np.exp(middle) * direction, counts)
+        if budgets.fits(counts):
+            best = counts if best is None or worth(counts) > worth(best) else best
+            high = middle
+        else:
+            low = middle
+    return best
+
+
+def _reweighted(shares: Numbers, budgets: Budgets, counts: Labels) -> Numbers:
+    """Shares of the limits of each budget in its price: what is far below its limit is made cheaper than the rest.
+
+    By multiplicative weights (Plotkin, Shmoys and Tardos 1995), as of several limits only some bind.
+    """
+    grown = shares * np.exp(RATE * (budgets.limited(counts) / budgets.limits - 1))
+    result: Numbers = grown / np.bincount(budgets.owner, grown)[budgets.owner]
+    return result
 
 
 def _blends(budgets: int) -> Iterator[Numbers]:
@@ -51,7 +74,8 @@ def _blends(budgets: int) -> Iterator[Numbers]:
     yield from single
     for one in range(budgets):
         for other in range(one):
-            yield from (share * single[one] + (1 - share) * single[other] for share in BLENDS[budgets])
+            shares = BLENDS.get(budgets, FEWER)
+            yield from (share * single[one] + (1 - share) * single[other] for share in shares)
 
 
 def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers, counts: Labels) -> Labels:
@@ -80,7 +104,7 @@ def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price
     points = wanted if wanted.size < 3 or budgets.steps else wanted[[0, wanted.size // 2, -1]]
     trials = np.repeat(counts[None], points.size, axis=0)
     trials[:, index] = points
-    cost: Numbers = budgets.left(trials) @ price
+    cost: Numbers = budgets.limited(trials) @ price
     return cost if points.size == wanted.size else _parabola(points, cost, wanted)
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.map import Keep
 from prunekit.errors import PlanError
 from prunekit.globs import matching
 from prunekit.planning.settings import PruneSettings
@@ -41,8 +42,30 @@ class Part:
         return int(self.counts[np.searchsorted(self.counts, wanted)])
 
 
-def free_parts(channel_map: ChannelMap, scores: Scores, settings: PruneSettings) -> list[Part]:
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Two plans that one lies between, as a step of a schedule does: bool (n_labels,) each, None for no bound.
+
+    Attributes:
+        most: what may be kept at all.
+        least: what is kept in any case; within `most`.
+    """
+
+    most: Keep | None = None
+    least: Keep | None = None
+
+
+ANYWHERE = Between()
+
+
+def free_parts(
+    channel_map: ChannelMap, scores: Scores, settings: PruneSettings, between: Between = ANYWHERE
+) -> list[Part]:
     """The parts of a model that a plan may prune, with exclusions and ratios applied.
+
+    Args:
+        between: plans that leave no other counts; a part's order begins with what must stay, and what may not comes
+            last.
 
     Raises:
         PlanError: a glob matches no module path.
@@ -62,8 +85,18 @@ def free_parts(channel_map: ChannelMap, scores: Scores, settings: PruneSettings)
             if not np.isnan(share):
                 wanted = labels.size * (1 if _are_positions(channel_map, group) else share)
                 part = Part(order, np.array([part.at_most(wanted)]), channels)
-            parts.append(part)
+            parts.append(_bounded(part, between))
     return parts
+
+
+def _bounded(part: Part, between: Between) -> Part:
+    none, every = np.zeros(part.labels.size, dtype=bool), np.ones(part.labels.size, dtype=bool)
+    least = none if between.least is None else between.least[part.labels]
+    most = every if between.most is None else between.most[part.labels]
+    order = part.labels[np.lexsort((~most, ~least))]  # stable: among themselves as they were
+    low, high = np.count_nonzero(least), np.count_nonzero(most)
+    counts = part.counts[(part.counts >= low) & (part.counts <= high)]
+    return Part(order, counts if counts.size else np.array([high]), part.channels)
 
 
 def _are_positions(channel_map: ChannelMap, group: ChannelGroup) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
 from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
@@ -57,6 +57,9 @@ class BudgetSettings:
     """Median time of one forward pass of the batch on the target, measured."""
     speedup: Speedup | None = None
     """How many times faster than the dense model, measured beside it on the target."""
+    memory_mb: Megabytes | None = None
+    """The most bytes that are alive at once in a forward pass of the target's batch, in units of 10^6: parameters,
+    buffers, inputs and results of operators, in the target's dtype, as eager makes and frees them."""
 
     @property
     def measured(self) -> bool:
@@ -66,7 +69,7 @@ class BudgetSettings:
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """What budgets of time are meant on."""
+    """What budgets of time and memory are meant on; memory depends on batch and dtype alone."""
 
     runtime: RuntimeName = "eager"
     device: str = "cpu"
@@ -79,6 +82,40 @@ class TargetSettings:
     block: PositiveInt = 8
     """Channel counts are multiples of this where the axis allows it, beside `round_to`: kernels compute in blocks, and
     some are only used for whole ones."""
+
+
+ScheduleKind = Literal["oneshot", "iterative", "linear", "exponential", "cubic"]
+ScheduleUnit = Literal["epoch", "step"]
+ScheduleScore = Literal["criterion", "movement"]
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """How much is pruned when, while the masked model is fine-tuned; see `planning.schedule`."""
+
+    kind: ScheduleKind = "cubic"
+    """All at once; in rounds of pruning and recovery (Han et al. 2015), each of which leaves the same share of what
+    the one before left; or gradually, along a line, a geometric sequence, or the cubic of Zhu & Gupta 2017."""
+    unit: ScheduleUnit = "epoch"
+    """Of `begin`, `end`, `every` and `freeze`: epochs, also fractions of them, or steps of the optimizer."""
+    begin: Annotated[float, Ge(0)] = 0.0
+    """Where the curve begins; `oneshot` and `iterative` prune there already."""
+    end: Annotated[float, Gt(0)] | None = None
+    """Where the budget is met; null: halfway from `begin` to the end of the training, and for `iterative` so that the
+    last recovery is as long as the others."""
+    rounds: PositiveInt | None = None
+    """How often is pruned, at even distances; null: 3 times for `iterative`, 10 times gradually."""
+    every: Annotated[float, Gt(0)] | None = None
+    """In place of `rounds`: the distance."""
+    score: ScheduleScore = "criterion"
+    """Channels are scored anew each time: by the criterion on the weights of that moment, or by how far training has
+    moved their weights away from zero (Sanh et al. 2020, Movement pruning)."""
+    regrow: bool = False
+    """Whether channels that were pruned may come back, with the values they had when they were."""
+    freeze: Annotated[float, Gt(0)] | None = None
+    """With `regrow`: until when masks of the same budget are chosen anew, after `end`; null: they freeze at `end`."""
+    rewind_lr: bool = False
+    """Of `iterative`: whether the learning-rate schedule begins anew in each round (Renda et al. 2020)."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +131,8 @@ class PruneSettings:
     exclude: tuple[str, ...] = ()
     """Globs over module paths whose output channels stay whole."""
     target: TargetSettings = field(default_factory=TargetSettings)
-    """Runtime and device of `latency_ms` and `speedup`."""
+    """Runtime and device of `latency_ms` and `speedup`; batch and dtype of these and of `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Glob over module paths -> share of their output channels to keep."""
+    schedule: ScheduleSettings | None = None
+    """While fine-tuning; null: all is pruned before it."""

@@ -20,7 +20,7 @@ from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
-from prunekit.planning.select import Part, Scores, free_parts
+from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
 from prunekit.planning.settings import SHARES, BudgetSettings, PruneSettings, Scope
 
 GRID = 4096
@@ -42,6 +42,7 @@ def make_plan(
     *,
     seed: int = 0,
     latency: LatencyTable | None = None,
+    between: Between = ANYWHERE,
 ) -> Plan:
     """Chooses the labels to keep so that every budget is met and the kept scores are the highest.
 
@@ -51,6 +52,7 @@ def make_plan(
         settings: budgets, scope, rounding, exclusions and ratios.
         seed: noted in the plan; the solver itself draws nothing.
         latency: of the target, for budgets of time.
+        between: plans that this one lies between, as a step of a schedule does; it may then remove nothing.
 
     Returns:
         The plan. Its provenance says under `budgets` what of each was asked for and is left, and under `binding` which
@@ -64,14 +66,14 @@ def make_plan(
     """
     _check(settings)
     _check_scores(channel_map, scores)
-    parts = free_parts(channel_map, scores, settings)
+    parts = free_parts(channel_map, scores, settings, between)
     if not parts:
         raise PlanError(NOTHING_FREE)
     budgets = budgets_of(channel_map, parts, settings, latency)
     check_met(channel_map, scores, parts, budgets, settings, latency)
     counts = _chosen(parts, scores, budgets, settings.scope)
     keep = _keep(channel_map, parts, counts)
-    if keep.all():
+    if keep.all() and between.most is None:
         raise PlanError(_removes_nothing(budgets, settings))
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
     return Plan(channel_map, keep, plain(origin | budgets.found(counts)))
@@ -134,6 +136,7 @@ def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
 
 _NUMBERS = {
     "size_mb": ("number of megabytes (10^6 bytes)", 0),
+    "memory_mb": ("number of megabytes (10^6 bytes)", 0),
     "latency_ms": ("number of milliseconds", 0),
     "speedup": ("number of times faster", 1),
 }

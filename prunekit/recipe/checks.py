@@ -10,9 +10,11 @@ from typing import Any
 
 from prunekit.data.settings import DataSettings
 from prunekit.planning import BudgetSettings
+from prunekit.planning.schedule import WITH_REPAIR, clashes
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
 from prunekit.repair.settings import FEWEST_IMAGES
+from prunekit.training.settings import TrainSettings
 
 Finding = tuple[KeyPath, str]
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
@@ -20,6 +22,11 @@ ROOTS = {
     "imagefolder": "a folder of images",
     "npz": "an .npz file",
     "torchvision": "the folder of torchvision's data sets",
+}
+GOES_WITH = {
+    "name": ("torchvision", "huggingface"),
+    "download": ("torchvision", "huggingface"),
+    "columns": ("huggingface",),
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
 LAID_OUT = ("eager", "compile", "cudagraphs")
@@ -30,7 +37,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Every key path whose value does not fit the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
-    for check in (_names, _budget, _activations, _baseline, _data, _images, _deploy):
+    for check in (_names, _budget, _activations, _baseline, _training, _data, _images, _deploy, _schedule):
         yield from check(values)
 
 
@@ -49,10 +56,30 @@ def _root(data: Mapping[str, Any], source: Any) -> Iterator[Finding]:
         yield ("data", "root"), f"{text}; set data.source to {' or '.join(map(repr, ROOTS))}"
     if source == "torchvision" and data.get("name") is None:
         yield ("data", "name"), f"expected a data set of torchvision, such as CIFAR10, {because}, got nothing"
-    for key in ("name", "download"):
-        if source != "torchvision" and data.get(key):
+    if source == "huggingface":
+        yield from _exactly_one(data, ("data",), ("root", "name"))
+        if data.get("name") is not None and data.get("download", False) is False:
+            text = "expected true, because data.name is given, got false"
+            yield ("data", "download"), f"{text}; or save the data set with its `save_to_disk` and give data.root"
+    for key, sources in GOES_WITH.items():
+        if source not in sources and data.get(key):
             text = f"expected nothing, {because}, got {show(data[key])}"
-            yield ("data", key), f"{text}; it goes with data.source 'torchvision'"
+            yield ("data", key), f"{text}; it goes with data.source {' or '.join(map(repr, sources))}"
+
+
+def _augment(augment: Any) -> Iterator[Finding]:
+    if not isinstance(augment, Mapping):
+        return
+    scale, crop = augment.get("scale"), augment.get("crop", "none")
+    if scale is not None and crop in ("none", "shift", "padded"):
+        text = f"expected nothing, because data.augment.crop is {show(crop)}, got {show(scale)}"
+        yield ("data", "augment", "scale"), f"{text}; it goes with 'resized'"
+    shares = scale if isinstance(scale, list) and all(isinstance(one, int | float) for one in scale) else []
+    if shares != sorted(shares):
+        yield ("data", "augment", "scale"), f"expected the smaller share first, got {', '.join(map(str, shares))}"
+    if augment.get("trivial_augment") is True and augment.get("rand_augment") is not None:
+        text = "expected false, because data.augment.rand_augment is given, got true"
+        yield ("data", "augment", "trivial_augment"), f"{text}; remove one of them"
 
 
 def _finite(value: Any, path: KeyPath) -> Iterator[Finding]:
@@ -116,6 +143,14 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield ("latency", "memory_formats"), f"{text}, beside others that are not"
 
 
+def _schedule(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Before the first stage of a schedule there is nothing to repair; the rest it knows itself."""
+    prune = _section(values, "prune") or {}
+    yield from ((("prune", *path), text) for path, text in clashes(prune))
+    if isinstance(prune.get("schedule"), Mapping) and isinstance(values.get("repair"), Mapping):
+        yield ("repair",), WITH_REPAIR
+
+
 def _exactly_one(section: Mapping[str, Any], path: KeyPath, keys: tuple[str, str]) -> Iterator[Finding]:
     expected = f"expected exactly one of {keys[0]!r} and {keys[1]!r}"
     given = [key for key in keys if section.get(key) is not None]
@@ -134,11 +169,33 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
         yield ("baseline",), text.format("null" if "baseline" in values else "nothing")
 
 
+def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the three sections that train may ask for."""
+    sparsify = values.get("sparsify")
+    if isinstance(sparsify, Mapping) and sparsify.get("regularise") is None:
+        text = "expected a mapping, because making channels small is what sparsify is for, got nothing"
+        yield ("sparsify", "regularise"), f"{text}; for example {{method: group_lasso}}"
+    for name in ("baseline", "sparsify", "finetune"):
+        section = _section(values, name) or {}
+        optimizer, momentum = section.get("optimizer", "sgd"), section.get("momentum", TrainSettings.momentum)
+        if section.get("nesterov") is True and (optimizer != "sgd" or momentum == 0):
+            given = f"optimizer is {show(optimizer)}" if optimizer != "sgd" else "momentum is 0"
+            yield (name, "nesterov"), f"expected false, because {name}.{given}, got true"
+        if name == "baseline" and section.get("distill") is not None:
+            text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
+            yield (name, "distill"), f"{text}; set finetune.distill"
+        regularise = section.get("regularise")
+        if name != "sparsify" and isinstance(regularise, Mapping) and regularise.get("method") == "growing":
+            text = "expected 'group_lasso' or 'bn_l1', got 'growing', which shrinks what a plan removes before it goes"
+            yield (name, "regularise", "method"), f"{text}; use it in sparsify"
+
+
 def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
     data = _section(values, "data")
     if data is None:
         return
     yield from _root(data, data.get("source", "digits"))
+    yield from _augment(data.get("augment"))
     shares = [data.get(key, getattr(DataSettings, key)) for key in ("test_share", "validation_share")]
     if all(isinstance(share, int | float) and 0 < share < 1 for share in shares) and sum(shares) >= 1:
         text = f"expected test_share and validation_share to sum to less than 1, got {shares[0]} + {shares[1]}"

@@ -17,7 +17,7 @@ from prunekit.errors import RecipeError, nearest
 from prunekit.recipe.checks import Finding, consistency
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.recipe.overrides import apply_override
-from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show
+from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
 from prunekit.workflow.settings import JobSettings
 
 
@@ -102,10 +102,13 @@ def _findings(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, bool]]:
         TypeAdapter(JobSettings).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         for entry in error.errors(include_url=False, include_input=False):
-            path = entry["loc"]
+            path = written(entry["loc"], values)
+            missing = entry["type"] == "missing"
+            if not missing and keys_of(path) and isinstance(_value_at(path, values), Mapping):
+                continue  # a mapping may be given here: what is wrong inside is reported itself
             if entry["type"] == "too_short" and len(_value_at(path, values)) >= entry["ctx"]["min_length"]:
                 continue  # pydantic counts the items that are right; the wrong ones are reported themselves
-            yield path, _wrong_value(path, entry["type"] == "missing", values), False
+            yield path, _wrong_value(path, missing, values), False
 
 
 def _unknown_keys(values: Any, path: KeyPath) -> Iterator[Finding]:

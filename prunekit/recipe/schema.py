@@ -29,17 +29,17 @@ def hint_at(path: KeyPath) -> Any:
     """Type annotation of the key at `path` of a recipe; `Any` where nothing is known about it."""
     hint: Any = JobSettings
     for key in path:
-        hint = _inner(_required(hint), key)
+        hint = next((inner for part in _parts(hint) if (inner := _inner(part, key)) is not Any), Any)
     return hint
 
 
-def _required(hint: Any) -> Any:
-    """The annotation without `None` and without constraints."""
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The annotations that a value may meet, without `None` and without constraints."""
     if get_origin(hint) is Annotated:
-        return _required(get_args(hint)[0])
+        return _parts(get_args(hint)[0])
     if get_origin(hint) in (types.UnionType, Union):
-        return _required(next(part for part in get_args(hint) if part is not type(None)))
-    return hint
+        return tuple(inner for part in get_args(hint) if part is not type(None) for inner in _parts(part))
+    return (hint,)
 
 
 def _inner(hint: Any, key: str | int) -> Any:
@@ -52,19 +52,31 @@ def _inner(hint: Any, key: str | int) -> Any:
 
 def is_open_mapping(path: KeyPath) -> bool:
     """Whether any key is allowed below `path`."""
-    return get_origin(_required(hint_at(path))) is dict
+    return any(get_origin(part) is dict for part in _parts(hint_at(path)))
 
 
 def keys_of(path: KeyPath) -> list[str] | None:
     """Keys allowed below `path`; None when they are not listed."""
-    hint = _required(hint_at(path))
-    return [field.name for field in fields(hint)] if is_dataclass(hint) else None
+    listed = [part for part in _parts(hint_at(path)) if is_dataclass(part)]
+    return [field.name for part in listed for field in fields(part)] if listed else None
 
 
 def choices(path: KeyPath) -> tuple[str, ...]:
     """The allowed values of the key at `path`, where they are listed."""
-    hint = _required(hint_at(path))
-    return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
+    return tuple(
+        str(value) for part in _parts(hint_at(path)) if get_origin(part) is Literal for value in get_args(part)
+    )
+
+
+def written(location: KeyPath, values: Any) -> KeyPath:
+    """The key path of what is wrong in a recipe's values: pydantic also names which part of a union it tried."""
+    path: KeyPath = ()
+    for key in location:
+        if isinstance(values, Mapping) and (key in values or key in (keys_of(path) or ())):
+            path, values = (*path, key), values.get(str(key))
+        elif isinstance(values, list) and isinstance(key, int):
+            path, values = (*path, key), values[key]
+    return path
 
 
 def describe(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""A run, or a sensitivity analysis, as one self-contained HTML page."""
+"""A run, a sensitivity analysis or a latency profile as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def write_sensitivity(run_folder: Path, *, state: str | None = None) -> Path:
     return write_sensitivity_page(Path(run_folder), state)
 
 
+def write_profile(run_folder: Path, *, state: str | None = None) -> Path:
+    """Renders `report.html` into the folder of a latency profile; see `write`."""
+    from prunekit.report.profile import write_profile_page
+
+    return write_profile_page(Path(run_folder), state)
+
+
 def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
     """Renders `explain.html` into a folder, which is made; `result` is a `workflow.explain.Explanation` as JSON has it,
     with the names of its `dense` and `pruned` models.
@@ -42,4 +49,4 @@ def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
     return write_explanation_page(Path(folder), result)
 
 
-__all__ = ["write", "write_explanation", "write_sensitivity"]
+__all__ = ["write", "write_explanation", "write_profile", "write_sensitivity"]

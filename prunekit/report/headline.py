@@ -97,6 +97,10 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     ):
         cells = tuple((form(model.get(key)), "") for model in found)
         yield Row(label, cells, numbers.change(before.get(key), pruned.get(key)))
+    if numbers.is_number(before.get("memory_bytes")):
+        cells = tuple((numbers.size(model.get("memory_bytes")), "") for model in found)
+        change = numbers.change(before.get("memory_bytes"), pruned.get("memory_bytes"))
+        yield Row("Memory of a forward pass, counted", cells, change)
     sparsity = metrics.get("sparsity", {})
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
@@ -151,11 +155,12 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
             for name, value in found["asked"].items()
         )
         where = f"{target['runtime']} on {target['device']}, batch {target['batch']}, threads {target['threads']}"
+        both = f"; both models with {found['deployed']}" if found.get("deployed") else ""
         speedup = f"{numbers.factor(final['speedup'])} {numbers.interval(final['speedup_low'], final['speedup_high'])}"
         yield (
             f"{asked} asked for, {speedup} and {numbers.digits(final['ms'])} ms delivered: "
             f"{numbers.share(found['excess'], 1)} of the time asked for ({where}; measured last, after "
-            f"{len(found['attempts'])} attempts){doubtful(final)}"
+            f"{len(found['attempts'])} attempts{both}){doubtful(final)}"
         )
 
 
@@ -166,6 +171,12 @@ def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
         target = f" (target {numbers.share(found['target'])})" if numbers.is_number(found.get("target")) else ""
         top1 = f"top-1 {numbers.percent(found.get('top1'), 2)} {numbers.interval(found.get('low'), found.get('high'))}"
         yield f"{numbers.share(found.get('sparsity'))} of the activations are zero{target}, {top1}".rstrip()
+
+
+def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What the teacher of each training run took, a line each."""
+    for run, cost in (metrics.get("teacher") or {}).items():
+        yield f"{run}: {numbers.duration(cost['seconds'])}, {numbers.share(cost['step_share'])} of the training steps"
 
 
 def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,20 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
-from prunekit.report.headline import budgeted, compared, deployed, masked, models, on_time, reference, repaired, tiles
+from prunekit.report.headline import (
+    budgeted,
+    compared,
+    deployed,
+    masked,
+    models,
+    on_time,
+    reference,
+    repaired,
+    taught,
+    tiles,
+)
 from prunekit.report.run import Run, read_run
+from prunekit.report.schedule import drawn
 
 FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
 
@@ -53,20 +66,22 @@ def render(run: Run, state: str | None = None) -> str:
         models=models(run.metrics),
         compared=list(compared(run.metrics)),
         reference=reference(run.metrics),
-        layers=_records(layers),
-        locks=_records(run.locks),
+        layers=records(layers),
+        locks=records(run.locks),
         widths=figures.figure_or_none(figures.widths, layers),
         sensitivity=_sensitivity(run),
         coupling=figures.figure_or_none(figures.coupling, run.coupling),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
         skipped=_skipped(run.history),
+        schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),
+        taught=list(taught(run.metrics)),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         on_time=list(on_time(run.metrics)),
         masked=list(masked(run.metrics)),
         deployed=list(deployed(run.metrics)),
         repaired=list(repaired(run.metrics)),
-        repair=_records(run.repair),
+        repair=records(run.repair),
         clamps=_by_run(run.clamps),
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
         machine=wording.surroundings(run.metrics.get("machine", {})),
@@ -76,7 +91,8 @@ def render(run: Run, state: str | None = None) -> str:
     )
 
 
-def _records(frame: Any) -> list[dict[str, Any]] | None:
+def records(frame: Any) -> list[dict[str, Any]] | None:
+    """A table's rows, with None where a field is empty; None where there is no table."""
     if frame is None:
         return None
     return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]

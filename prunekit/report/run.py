@@ -21,6 +21,8 @@ COLUMNS = {
     "locks": ("module", "operator", "channels", "reason"),
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
+    "schedule": ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"),
+    "networks": ("predicted_ms", "measured_ms", "macs_left", "held_out", "error"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
 TEXT_COLUMNS = (
@@ -40,6 +42,7 @@ TEXT_COLUMNS = (
     "weight",
     "applied",
     "note",
+    "resource",
 )
 
 
@@ -61,7 +64,11 @@ class Run:
     clamps: pd.DataFrame | None
     repair: pd.DataFrame | None
     sensitivity: pd.DataFrame | None
+    schedule: pd.DataFrame | None
+    networks: pd.DataFrame | None
     analysis: dict[str, Any]
+    profile: dict[str, Any]
+    fits: dict[str, Any]
 
 
 def read_run(folder: Path) -> Run:
@@ -89,7 +96,11 @@ def read_run(folder: Path) -> Run:
         clamps=tables["clamps"],
         repair=tables["repair"],
         sensitivity=tables["sensitivity"],
+        schedule=tables["schedule"],
+        networks=tables["networks"],
         analysis=_object(folder / "sensitivity.json"),
+        profile=_object(folder / "profile.json"),
+        fits=_object(folder / "fits.json"),
     )
 
 

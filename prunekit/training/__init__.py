@@ -1,28 +1,65 @@
 """Training and fine-tuning on one device, deterministic from a seed; BatchNorm recalibration."""
 
+from prunekit.training.asked import Sources, asked_parts, needs_plan
+from prunekit.training.averaging import Average
 from prunekit.training.carrying import carry_average, carry_over
+from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
+from prunekit.training.distillation import Distillation, TeacherCost
+from prunekit.training.features import PlanInForce, feature_paths
 from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
+from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
+from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.recalibrate import recalibrate_batchnorm
+from prunekit.training.regularisers import Sparsifying
 from prunekit.training.replicas import share_corrupt
-from prunekit.training.settings import TrainSettings
+from prunekit.training.settings import (
+    AverageSettings,
+    CheckpointSettings,
+    DistillSettings,
+    FeatureSettings,
+    RegulariserSettings,
+    TrainSettings,
+)
 
 __all__ = [
+    "Average",
+    "AverageSettings",
+    "CheckpointSettings",
+    "CheckpointWarning",
+    "Checkpoints",
     "ClampRow",
+    "DistillSettings",
+    "Distillation",
     "EpochRow",
+    "FeatureSettings",
     "History",
+    "LearningRateRewinding",
+    "MakeOptimizer",
     "Part",
+    "PlanChange",
+    "PlanInForce",
+    "Planner",
+    "PruningSchedule",
+    "RegulariserSettings",
+    "Sources",
+    "Sparsifying",
+    "TeacherCost",
     "TrainSettings",
     "Training",
     "Within",
+    "asked_parts",
     "carry_average",
     "carry_over",
     "check_clamps",
     "check_fits",
+    "feature_paths",
     "fit",
+    "needs_plan",
     "recalibrate_batchnorm",
     "share_corrupt",
+    "steps_per_epoch",
 ]

@@ -1,27 +1,36 @@
-"""The best weights so far: in a file where one is named, else in memory; the main process keeps them."""
+"""The best weights so far: in memory, and in a file where one is named; the main process keeps them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
 from torch import Tensor, nn
 
 from prunekit.artifacts import atomic_file
 from prunekit.distributed.exchange import share_tensors
 from prunekit.distributed.group import is_main
+from prunekit.states import save_tensors
 
 
 class BestWeights:
-    """Keeps the state dict of the epoch with the highest validation top-1; a later epoch wins a tie."""
+    """Keeps the state dict of the epoch with the highest validation top-1; a later epoch wins a tie.
 
-    def __init__(self, model: nn.Module, path: Path | None) -> None:
-        self.model, self.path = model, path
+    Args:
+        model: whose weights.
+        path: of the `.safetensors` file; None for none.
+        warn: told when the file cannot be written; `restore` tries again.
+    """
+
+    def __init__(self, model: nn.Module, path: Path | None, warn: Callable[[str], None]) -> None:
+        self.model, self.path, self.warn = model, path, warn
         self.epoch, self.top1 = 0, -1.0
         self._state: dict[str, Tensor] = {}
+        self._written = False
 
     def offer(self, epoch: int, top1: float) -> None:
-        """Keeps the weights as they are now if none were better."""
+        """Keeps the weights as they are now if none were better; -1: only as long as no others were offered."""
         if top1 >= self.top1:
             self.epoch, self.top1 = epoch, top1
             self.keep()
@@ -31,15 +40,37 @@ class BestWeights:
         if not is_main():
             return
         # A clone each: safetensors refuses tensors that share memory, as tied weights do.
-        state = {name: value.detach().cpu().clone().contiguous() for name, value in self.model.state_dict().items()}
-        if self.path is None:
-            self._state = state
-            return
-        with atomic_file(self.path) as temporary:
-            safetensors.torch.save_file(state, temporary)
+        self._state = {
+            name: value.detach().cpu().clone().contiguous() for name, value in self.model.state_dict().items()
+        }
+        self._written = False
+        try:
+            self._write()
+        except OSError as error:
+            self.warn(f"the best weights so far cannot be written to {self.path} ({error}); they are kept in memory")
+
+    def _write(self) -> None:
+        if self.path is not None and not self._written:
+            with atomic_file(self.path) as temporary:
+                save_tensors(temporary, self._state)
+            self._written = True
 
     def restore(self) -> None:
-        """Puts the kept weights back into the model, in every process."""
+        """Puts the kept weights back into the model, in every process.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         if is_main():
-            self.model.load_state_dict(self._state if self.path is None else safetensors.torch.load_file(self.path))
+            self._write()
+            self.model.load_state_dict(self._state)
         share_tensors(self.model.state_dict().items(), "the model")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept, and of which epoch."""
+        return {"epoch": self.epoch, "top1": self.top1, "weights": self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; the file may hold something else until `restore`."""
+        self.epoch, self.top1, self._state = state["epoch"], state["top1"], dict(state["weights"])
+        self._written = False

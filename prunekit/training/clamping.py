@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -49,6 +50,15 @@ class Clamps:
     ) -> None:
         self._entered.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """How often each was needed so far."""
+        return {name: clamp.state_dict() for name, (clamp, _) in self._clamps.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Counts on from a state."""
+        for name, (clamp, _) in self._clamps.items():
+            clamp.load_state_dict(state[name])
+
     def rows(self) -> tuple[ClampRow, ...]:
         """One row for each module whose gradients were looked at, over all processes."""
         return tuple(
@@ -74,7 +84,8 @@ def check_clamps(model: nn.Module, settings: TrainSettings) -> None:
     Raises:
         UsageError: a glob matches nothing.
     """
-    Clamps(model, build_optimizer(model, settings), settings, None)
+    any_optimizer = build_optimizer(model, replace(settings, optimizer="sgd", nesterov=False))
+    Clamps(model, any_optimizer, settings, None)
 
 
 def _limits(settings: ClampSettings) -> float | Mapping[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -24,41 +24,21 @@ from prunekit.distributed.exchange import total
 from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
 from prunekit.models import auxiliary, logits
-from prunekit.training.best import BestWeights
 from prunekit.training.device import autocast
 from prunekit.training.history import EpochRow
-from prunekit.training.nonfinite import first_non_finite, non_finite_tensor
-from prunekit.training.parts import Parts
+from prunekit.training.nonfinite import (
+    first_non_finite,
+    first_non_finite_gradient,
+    non_finite_gradient,
+    non_finite_tensor,
+)
+from prunekit.training.position import Position, Sums
 from prunekit.training.progress import Progress
 from prunekit.training.replicas import kept_apart, share_buffers, share_corrupt
+from prunekit.training.run_state import RunState
 from prunekit.training.settings import TrainSettings
 
-
-@dataclass
-class Sums:
-    """Loss, hits and images of an epoch so far."""
-
-    loss: float = 0.0
-    correct: int = 0
-    images: int = 0
-
-    def add(self, loss: float, output: Tensor, labels: Tensor) -> None:
-        self.loss += loss * len(labels)
-        self.correct += int((output.argmax(1) == labels).sum())
-        self.images += len(labels)
-
-    def of_all(self) -> Sums:
-        """The sums over all processes."""
-        loss, correct, images = total(self.loss, self.correct, self.images)
-        return Sums(loss, int(correct), int(images))
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / self.images
-
-    @property
-    def top1(self) -> float:
-        return 100 * self.correct / self.images
+Numbered = tuple[int, Batch]
 
 
 @dataclass(frozen=True)
@@ -79,76 +59,101 @@ class Epochs:
     train: Batches
     validation: Batches
     steps: int  # of an epoch in which none is skipped
-    parts: Parts
+    state: RunState
     bar: Progress
 
-    def run(self, best: BestWeights, on_epoch: Callable[[EpochRow], None] | None) -> tuple[EpochRow, ...]:
-        """Trains every epoch; `best` is offered each."""
-        rows = []
-        for epoch in range(1, self.settings.epochs + 1):
-            rows.append(self._epoch(epoch, best))
-            if on_epoch is not None:
-                on_epoch(rows[-1])
-        if not rows:
+    def run(self, on_epoch: Callable[[EpochRow], None] | None) -> None:
+        """Trains every epoch from where the run is; the best weights are offered each."""
+        at, best = self.state.position, self.state.best
+        if not self.settings.epochs:
             best.keep()
-        return tuple(rows)
+        self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
+        resumed = at.epoch > self.settings.epochs
+        while at.epoch <= self.settings.epochs:
+            row = self._epoch(at)
+            at.next_epoch(row, self.steps)
+            if on_epoch is not None:
+                on_epoch(row)
+            if at.epoch <= self.settings.epochs:
+                self.state.keep_if_due()
+        if not resumed:
+            self.state.keep_result()
 
-    def _epoch(self, epoch: int, best: BestWeights) -> EpochRow:
-        start = time.perf_counter()
-        self.bar.epoch(epoch, self.settings.epochs)
-        trained, lr, made = self._train(epoch, start)
+    def _epoch(self, at: Position) -> EpochRow:
+        start = time.perf_counter() - at.seconds
+        self.bar.epoch(at.epoch, self.settings.epochs)
+        self._train(at, start)
         training_s = time.perf_counter() - start
-        with self.parts.evaluating():
-            validated = self._validate(f"epoch {epoch}")
-            best.offer(epoch, validated.top1)
+        share_buffers(self.model)
+        with self.state.parts.evaluating():
+            share_buffers(self.model)  # those of averaged weights
+            validated = self._validate(f"epoch {at.epoch}")
+            self.state.best.offer(at.epoch, validated.top1 if self.state.parts.settled() else -1.0)
         return EpochRow(
-            epoch=epoch,
-            lr=lr,
-            train_loss=trained.mean_loss,
-            train_top1=trained.top1,
+            epoch=at.epoch,
+            lr=at.lr,
+            train_loss=at.sums.mean_loss,
+            train_top1=at.sums.top1,
             validation_loss=validated.mean_loss,
             validation_top1=validated.top1,
-            images_per_s=trained.images / training_s,
+            images_per_s=at.sums.images / training_s,
             seconds=time.perf_counter() - start,
-            skipped=self.steps - made,
+            skipped=self.steps - at.made,
         )
 
-    def _train(self, epoch: int, start: float) -> tuple[Sums, float, int]:
-        """Makes the steps of an epoch; with its sums the learning rate of the last one, and how many were not skipped.
+    def _train(self, at: Position, start: float) -> None:
+        """Makes the steps of an epoch that are left.
 
         Raises:
-            NonFiniteError: all were skipped, or the loss or a weight is not finite.
+            NonFiniteError: all were skipped, or the loss, a gradient or a weight is not finite.
         """
-        trained, lr, done, made = Sums(), 0.0, 0, 0
-        step = (epoch - 1) * self.steps
+        parts, accumulate = self.state.parts, self.settings.accumulate
         self.model.train()
-        for group in _groups(self.train.at_epoch(epoch), self.settings.accumulate):
-            lr = self.optimizer.param_groups[0]["lr"]
-            images = int(total(sum(len(labels) for _, labels in group))[0])
-            for number, batch in enumerate(group, 1):
-                done += 1
-                with nullcontext() if number == len(group) else kept_apart(self.replica):
-                    self._add_gradient(batch, images, trained, f"epoch {epoch}, step {done}")
-                speed = size() * trained.images / (time.perf_counter() - start)  # the others' shares are as large
-                self.bar.step(trained.mean_loss, trained.top1, speed)
-            step += 1
-            self.parts.before_step(step)
+        for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), accumulate):
+            self._add_gradients([batch for _, batch in group], at, start)
+            at.step += 1
+            parts.before_step(at.step)
+            self._require_finite_gradients([batch for _, batch in group], at)
+            at.lr = self.optimizer.param_groups[0]["lr"]
             self.optimizer.step()
             stepped = not self.optimizer.step_was_skipped
-            made += stepped
-            self.parts.after_step(step, stepped)
+            at.made += stepped
+            parts.after_step(at.step, stepped)
             self.schedule.step()
             self.optimizer.zero_grad()
-        if not made:
+            at.batch, at.seconds = group[-1][0] + 1, time.perf_counter() - start
+            self.state.keep_if_due()
+        if not at.made:
             raise NonFiniteError(
-                f"epoch {epoch} made no step: no gradient was finite under float16's loss scale, which every skipped "
-                "step halves; try `precision: bf16`, a lower learning rate, or more steps in an epoch"
+                f"epoch {at.epoch} made no step: no gradient was finite under float16's loss scale, which every "
+                "skipped step halves; try `precision: bf16`, a lower learning rate, or more steps in an epoch"
             )
         if (tensor := non_finite_tensor(self.model)) is not None:  # the last step, which no loss was computed after
-            raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {epoch}; {self._advice()}")
-        share_buffers(self.model)
+            raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {at.epoch}; {self._advice()}")
         share_corrupt(self.train, self.validation)
-        return trained.of_all(), lr, made
+        at.sums = at.sums.of_all()
+
+    def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
+        """Looks at gradients before they spoil the weights, but under a loss scale, which does so itself.
+
+        Raises:
+            NonFiniteError: one is NaN or Inf; names the first module on the way back.
+        """
+        clamp = self.settings.clamp_weight_grad
+        clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
+        if self.accelerator.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
+            return
+        images, again = sum(len(labels) for _, labels in batches), Position()
+
+        def backward() -> None:
+            for batch in batches:
+                self._add_gradient(batch, images, again.sums, f"epoch {at.epoch}, step {at.trained}")
+
+        where = first_non_finite_gradient(self.model, backward) or f"that of parameter {found!r}"
+        raise NonFiniteError(
+            f"a gradient is NaN or Inf in epoch {at.epoch}, step {at.trained}, while the loss is finite; first not "
+            f"finite on the way back: {where}; {self._advice()}"
+        )
 
     def _finite(self, loss: Tensor, images: Tensor, saying: str) -> float:
         """A loss as a number.
@@ -163,14 +168,27 @@ class Epochs:
         return value
 
     def _advice(self) -> str:
-        return f"try a lower learning rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up"
+        checkpoints = self.state.checkpoints
+        last = None if checkpoints is None else checkpoints.last
+        kept = "" if checkpoints is None else f"; the last good checkpoint: {last or 'none yet'}"
+        return f"try a lower learning rate (now {self.optimizer.param_groups[0]['lr']:.3g}) or a longer warm-up{kept}"
+
+    def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
+        """Makes the gradient of a step."""
+        images = int(total(sum(len(labels) for _, labels in batches))[0])
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
+            at.trained += 1
+            with kept_apart(self.replica) if left else nullcontext():
+                self._add_gradient(batch, images, at.sums, f"epoch {at.epoch}, step {at.trained}")
+            rate = size() * at.sums.images / (time.perf_counter() - start)
+            self.bar.step(at.sums.mean_loss, at.sums.top1, rate)
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
         """Adds a batch's part of the gradient of the mean loss over `of` images, those of all processes."""
-        images, labels = (tensor.to(self.device) for tensor in batch)
+        images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         with autocast(self.settings.precision, self.device):
             output = self.replica(images)
-            loss = self.parts.added_to(self._loss(output, labels), images, output, labels)
+            loss = self.state.parts.added_to(self._loss(output, labels), images, output, labels)
             value = self._finite(loss, images, f"the loss is {{}} in {when}")
         self.accelerator.backward(loss * (len(labels) / of))
         sums.add(value, logits(output).detach(), labels)
@@ -186,14 +204,14 @@ class Epochs:
         sums = Sums()
         with training_mode(self.model, False), torch.no_grad():
             for images, labels in self.validation:
-                images, target = images.to(self.device), labels.to(self.device)
+                images, target = (tensor.to(self.device, non_blocking=True) for tensor in (images, labels))
                 output = logits(self.model(images))
                 loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
                 sums.add(loss, output, target)
         return sums.of_all()
 
 
-def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+def _groups(batches: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:
     """Batches whose gradients make one step; the last group of an epoch may have fewer."""
     rest = iter(batches)
     while group := list(islice(rest, size)):

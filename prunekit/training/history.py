@@ -12,9 +12,10 @@ class EpochRow:
     Attributes:
         epoch: counted from 1.
         lr: learning rate of the epoch's last step.
-        train_loss: mean over the images trained on, label smoothing and auxiliary heads included.
-        train_top1: percent, in train mode and while the weights change.
-        validation_loss: mean plain cross entropy over the validation images.
+        train_loss: mean over the images trained on, label smoothing, auxiliary heads and distillation included.
+        train_top1: percent, in train mode and while the weights change; of a mixed image (mixup, CutMix) the share of
+            the class that is predicted counts.
+        validation_loss: mean plain cross entropy over the validation images, of the average of weights if there is one.
         validation_top1: percent.
         images_per_s: training images per second, validation left out.
         seconds: of the whole epoch.

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from prunekit.context import seeded, training_mode
-from prunekit.data import Splits, batches
+from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.distributed.exchange import wait_for_all
-from prunekit.distributed.group import is_main, rank
+from prunekit.distributed.group import is_main, rank, size
 from prunekit.models import require_trainable
+from prunekit.training.asked import require_asked
 from prunekit.training.best import BestWeights
+from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
 from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
 from prunekit.training.history import EpochRow, History
-from prunekit.training.optimizers import build_optimizer, build_schedule
+from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
+from prunekit.training.position import Position
 from prunekit.training.progress import Progress
 from prunekit.training.replicas import has_unused, prepared, require_same_weights, shares
+from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
 from prunekit.training.strides import LongStrides
 
@@ -37,12 +43,14 @@ def fit(
     device: torch.device,
     seed: int,
     batch: int,
-    workers: int = 0,
+    workers: int | Workers = 0,
     parts: Sequence[Part] = (),
+    own_optimizer: MakeOptimizer | None = None,
     progress: bool = False,
     label: str = "training",
     on_epoch: Callable[[EpochRow], None] | None = None,
     checkpoint: Path | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> History:
     """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
 
@@ -62,48 +70,75 @@ def fit(
         seed: of the order of images, of dropout and of everything else that is random.
         batch: images in a batch, over all processes; a last one that is not full is left out, and comes in another
             epoch.
-        workers: processes that read images ahead.
-        parts: what takes part beside the loss, such as masks; entered in their order.
+        workers: processes that read images ahead, their number or how.
+        parts: what takes part beside the loss, such as masks, and what the settings ask for (`asked_parts`); entered
+            in their order.
+        own_optimizer: what makes the optimizer, where the settings say `own`.
         progress: shows a bar on stderr.
         label: what the bar calls this run.
         on_epoch: called after every epoch.
-        checkpoint: `.safetensors` file that holds the best weights so far; None keeps them in memory.
+        checkpoint: `.safetensors` file that holds the best weights so far; None: none.
+        checkpoints: where the run is written down as it goes, and resumed from, bit-identical on the CPU with the same
+            threads: model, optimizer, schedule, loss scale, random states, place in the epoch, parts. A run that is
+            over there gives its result again. None: nowhere.
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
-        UsageError: a gradient clamp's glob matches nothing, or a batch has too few images for the processes.
+        UsageError: a gradient clamp's glob matches nothing, a part or an optimizer that the settings ask for is
+            missing, or a batch has too few images for the processes.
         DataError: an image cannot be read.
-        NonFiniteError: the loss or a weight became NaN or Inf; names the first module, the epoch and the step.
+        ResumeError: the checkpoints are of another run; says what differs.
+        NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
+            and the last checkpoint.
             Gradients that overflow under float16's loss scale are no error: the step is skipped, which
             `EpochRow.skipped` counts and the schedule does not, and the scale halved. An epoch of nothing else is an
             error.
     """
+    require_asked(settings, parts)
     require_trainable(model)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)
     full = len(splits.train) >= batch
-    train = batches(splits.train, batch, shuffle_seed=seed, workers=workers, drop_last=full, augment=True)
-    validation = batches(splits.validation, batch, shuffle_seed=None, workers=workers)
-    train, validation = shares(train, validation)
+    mixes = settings.mixup > 0 or settings.cutmix > 0
+    mixing = Mixing(len(splits.classes), settings.mixup, settings.cutmix) if mixes else None
+    reading = partial(batches, batch_size=batch, workers=workers, device=device)
+    train, validation = shares(
+        reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),
+        reading(splits.validation, shuffle_seed=None),
+    )
     unused = has_unused(model, train, device)
-    optimizer = build_optimizer(model, settings)
+    optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
-    entered = taking.active(Training(model, optimizer, device, steps, settings.epochs))
+    training = Training(model, optimizer, device, steps, settings.epochs)
+    entered = taking.active(training)
     scaler = loss_scaler(settings.precision, device)
     clamps = Clamps(model, optimizer, settings, scaler)
-    best = BestWeights(model, checkpoint)
+    if size() > 1:
+        checkpoints = None  # they hold the random state of one process
+    facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
+    identity = identity_of(model, splits, settings, taking, device=device.type, seed=seed, batch=batch, **facts)
+    best = BestWeights(model, checkpoint, warn)
     bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main())
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with (
         seeded(seed + rank()), training_mode(model, True), this_group(device, scaler) as accelerator, entered, exact,
         clamps, bar,
     ):  # fmt: skip
-        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup)
+        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
         ready = prepared(accelerator, model, optimizer, schedule, unused=unused)
-        run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, taking, bar)
-        rows = run.run(best, on_epoch)
+        position = Position()
+        state = RunState(
+            model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
+        )
+        state.resume()
+        run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, state, bar)
+        run.run(on_epoch)
         require_same_weights(model, f"after {label}")
         best.restore()
-    return History(rows, best.epoch, clamps.rows())
+    return History(position.rows, best.epoch, clamps.rows())
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=2)

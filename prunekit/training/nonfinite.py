@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,3 +61,57 @@ def non_finite_tensor(model: nn.Module) -> str | None:
         if (name := first_not_finite(tensors)) is not None:
             return f"{kind} {name!r}"
     return None
+
+
+class _FirstNonFiniteGradient(HookOwner):
+    """Watches the gradients of results and parameters on their way back; remembers the first that is not finite."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.found: str | None = None
+
+    def register(self) -> None:
+        for path, module in self.model.named_modules():
+            where = f"module {path or type(module).__name__!r} ({type(module).__name__})"
+            own = list(module.named_parameters(recurse=False))
+            if own or not any(True for _ in module.children()):
+                self.own_output_gradients(module, self._look(f"that of the output of {where}"))
+            for name, parameter in own:
+                if parameter.requires_grad:
+                    self.own_tensor_gradient(parameter, self._look(f"that of parameter {name!r} of {where}"))
+
+    def _look(self, what: str) -> Any:
+        def look(gradient: Tensor, index: int) -> None:
+            if self.found is None and not torch.isfinite(gradient).all():
+                self.found = what
+
+        return look
+
+
+def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) -> str | None:
+    """Which gradient is the first that is not finite, in the order in which they are computed; None if all are.
+
+    Args:
+        model: with the weights and in the mode in which it happened.
+        backward: runs the model forward and backward again.
+    """
+    model.zero_grad(set_to_none=True)
+    with _FirstNonFiniteGradient(model) as watch:
+        backward()
+    return watch.found
+
+
+def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:
+    """The first parameter whose gradient has a NaN or an Inf in it; None where all are finite.
+
+    Args:
+        nan_only: whether Inf does not count.
+    """
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse}
+    # One pass over all of them; a norm may overflow where no value has, and then each is looked at.
+    if bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients.values()))):
+        return None
+    if nan_only:
+        return next((name for name, gradient in gradients.items() if bool(gradient.isnan().any())), None)
+    return first_not_finite(gradients.items())

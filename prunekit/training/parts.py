@@ -42,8 +42,15 @@ class Part:
         """Entered around the whole training."""
         return nullcontext()
 
+    def restarts(self, training: Training) -> Sequence[int]:
+        """Steps before which the learning-rate schedule begins anew, ascending; asked once."""
+        return ()
+
     def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor | None:
-        """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing."""
+        """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing.
+
+        Labels are (B,) int64, or under mixup and CutMix the share of each class, (B, classes) float32.
+        """
         return None
 
     def before_step(self, step: int) -> None:
@@ -56,6 +63,13 @@ class Part:
         """Entered while the model is validated and its weights may be kept as the best."""
         return nullcontext()
 
+    def settled(self) -> bool:
+        """Whether what is validated now is of the kind that the run is to end with; asked while it is.
+
+        Epochs that are not do not compete for the best weights; where none is, the last epoch's are kept.
+        """
+        return True
+
     def describe(self) -> Mapping[str, Any]:
         """Figures for the progress bar; asked once an epoch."""
         return {}
@@ -65,7 +79,7 @@ class Part:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; called when the part is active."""
+        """Goes on from a state; called when the part is active, before model and optimizer get their states."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +144,23 @@ class Parts:
         for part in self.all:
             part.after_step(step, made)
 
+    def restarts(self, training: Training) -> tuple[int, ...]:
+        """The steps of all parts, each once."""
+        return tuple(sorted({step for part in self.all for step in part.restarts(training)}))
+
+    def settled(self) -> bool:
+        """Whether every part is."""
+        return all(part.settled() for part in self.all)
+
     def describe(self) -> dict[str, Any]:
         """All figures for the progress bar."""
         return {name: value for part in self.all for name, value in part.describe().items()}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of every part."""
+        return [part.state_dict() for part in self.all]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Hands every part its state."""
+        for part, state in zip(self.all, states, strict=True):
+            part.load_state_dict(state)

@@ -22,6 +22,10 @@ class Progress:
         self.bar.set_description(f"{self.label} {number}/{epochs}", refresh=False)
         self.extra = self.describe()
 
+    def begin(self, done: int) -> None:
+        """So many batches were done before this run went on."""
+        self.bar.update(done)
+
     def step(self, loss: float, top1: float, images_per_s: float) -> None:
         """One batch is done; the figures are the epoch's so far."""
         if not self.bar.disable:

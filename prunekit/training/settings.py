@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from prunekit.masking.settings import ClampSettings
 
@@ -14,21 +14,93 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
+class FeatureSettings:
+    """Features that a student is to share with its teacher: see `prunekit.training.Distillation`."""
+
+    modules: Annotated[tuple[str, ...], MinLen(1)]
+    """Globs over module paths; the outputs of these modules."""
+    weight: Annotated[float, Gt(0)] = 1.0
+
+
+@dataclass(frozen=True)
+class DistillSettings:
+    """Knowledge distillation from the dense model: see `prunekit.training.Distillation`."""
+
+    weight: Annotated[float, Ge(0)] = 1.0
+    """Of the loss on logits, beside the cross entropy's 1."""
+    temperature: Annotated[float, Gt(0)] = 4.0
+    features: FeatureSettings | None = None
+
+
+@dataclass(frozen=True)
+class RegulariserSettings:
+    """What makes whole channels small while training: see `prunekit.training.Sparsifying`."""
+
+    method: Literal["group_lasso", "bn_l1", "growing"]
+    strength: Annotated[float, Gt(0)] | None = None
+    """Lambda of `group_lasso` and `bn_l1` (null: 1e-4); the ceiling of `growing` (null: 1)."""
+    rise: Annotated[float, Gt(0), Lt(1)] = 0.75
+    """Share of the steps after which `growing` is at its ceiling."""
+    every: Annotated[int, Ge(1)] = 10
+    """Steps between increases of `growing`."""
+
+
+@dataclass(frozen=True)
+class AverageSettings:
+    """An average of weights that is evaluated and kept in their place: see `prunekit.training.Average`."""
+
+    method: Literal["ema", "swa"] = "ema"
+    decay: Annotated[float, Ge(0), Lt(1)] = 0.999
+    """Of `ema`; the n-th update uses at most (1 + n) / (10 + n), or a short run would keep its first weights."""
+    start: Annotated[float, Ge(0), Lt(1)] | None = None
+    """Share of the steps after which averaging begins; null: 0 for `ema`, 0.75 for `swa`."""
+    every: Annotated[int, Ge(1)] | None = None
+    """Steps between updates; null: 1 for `ema`, those of an epoch for `swa`."""
+    lr: Annotated[float, Gt(0)] | None = None
+    """Constant learning rate while averaging, as SWA was published with; null: the schedule goes on."""
+    statistics: Literal["averaged", "recalibrated"] | None = None
+    """BatchNorm's: averaged as the weights are, or taken anew from training images whenever the average is evaluated;
+    null: averaged for `ema`, recalibrated for `swa`."""
+
+
+@dataclass(frozen=True)
 class TrainSettings:
-    """One training run: `baseline` and `finetune` both have this form."""
+    """One training run: `baseline`, `sparsify` and `finetune` all have this form."""
 
     epochs: Count = 5
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "own"] = "sgd"
+    """`own` is the user's own, given as `--optimizer file.py:factory`."""
     lr: Annotated[float, Gt(0)] = 0.05
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    nesterov: bool = False
     weight_decay: Annotated[float, Ge(0)] = 5e-4
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017), or to a little above
     it where steps are skipped: those do not move the schedule."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    mixup: Annotated[float, Ge(0)] = 0.0
+    """Images of a batch are blended in shares drawn from Beta(mixup, mixup), labels likewise (Zhang et al. 2018)."""
+    cutmix: Annotated[float, Ge(0)] = 0.0
+    """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019). With both,
+    each batch draws one of them."""
     precision: Precision = "fp32"
     """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1
     """Batches whose gradients make one optimizer step."""
     clamp_activation_grad: ClampSettings | None = None
     clamp_weight_grad: ClampSettings | None = None
+    distill: DistillSettings | None = None
+    regularise: RegulariserSettings | None = None
+    average: AverageSettings | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When training is written down so that it can be resumed, and how much of that is kept."""
+
+    every_seconds: Annotated[float, Gt(0)] | None = 60.0
+    """Less often where writing would take more than a twentieth of the time. The end of a training is always kept."""
+    every_steps: Annotated[int, Ge(1)] | None = None
+    """Optimizer steps; as often as it says, whatever that costs."""
+    keep: Annotated[int, Ge(1)] = 2
+    """How many; the best weights are in each."""

@@ -6,9 +6,11 @@ from prunekit.workflow.explain import Explanation, explain
 from prunekit.workflow.finetune import RunResult, finetune, prune_job
 from prunekit.workflow.oneshot import Pruned, prune
 from prunekit.workflow.own import Own
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.profile_run import ProfileRun, profile_job
-from prunekit.workflow.profiling import Profile, profile
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.profiled import Profile
+from prunekit.workflow.profiling import profile
+from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.sensitivity import Sensitivity, sensitivity
 from prunekit.workflow.sensitivity_run import SensitivityRun, analyse
 from prunekit.workflow.settings import JobSettings

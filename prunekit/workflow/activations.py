@@ -62,7 +62,7 @@ def measure_masks(
 ) -> dict[str, Any]:
     """Sparsity and accuracy under the masks on the test images, which nothing has seen before."""
     data = prepared.job.data
-    test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.workers)
+    test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
     with ActivationMasks(compact, thresholds, side=thresholds.side) as active:
         found = accuracy(compact, test, prepared.device)
     compact.cpu()

@@ -25,7 +25,7 @@ from prunekit.calibration import collect as collect
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.calibration.shortage import too_few_rows
 from prunekit.channels import ChannelMap
-from prunekit.context import threads
+from prunekit.context import seeded, threads
 from prunekit.criteria import get_criterion
 from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.distributed.exchange import from_main, gather_on_main
@@ -34,7 +34,7 @@ from prunekit.errors import ArtifactError
 from prunekit.models import logits
 from prunekit.training import share_corrupt
 from prunekit.workflow.dense import Prepared, digest, prepare, train_baseline, weights_digest
-from prunekit.workflow.evidence import gathered, patch_statistics
+from prunekit.workflow.evidence import gathered, needs_activations, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
@@ -176,11 +176,36 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     with threads(prepared.job.threads):
         share, mine = (rank(), size()), images.dealt(rank(), size())
         model.to(prepared.device)
-        seen = collect_gradients(model, mine, prepared.device, _cross_entropy, dealt=share) if len(mine) else None
+        seen = _gradients(prepared, model, mine, share) if len(mine) else None
     model.cpu()
     share_corrupt(images)
     parts = [part for part in gather_on_main(seen) if part is not None]
     return reduce(TaylorTerms.merge, parts) if parts else None
+
+
+def _gradients(prepared: Prepared, model: nn.Module, images: Batches, dealt: tuple[int, int] = (0, 1)) -> TaylorTerms:
+    second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
+    return collect_gradients(
+        model, images, prepared.device, _cross_entropy, second_order=second, seed=prepared.job.seed, dealt=dealt
+    )
+
+
+def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
+    """Statistics and Taylor terms that the job's criterion needs, of a model in training; nothing is kept in files.
+
+    Args:
+        model: on the job's device, where it stays, under its masks; the process's random state stays as it is.
+
+    Raises:
+        NonFiniteError: an activation or a gradient is NaN or Inf.
+    """
+    needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, calibration_batches(prepared), None
+    with seeded(prepared.job.seed):
+        if needs_activations(prepared.job.prune.criterion):
+            collectors = _collectors(prepared.job, model, images, prepared.device)
+            stats = collectors.run(model, images, prepared.device)
+            stats.require_finite()
+        return stats, _gradients(prepared, model, images) if "gradients" in needs else None
 
 
 def _cross_entropy(output: Any, labels: Tensor) -> Tensor:
@@ -228,4 +253,4 @@ def calibration_batches(prepared: Prepared) -> Batches:
     total = len(prepared.splits.train)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
     chosen = order[: job.calibration.images]
-    return batches(prepared.splits.train, job.data.batch, shuffle_seed=None, workers=job.data.workers, indices=chosen)
+    return batches(prepared.splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)

@@ -7,7 +7,8 @@ from typing import Any
 
 from prunekit.planning.budgets import as_given, in_words
 from prunekit.workflow.attempts import TOLERANCE, Attempt, Timing
-from prunekit.workflow.pruning import Planned
+from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.planned import Planned
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,16 +16,21 @@ class Frozen:
     """A plan that was measured and is not changed any more.
 
     Attributes:
+        goal: what it was made for.
         planned: the plan; its provenance has the budgets of time as they were asked for.
-        asked: the budgets of time.
         attempts: all plans that were measured on the way, in order.
         binding: whether time is what the plan is limited by; if not, it may be faster than asked for.
     """
 
+    goal: LatencyGoal
     planned: Planned
-    asked: dict[str, float]
     attempts: tuple[Attempt, ...]
     binding: bool
+
+    @property
+    def asked(self) -> dict[str, float]:
+        """The budgets of time."""
+        return self.goal.asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +68,7 @@ class Delivered:
         """As plain data."""
         return {
             "asked": self.frozen.asked,
+            "deployed": str(self.frozen.goal.transform),
             "target": self.frozen.planned.plan.provenance["prune"]["target"],
             "final": asdict(self.final),
             "excess": self.excess,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from prunekit.artifacts import atomic_file, read_json, write_json
+from prunekit.channels import trace
 from prunekit.channels.copying import named_tensors
 from prunekit.context import resolve_device, threads
 from prunekit.data import Splits, batches
@@ -22,9 +23,33 @@ from prunekit.distributed.group import is_main, size
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.models import ModelSettings, require_trainable
-from prunekit.training import ClampRow, EpochRow, check_clamps, check_fits, fit
+from prunekit.training import (
+    Checkpoints,
+    ClampRow,
+    EpochRow,
+    MakeOptimizer,
+    Part,
+    Sources,
+    TrainSettings,
+    asked_parts,
+    check_clamps,
+    check_fits,
+    feature_paths,
+    fit,
+    needs_plan,
+)
 from prunekit.workflow.agreeing import share_model
-from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, own_structure, require_sources
+from prunekit.workflow.own import (
+    RECIPE_ONLY,
+    Own,
+    job_model,
+    job_optimizer,
+    job_splits,
+    own_source,
+    own_structure,
+    require_sources,
+    training_sections,
+)
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -39,6 +64,8 @@ class Prepared:
         model: the dense model as its constructor, weights file or factory gives it, on the CPU.
         device: where to train.
         structure: what the dense model is, as plain data, whatever its weights are.
+        own_optimizer: makes the user's own optimizer, where one is given.
+        optimizer_source: tells one own optimizer from another.
     """
 
     job: JobSettings
@@ -46,6 +73,12 @@ class Prepared:
     model: nn.Module
     device: torch.device
     structure: Any
+    own_optimizer: MakeOptimizer | None = None
+    optimizer_source: str | None = None
+
+    def optimizer_for(self, settings: TrainSettings) -> MakeOptimizer | None:
+        """The user's own optimizer where a section asks for it."""
+        return self.own_optimizer if settings.optimizer == "own" else None
 
     @property
     def example_inputs(self) -> tuple[torch.Tensor, ...]:
@@ -105,12 +138,25 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:
         chosen_paths(model, job.activations)
-    for settings in (job.baseline, job.finetune):
-        if settings is not None:
-            check_clamps(model, settings)
+    for name, settings in training_sections(job).items():
+        _check_training(name, settings, model)
     build = _build(job, splits)
     structure = own_structure(model, str(own.model)) if build is None else asdict(build)
-    return Prepared(job, splits, model, device, structure)
+    return Prepared(job, splits, model, device, structure, job_optimizer(own), own_source(own.optimizer))
+
+
+def _check_training(name: str, settings: TrainSettings, model: nn.Module) -> None:
+    check_clamps(model, settings)
+    if settings.distill is not None:
+        if name == "baseline":
+            raise UsageError(
+                "baseline.distill: expected none, because the dense model is the teacher; distill `finetune`"
+            )
+        feature_paths(model, settings.distill)
+    if needs_plan(settings) and name != "sparsify":
+        raise UsageError(
+            f"{name}.regularise.method: 'growing' shrinks what a plan removes before it goes; use it in `sparsify`"
+        )
 
 
 def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
@@ -119,8 +165,12 @@ def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
     return replace(job.model, arguments={"num_classes": len(splits.classes)} | job.model.arguments, origin=None)
 
 
-def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
-    """The dense model with weights: as given, from the cache, or trained now and put there."""
+def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints: Checkpoints | None = None) -> Baseline:
+    """The dense model with weights: as given, from the cache, or trained now and put there.
+
+    Args:
+        checkpoints: where training is resumed from; None: nowhere.
+    """
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
@@ -139,15 +189,23 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool) -> Baseline:
             device=prepared.device,
             seed=job.seed,
             batch=job.data.batch,
-            workers=job.data.workers,
+            workers=job.data.reading,
+            parts=_parts(prepared, job.baseline),
+            own_optimizer=prepared.optimizer_for(job.baseline),
             progress=progress,
             label="baseline",
+            checkpoints=checkpoints,
         )
     prepared.model.cpu()
     if is_main():
         save_weights(path, prepared.model)
         write_json(path.with_suffix(".json"), asdict(history))
     return Baseline(prepared.model, history.rows, history.clamps, reused=False)
+
+
+def _parts(prepared: Prepared, settings: TrainSettings) -> list[Part]:
+    chart = None if settings.regularise is None else trace(prepared.model, prepared.example_inputs)
+    return asked_parts(settings, Sources(prepared.splits, prepared.job.data.batch, channel_map=chart))
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:
@@ -205,6 +263,7 @@ def _baseline_path(prepared: Prepared) -> Path:
             "initial": weights_digest(prepared.model),
             "data": [prepared.splits.fingerprint, job.data.augment],
             "training": asdict(job.baseline),
+            **({"optimizer": prepared.optimizer_source} if job.baseline.optimizer == "own" else {}),
             "batch": job.data.batch,
             "seed": job.seed,
             "threads": job.threads,

@@ -6,15 +6,18 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
+from prunekit.deploy.transform import transform_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
+from prunekit.workflow.goal import goal_for
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import in_blocks, profile_for
+from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
+from prunekit.workflow.scheduling import require_schedule, schedule_rows
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import layer_rows
 
@@ -33,12 +36,16 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     devices("auto", job.latency)
     prepared = prepare(job, own)
     require_deployable(prepared)
+    line = require_schedule(prepared, training=True)
     chart = trace(prepared.model, prepared.example_inputs)
-    timed = profile_for(prepared.model, prepared.example_inputs, chart, job.prune, log=log)
-    latency = None if timed is None else timed.table
-    wanted = job.prune if timed is None else in_blocks(job.prune)
+    transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
+    latency = None if goal is None else goal.table
+    wanted = job.prune if goal is None else in_blocks(job.prune)
     feasible(chart, wanted, latency)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
+    if job.sparsify is not None:
+        log("dry run: scores are those before `sparsify`, which is training")
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
     stats: ChannelStats | None = None
@@ -62,6 +69,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
         "macs_after": settled.macs(planned.plan.keep),
         "budgets": planned.plan.provenance["budgets"],
         "binding": planned.plan.provenance["binding"],
+        "schedule": None if line is None else schedule_rows(job.prune, line, planned.plan),
         "channels_removed": planned.plan.removed,
         "groups": len(settled.groups),
         "locks": len(settled.locks),

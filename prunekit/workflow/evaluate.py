@@ -43,7 +43,7 @@ def evaluate(target: Target, data: DataSettings | None, device: torch.device, ow
     target = replace(target, sample_shape=splits.sample_shape)
     _check(target, len(splits.classes))
     settings = data or DataSettings()
-    test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.workers)
+    test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.reading)
     costs = {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
     result = asdict(accuracy(target.model, test.dealt(rank(), size()), device, together=True))
     share_corrupt(test)

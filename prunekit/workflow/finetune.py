@@ -7,20 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels import trace
 from prunekit.context import threads
-from prunekit.distributed.exchange import wait_for_all
+from prunekit.deploy.transform import transform_of
+from prunekit.distributed.exchange import from_main, wait_for_all
 from prunekit.distributed.failing import one_for_all
-from prunekit.distributed.group import is_main
+from prunekit.distributed.group import is_main, size
+from prunekit.errors import UsageError
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
-from prunekit.workflow.dense import Prepared, prepare
+from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
+from prunekit.workflow.goal import goal_for
 from prunekit.workflow.journey import Journey
-from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import Profile, profile_for
+from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.pruning import feasible
+from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
+from prunekit.workflow.scheduling import require_schedule
 from prunekit.workflow.settings import JobSettings
 
 Finish = Callable[[Path], object]
@@ -47,11 +51,13 @@ def finetune(
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
+    resume: str | Path | None = None,
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
-    What the job's `repair` says is repaired before fine-tuning. The processes of a group (`prunekit.distributed`) call
-    this alike: they calibrate and train together, the rest is the main one's, which alone writes.
+    What the job's `repair` says is repaired before fine-tuning. Where `prune.schedule` is given, channels go while the
+    model is fine-tuned. The processes of a group (`prunekit.distributed`) call this alike: they calibrate and train
+    together, the rest is the main one's, which alone writes.
 
     Args:
         job: the settings.
@@ -60,12 +66,15 @@ def finetune(
         resolved: the recipe's text, kept in the run's folder.
         finish: called with the run's folder at the end, before the run counts as finished (the report).
         own: the user's own code, where the job's model or data is their own.
+        resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if there is
+            one. On the CPU with the same threads it ends with the weights that it would have ended with at once.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
+        ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, progress, resolved, finish, own, training=True)
+    return _run(job, log, progress, resolved, finish, own, resume, training=True)
 
 
 def prune_job(
@@ -76,6 +85,7 @@ def prune_job(
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
+    resume: str | Path | None = None,
 ) -> RunResult:
     """As `finetune`, without fine-tuning: what is left is repaired as the job's `repair` says, and that is all.
 
@@ -83,13 +93,13 @@ def prune_job(
     and by criteria that need them.
 
     Args:
-        job, log, progress, resolved, finish, own: as for `finetune`.
+        job, log, progress, resolved, finish, own, resume: as for `finetune`.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, progress, resolved, finish, own, training=False)
+    return _run(job, log, progress, resolved, finish, own, resume, training=False)
 
 
 def _run(
@@ -99,28 +109,42 @@ def _run(
     resolved: str,
     finish: Finish | None,
     own: Own,
+    resume: str | Path | None,
     *,
     training: bool,
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
+    _require_one_process(job, resume)
+    require_optimizer(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
+    require_schedule(prepared, training=training)
+    identity = identity_of(prepared, training=training)
+    again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    timed = _within_reach(prepared, chart, log) if is_main() else None
-    with run_folder(job.output, job.name, log, resolved) as run, one_for_all(), threads(job.threads):
-        metrics = Journey(prepared, chart, run, timed, progress=progress, training=training).travel()
-        if finish is not None and is_main():
-            finish(run.path)
-        wait_for_all()
-    return RunResult(run.path, metrics)
+    transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    goal = None
+    if is_main():
+        goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
+        if goal is None:
+            feasible(chart, job.prune)
+        else:
+            require_reachable(goal, prepared.example_inputs)
+    with one_for_all():
+        with run_folder(job.output, job.name, log, resolved, finish, again) as run, one_for_all(), threads(job.threads):
+            note(run, identity)
+            metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
+            folder = from_main(lambda: run.path)
+        wait_for_all()  # until the report is written
+    return RunResult(folder, metrics)
 
 
-def _within_reach(prepared: Prepared, chart: ChannelMap, log: Log) -> Profile | None:
-    """Refuses budgets that cannot be met; with the latency profile of the target, where a budget is one of time."""
-    settings = prepared.job.prune
-    timed = profile_for(prepared.model, prepared.example_inputs, chart, settings, log=log)
-    if timed is None:
-        feasible(chart, settings)
-    else:
-        require_reachable(prepared.model, prepared.example_inputs, chart, settings, timed.table)
-    return timed
+def _require_one_process(job: JobSettings, resume: Any) -> None:
+    """Refuses to several processes what is made for one.
+
+    Raises:
+        UsageError: channels go while the model is trained, or a run is resumed.
+    """
+    if size() > 1 and (job.prune.schedule is not None or resume is not None):
+        what = "--resume" if resume is not None else "prune.schedule"
+        raise UsageError(f"{what}: expected a single process, got {size()}; start without torchrun, or leave it out")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,46 +18,42 @@ from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
 from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import is_main
-from prunekit.masking import masked, sparsity
+from prunekit.masking import ActivationThresholds, masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
 from prunekit.repair import RepairReport
-from prunekit.training import ClampRow, EpochRow, History, Part, Training, Within, fit
+from prunekit.training import Part, Training, Within, needs_plan
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
 from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
-from prunekit.workflow.deploying import deploy
-from prunekit.workflow.plan_stage import find_plan
-from prunekit.workflow.profiling import Profile
-from prunekit.workflow.pruning import Planned
+from prunekit.workflow.deploying import FOLDER, deploy
+from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.kept import Clock
+from prunekit.workflow.plan_stage import find_plan, write_plan
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
-from prunekit.workflow.tables import (
-    clamp_rows,
-    clamp_summary,
-    history_rows,
-    layer_rows,
-    write_csv,
-)
+from prunekit.workflow.scheduling import JobSchedule
+from prunekit.workflow.tables import layer_rows, write_csv
+from prunekit.workflow.trainings import Trainings, checkpoints_of
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
 
 
-@dataclass
-class _Clock:
-    """Seconds of each stage of a run."""
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    """What a run has trained, and how."""
 
-    stages: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.stages[name] = time.perf_counter() - start
+    dense: nn.Module
+    control: nn.Module | None
+    pruned: nn.Module
+    trainings: Trainings
+    report: RepairReport | None
+    schedule: JobSchedule | None
 
 
 class Journey:
@@ -68,7 +63,7 @@ class Journey:
         prepared: what it works on.
         chart: the channel map of its model.
         run: where it writes.
-        timed: the latency profile of the target, where a budget is one of time.
+        goal: where a budget is one of time.
         progress: shows bars on stderr.
         training: whether to fine-tune, the pruned model and a dense one for comparison.
     """
@@ -78,75 +73,84 @@ class Journey:
         prepared: Prepared,
         chart: ChannelMap,
         run: RunFolder,
-        timed: Profile | None = None,
+        goal: LatencyGoal | None = None,
         *,
         progress: bool,
         training: bool,
     ) -> None:
-        self.prepared, self.chart, self.run, self.timed = prepared, chart, run, timed
+        self.prepared, self.chart, self.run, self.goal = prepared, chart, run, goal
         self.progress, self.training = progress, training
         self.job, self.log = prepared.job, run.log
-        self.clock = _Clock()
-        self.history: list[dict[str, Any]] = []
-        self.clamps: list[dict[str, Any]] = []
+        self.clock = Clock(run.resume / "seconds.json")
 
     def travel(self) -> dict[str, Any]:
         """Runs every stage and returns the metrics; the processes of a group go together."""
         with self.clock.stage("baseline"):
-            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress)
+            checkpoints = checkpoints_of(self.run, self.job, "baseline")
+            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress, checkpoints=checkpoints)
         dense = baseline.model
-        self._note("baseline", baseline.rows, baseline.clamps)
+        if self.job.sparsify is not None and not self.training:
+            self.log("sparsify: left out, because it is training")
+        trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress)
+        sparse = self._sparsified(dense, None, trainings)
         found = find_plan(
-            self.prepared, dense, self.chart, self.run, self.timed, training=self.training, stage=self.clock.stage
+            self.prepared, sparse, self.chart, self.run, self.goal, training=self.training, stage=self.clock.stage
         )
         plan = share_plan(None if found is None else found[0].plan)
-        with self.clock.stage("repair"):
-            pruned, report = repair_model(self.prepared, dense, plan, self.run, training=self.training)
+        sparse = self._sparsified(sparse, plan, trainings)
+        report = schedule = None
+        if self.job.prune.schedule is not None:
+            assert found is not None  # several processes are refused a schedule
+            schedule, pruned = self._scheduled(*found), copy.deepcopy(sparse)
+        else:
+            with self.clock.stage("repair"):
+                pruned, report = repair_model(self.prepared, sparse, plan, self.run, training=self.training)
         if self.training:
             with self.clock.stage("fine-tune"):
-                pruned = self._finetune_masked(pruned, plan)
+                pruned = self._finetune_masked(pruned, plan, trainings, schedule)
+        if schedule is not None and found is not None:
+            found = schedule.finished(), found[1]
+            write_plan(found[0], self.run)
+            plan = found[0].plan
         require_same_plan(plan, "after training")
         compacted = self._compact(pruned, dense, plan) if is_main() else None
         control = None
         if self.training:
             with self.clock.stage("control"):
-                control = self._train("control", copy.deepcopy(dense))
+                control = trainings.control(dense)
 
         def measured() -> dict[str, Any]:
             assert found is not None
             assert compacted is not None
-            return self._measure(dense, control, pruned, *found, *compacted, report)
+            return self._measure(_Trained(dense, control, pruned, trainings, report, schedule), *found, *compacted)
 
         return from_main(measured)
 
     def _measure(
-        self,
-        dense: nn.Module,
-        control: nn.Module | None,
-        pruned: nn.Module,
-        planned: Planned,
-        frozen: Frozen | None,
-        small: nn.Module,
-        proof: Verification,
-        report: RepairReport | None,
+        self, trained: _Trained, planned: Planned, frozen: Frozen | None, small: nn.Module, proof: Verification
     ) -> dict[str, Any]:
         """The stages after training, and the metrics."""
-        plan = planned.plan
+        dense, plan, schedule = trained.dense, planned.plan, trained.schedule
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
         with self.clock.stage("deploy"):
             deployed = deploy(self.prepared, self.run, dense, plan)
         with self.clock.stage("measure"):
-            share = sparsity(pruned, plan)
+            share = sparsity(trained.pruned, plan)
             ready = None if deployed is None else deployed.model
-            measured = results.measure(self.prepared, self.run, dense, control, ready, log=self.log)
+            measured = results.measure(self.prepared, self.run, dense, trained.control, ready, log=self.log)
             measured = replace(measured, activations=self._measure_activations(small))
             final = None if frozen is None else self._measure_last(dense, frozen)
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
-        metrics |= {"clamps": clamp_summary(self.clamps), "corrupt_images": self.prepared.splits.corrupt}
-        metrics |= {"fine_tuned": self.training, "repair": repair_summary(report)}
+        metrics |= {**trained.trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}
+        metrics |= {
+            "fine_tuned": self.training,
+            "repair": repair_summary(trained.report),
+            "resumed": len(self.run.resumed),
+        }
+        metrics |= {"schedule": None if schedule is None else schedule.summary()}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
-        if self.timed is not None and final is not None:
-            metrics |= {"profile": self.timed.summary(), "delivered": final.summary()}
+        if self.goal is not None and final is not None:
+            metrics |= {"profile": self.goal.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
         write_json(self.run.path / "metrics.json", metrics)
         if metrics["corrupt_images"]:
@@ -155,44 +159,60 @@ class Journey:
             self.log(f"shortfall: {shortfall}")
         return metrics
 
-    def _finetune_masked(self, model: nn.Module, plan: Plan) -> nn.Module:
+    def _scheduled(self, planned: Planned, frozen: Frozen | None) -> JobSchedule:
+        return JobSchedule(self.prepared, planned, self.run, fixed=frozen is not None)
+
+    def _sparsified(self, dense: nn.Module, plan: Plan | None, trainings: Trainings) -> nn.Module:
+        """The dense model after the job's `sparsify`: asked for before there is a plan, and again with it."""
+        settings = self.job.sparsify
+        if settings is None or not self.training or needs_plan(settings) != (plan is not None):
+            return dense
+        chart = self.chart if plan is None else plan.channel_map
+        self.log(f"sparsify: {settings.regularise and settings.regularise.method}, epochs: {settings.epochs}")
+        with self.clock.stage("sparsify"):
+            return trainings.train("sparsified", copy.deepcopy(dense), settings, chart=chart, removed=plan)
+
+    def _finetune_masked(
+        self, model: nn.Module, plan: Plan, trainings: Trainings, schedule: JobSchedule | None
+    ) -> nn.Module:
         model = model.to(self.prepared.device)
-        thresholds = from_main(lambda: find_thresholds(self.prepared, compact(model, plan), log=self.log))
-        share = sparsity(model, plan)
-        self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {self.job.finetune.epochs}")
+        first = plan if schedule is None else schedule.start
+        thresholds = from_main(lambda: self._thresholds(compact(model, first)))
+        share, epochs = sparsity(model, first), self.job.finetune.epochs
+        if schedule is None:
+            self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
+        else:
+            self.log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
 
         @contextmanager
         def under_masks(training: Training) -> Iterator[None]:
             with masked(model, plan, training.optimizer), masks(model, thresholds):
                 yield
 
-        return self._train(
-            "pruned", model, Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
-        )
+        if schedule is not None:
+            activations = Within(lambda _: masks(model, thresholds))
+            parts: list[Part] = [schedule.part, *trainings.rewinding(), activations]
+            in_force = schedule.in_force
+        else:
+            shown = Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
+            parts, in_force = [shown], lambda: plan
+        return trainings.train("pruned", model, self.job.finetune, *parts, masks=in_force, chart=plan.channel_map)
 
-    def _train(self, name: str, model: nn.Module, *parts: Part) -> nn.Module:
-        """Fine-tunes a model: the pruned one and its dense control get the same settings, seed and epochs."""
-        history: History = fit(
-            model,
-            self.prepared.splits,
-            self.job.finetune,
-            device=self.prepared.device,
-            seed=self.job.seed,
-            batch=self.job.data.batch,
-            workers=self.job.data.workers,
-            parts=parts,
-            progress=self.progress,
-            label=name,
-            checkpoint=self.run.path / "checkpoints" / f"{name}.safetensors",
-        )
-        self._note(name, history.rows, history.clamps)
-        return model.cpu()
+    def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:
+        """Those to train under, found once in a run."""
+        path = self.run.resume / "activation_thresholds.json"
+        if path.exists():
+            return ActivationThresholds.load(path)
+        thresholds = find_thresholds(self.prepared, small, log=self.log)
+        if thresholds is not None:
+            thresholds.save(path)
+        return thresholds
 
     def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
-        """What counts for budgets of time: the model as its folder gives it, in a fresh process."""
-        pruned = load(self.run.path / "model", None if self.prepared.build else dense)
-        shape = self.prepared.splits.sample_shape
-        return delivered(frozen, dense, pruned, shape, self.job.prune, log=self.log)
+        """What counts for budgets of time: the model as its folder gives it, the deployed one where there is one."""
+        folder = FOLDER if self.job.deploy.wanted else "model"
+        handed_over = load(self.run.path / folder, None if self.prepared.build else dense)
+        return delivered(frozen, handed_over, log=self.log)
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
         """With thresholds found anew: training has changed what they were found for."""
@@ -201,19 +221,6 @@ class Journey:
             return None
         thresholds.save(self.run.path / "activation_thresholds.json")
         return measure_masks(self.prepared, small, thresholds, log=self.log)
-
-    def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
-        if not is_main():
-            return
-        skipped = sum(row.skipped for row in rows)
-        if skipped:
-            self.log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
-        self.clamps += clamp_rows(name, clamps)
-        if self.clamps:
-            write_csv(self.run.path / "clamps.csv", self.clamps)
-        self.history += history_rows(name, rows)
-        write_csv(self.run.path / "history.csv", self.history, ("run", *EpochRow.__dataclass_fields__))
-        results.write_events(self.run.path / "tensorboard" / name, rows)
 
     def _compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
         flushed = flush_subnormals(compact(pruned, plan), self.prepared.example_inputs)

@@ -27,8 +27,9 @@ from prunekit.repair import repair as repair_masked
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import gathered, patch_statistics, statistics
-from prunekit.workflow.profiling import profile_for
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.goal import goal_for
+from prunekit.workflow.planned import Planned
+from prunekit.workflow.pruning import plan_model
 
 IMAGES = 1024
 Data = tuple[Any, ...] | Tensor | Iterable[Any]
@@ -71,6 +72,7 @@ def prune(
     size_mb: float | None = None,
     latency_ms: float | None = None,
     speedup: float | None = None,
+    memory_mb: float | None = None,
     target: TargetSettings | None = None,
     criterion: Criterion | None = None,
     scope: Scope | None = None,
@@ -98,14 +100,14 @@ def prune(
         data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or images to
             calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
             tensors or (images, ...) each, such as a DataLoader.
-        macs: share of the multiply-accumulates that may be left, above 0 and below 1.
-        channels: share of the channels that may be left.
-        params: share of the parameters that may be left.
+        macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
+            left, above 0 and below 1.
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
         latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
-        speedup: how many times faster than the dense model it is to be on the target, measured. At least one of these
-            six is given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
-        target: runtime, device, batch, threads, dtype and memory format of `latency_ms` and `speedup`; float32 in eager
+        speedup: how many times faster than the dense model it is to be on the target, measured.
+        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one of these seven is
+            given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        target: runtime, device, batch, threads, dtype and memory format of what is on a target; float32 in eager
             on one CPU thread where it is not given. The model is profiled there, and plans are measured and made anew
             until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
@@ -132,7 +134,7 @@ def prune(
     """
     criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
     settings = PruneSettings(
-        budget=BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup),
+        budget=BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup, memory_mb),
         target=target or TargetSettings(),
         criterion=criterion,
         scope=scope or ("per_mac" if criterion == "elimination" else "uniform"),
@@ -149,7 +151,7 @@ def prune(
         flushed = flush_subnormals(planned.compact, data)
         difference = planned.max_relative_difference
         result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
-        return _timed(model, data, settings, frozen, result)
+        return _timed(frozen, result)
     seen = gathered(data, images)
     seen = seen.to(next((parameter.device for parameter in model.parameters()), seen.device))
     return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
@@ -180,22 +182,20 @@ def _prune_on(
     if repairing is None:
         flushed = flush_subnormals(planned.compact, (images[:2],))
         result = Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
-        return _timed(model, (images[:2],), settings, frozen, result)
+        return _timed(frozen, result)
     masked, report = repair_masked(model, plan, images, repairing)
     flushed = flush_subnormals(compact(masked, plan), (images[:2],))
     proof = verify(masked, flushed.model, plan, [(images[:8],)])
     difference, notes = max(difference, proof.max_relative_difference), notes + _said(flushed)
     result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
-    return _timed(model, (images[:2],), settings, frozen, result)
+    return _timed(frozen, result)
 
 
-def _timed(
-    model: nn.Module, example: tuple[Any, ...], settings: PruneSettings, frozen: Frozen | None, result: Pruned
-) -> Pruned:
+def _timed(frozen: Frozen | None, result: Pruned) -> Pruned:
     """The result with what it was measured to take, where a budget is one of time."""
     if frozen is None:
         return result
-    found = delivered(frozen, model, result.model, example[0].shape[1:], settings, log=_quiet)
+    found = delivered(frozen, result.model, log=_quiet)
     return replace(result, delivered=found, notes=result.notes + tuple(found.shortfalls))
 
 
@@ -227,7 +227,7 @@ def _planned(
     patches: PatchStats | None = None,
 ) -> tuple[Planned, Frozen | None]:
     """A plan that meets the budgets; with how it was found, where one is of time."""
-    profiled = profile_for(model, example, chart, settings, log=_quiet)
+    goal = goal_for(model, example, chart, settings, log=_quiet)
 
     def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
         return plan_model(
@@ -240,10 +240,10 @@ def _planned(
             seed=given.seed,
             channel_map=channel_map,
             more_examples=given.more_examples,
-            latency=None if profiled is None else profiled.table,
+            latency=None if goal is None else goal.table,
         )
 
-    if profiled is None:
+    if goal is None:
         return plan(settings, chart), None
-    frozen = freeze(model, chart, example[0].shape[1:], settings, profiled.table, plan, log=_quiet)
+    frozen = freeze(goal, plan, log=_quiet)
     return frozen.planned, frozen

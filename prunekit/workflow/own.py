@@ -16,15 +16,18 @@ from prunekit.context import seeded
 from prunekit.data import DataSettings, Splits, load_own, load_splits, missing_data
 from prunekit.errors import DataError, UsageError
 from prunekit.models import build_model, is_weights_file, load_factory, load_weights, missing_weights
+from prunekit.training import MakeOptimizer, TrainSettings
+from prunekit.user_code import run_factory
 from prunekit.workflow.settings import JobSettings
 
 
 @dataclass(frozen=True)
 class Own:
-    """The user's own code, `file.py:factory` each; see `load_factory` and `load_own`."""
+    """The user's own code, `file.py:factory` each; see `load_factory`, `load_own` and `job_optimizer`."""
 
     model: str | None = None
     data: str | None = None
+    optimizer: str | None = None
 
 
 RECIPE_ONLY = Own()
@@ -54,6 +57,46 @@ def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
     return model
 
 
+def job_optimizer(own: Own) -> MakeOptimizer | None:
+    """What the user's factory returns: an optimizer's class, or a function that is called as one; None without.
+
+    Raises:
+        UsageError: the factory is not there or raises, or what it returns cannot be called.
+    """
+    if own.optimizer is None:
+        return None
+    make = run_factory(own.optimizer, UsageError)
+    if not callable(make):
+        text = "expected the factory to return an optimizer's class, or a function of parameter groups and `lr`"
+        raise UsageError(f"--optimizer {own.optimizer}: {text}, got {type(make).__name__}")
+    return make  # type: ignore[no-any-return]
+
+
+def own_source(reference: str | None) -> str | None:
+    """A hash of the file that a reference names; the reference itself where it names an installed module."""
+    path = Path((reference or "").rpartition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else reference
+
+
+def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
+    """The sections that say how to train, by name."""
+    sections = {"baseline": job.baseline, "sparsify": job.sparsify, "finetune": job.finetune}
+    return {name: settings for name, settings in sections.items() if settings is not None}
+
+
+def require_optimizer(job: JobSettings, own: Own) -> None:
+    """Checks that the user's own optimizer is given where a section asks for it.
+
+    Raises:
+        UsageError: it is not.
+    """
+    for name, settings in training_sections(job).items():
+        if settings.optimizer == "own" and own.optimizer is None:
+            raise UsageError(
+                f"{name}.optimizer is 'own': expected --optimizer file.py:factory as well, which was not given"
+            )
+
+
 def own_structure(model: nn.Module, factory: str) -> list[str]:
     """What the user's model is, as plain data: its modules, and the files of the factory and of all their classes.
 
@@ -78,6 +121,10 @@ def require_sources(job: JobSettings, own: Own) -> None:
         if (value == "own") != (reference is not None):
             given = f"{option} was not given" if reference is None else f"{option} is {reference}"
             raise UsageError(f"{key} is {value!r} and {given}: expected 'own' together with {option} file.py:factory")
+    asked = [settings.optimizer for settings in training_sections(job).values()]
+    if own.optimizer is not None and "own" not in asked:
+        expected = "expected finetune.optimizer, or that of another section, to be 'own'"
+        raise UsageError(f"--optimizer is {own.optimizer}: {expected}, got {' and '.join(map(repr, asked))}")
     if job.model.zoo == "own" and job.model.arguments:
         raise UsageError("model.arguments: expected none, because the model's factory takes no arguments")
     data, weights = missing_data(job.data), missing_weights(job.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,10 @@ from prunekit.workflow.delivered import Frozen
 from prunekit.workflow.delivering import freeze
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.evidence import needs_activations
-from prunekit.workflow.profiling import Profile
-from prunekit.workflow.pruning import Planned, plan_curves, plan_model
+from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.kept import keep_plan, kept_plan
+from prunekit.workflow.planned import Planned
+from prunekit.workflow.pruning import plan_curves, plan_model
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import CURVE_COLUMNS, coupling_rows, curve_rows, lock_rows, score_rows, write_csv
 
@@ -30,25 +33,27 @@ def find_plan(
     dense: nn.Module,
     chart: ChannelMap,
     run: RunFolder,
-    timed: Profile | None,
+    goal: LatencyGoal | None,
     *,
     training: bool,
     stage: Callable[[str], AbstractContextManager[Any]],
 ) -> tuple[Planned, Frozen | None] | None:
-    """A plan within the job's budgets, on the dense model's weights; written into the run's folder.
+    """A plan within the job's budgets, on the dense model's weights; written into the run's folder, or read there.
 
     Of several processes all collect statistics, and the main one makes the plan.
 
     Args:
         dense: with its weights.
         chart: its channel map.
-        timed: the latency profile of the target, where a budget is one of time.
+        goal: where a budget is one of time.
         training: whether fine-tuning follows, and statistics are kept for it.
         stage: times what runs in it, under a name.
 
     Returns:
         The plan, and how it was found where a budget is one of time; in the main process alone.
     """
+    if (kept := kept_plan(run, dense, goal)) is not None:
+        return kept
     job, log = prepared.job, run.log
     with stage("calibrate"):
         stats: ChannelStats | None = None
@@ -70,11 +75,12 @@ def find_plan(
             patches=patches,
             seed=job.seed,
         )
-        planned, frozen = _within_budgets(prepared, dense, chart, plan, timed, run)
+        planned, frozen = _within_budgets(prepared, dense, chart, plan, goal, run)
         _keep(planned, run)
         if patches is not None:
             curves = plan_curves(planned, patches)
             write_csv(run.path / "sensitivity.csv", curve_rows(planned.plan.channel_map, curves), CURVE_COLUMNS)
+        keep_plan(run, planned, frozen)
     return planned, frozen
 
 
@@ -83,26 +89,30 @@ def _within_budgets(
     dense: nn.Module,
     chart: ChannelMap,
     plan: Callable[..., Planned],
-    timed: Profile | None,
+    goal: LatencyGoal | None,
     run: RunFolder,
 ) -> tuple[Planned, Frozen | None]:
-    settings = prepared.job.prune
-    if timed is None:
-        return plan(settings, channel_map=chart), None
-    table = timed.table
+    if goal is None:
+        return plan(prepared.job.prune, channel_map=chart), None
+    table = goal.table
 
     def planner(aimed: PruneSettings, channel_map: ChannelMap) -> Planned:
         return plan(aimed, channel_map=channel_map, latency=table)
 
-    frozen = freeze(dense, chart, prepared.splits.sample_shape, settings, table, planner, log=run.log)
+    frozen = freeze(replace(goal, model=dense), planner, log=run.log)
     return frozen.planned, frozen
 
 
-def _keep(planned: Planned, run: RunFolder) -> None:
+def write_plan(planned: Planned, run: RunFolder) -> None:
+    """Writes a plan into the run's folder, with its scores, locks and groups."""
     planned.plan.save(run.path)
     write_csv(run.path / "scores.csv", score_rows(planned.plan, planned.scores), results.SCORE_COLUMNS)
     write_csv(run.path / "locks.csv", lock_rows(planned.plan), results.LOCK_COLUMNS)
     write_csv(run.path / "coupling.csv", coupling_rows(planned.plan), results.COUPLING_COLUMNS)
+
+
+def _keep(planned: Planned, run: RunFolder) -> None:
+    write_plan(planned, run)
     chart = planned.plan.channel_map
     left = chart.macs(planned.plan.keep) / chart.macs()
     run.log(

@@ -9,16 +9,18 @@ from typing import Any
 
 from prunekit.artifacts import write_json
 from prunekit.channels import trace
-from prunekit.measure.machine import surroundings
+from prunekit.deploy.transform import transform_of
+from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import NETWORKS, Profile, layer_setting, profile
+from prunekit.workflow.profiled import Profile
+from prunekit.workflow.profiling import NETWORKS, layer_setting, profile
 from prunekit.workflow.runs import Log, environment, run_folder
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
 
 LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "error")
-CHECK_COLUMNS = ("macs_left", "predicted_ms", "measured_ms", "error")
+NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class ProfileRun:
     """A finished profile.
 
     Attributes:
-        folder: `profile.json`, `profile.csv`, `checks.csv` and whatever `finish` wrote.
+        folder: `profile.json` and, layer by layer, `profile.csv`; what was predicted of every network, `networks.csv`;
+            what every layer took in them, with its fit, `fits.json`; and whatever `finish` wrote.
         result: the table and what it was made from.
         metrics: what `profile.json` holds.
     """
@@ -64,15 +67,24 @@ def profile_job(
     layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
-    shape = prepared.splits.sample_shape
-    with run_folder(job.output / job.name, "profile", log, resolved) as run:
+    inputs, transform = prepared.splits.sample_shape, transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    with run_folder(job.output / job.name, "profile", log, resolved, finish) as run:
         machine = surroundings()
-        result = profile(prepared.model, chart, shape, job.prune.target, job.prune, networks=networks, log=run.log)
+        result = profile(
+            prepared.model,
+            chart,
+            inputs,
+            job.prune.target,
+            job.prune,
+            networks=networks,
+            transform=transform,
+            log=run.log,
+        )
         run.log(f"profile: {result}")
+        machine |= {"clock_mhz_after": clock_mhz()}
         metrics = {"name": job.name, **result.summary(), "machine": machine, "environment": environment()}
         write_csv(run.path / "profile.csv", metrics["layers"], LAYER_COLUMNS)
-        write_csv(run.path / "checks.csv", metrics["checks"], CHECK_COLUMNS)
+        write_csv(run.path / "networks.csv", [found.row() for found in result.predictions], NETWORK_COLUMNS)
+        write_json(run.path / "fits.json", {"layers": result.fits(prepared.model, chart)})
         write_json(run.path / "profile.json", metrics)
-        if finish is not None:
-            finish(run.path)
     return ProfileRun(run.path, result, metrics)

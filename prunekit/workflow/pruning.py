@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,25 +23,7 @@ from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, 
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Scores
 from prunekit.planning.settings import Scope
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A plan that passed its trial.
-
-    Attributes:
-        plan: what stays.
-        scores: importance of every label, float (n_labels,).
-        compact: the model as planned, without any fine-tuning.
-        max_relative_difference: largest difference of any operator between masked and compact model (float64).
-        locked_by_trial: locks that the trial added, as text.
-    """
-
-    plan: Plan
-    scores: Scores
-    compact: nn.Module
-    max_relative_difference: float
-    locked_by_trial: tuple[str, ...]
+from prunekit.workflow.planned import Planned, within_memory
 
 
 def importance(
@@ -54,13 +36,31 @@ def importance(
     patches: PatchStats | None = None,
 ) -> Scores:
     """Scores of a criterion; but for scope `uniform` normalised within each group, unless comparable as they are."""
-    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
-        warnings.simplefilter("ignore", CalibrationWarning)
-        scores = score(
-            settings.criterion, model, channel_map, stats=stats, gradients=gradients, patches=patches, seed=seed
-        )
+    scores = raw_importance(model, channel_map, settings, stats, gradients, seed, patches)
+    return ranked(scores, channel_map, settings)
+
+
+def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
+    """Scores of a criterion as plans rank them: normalised within each group where they have to be."""
     as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
     return scores if as_it_is else normalise(scores, channel_map)
+
+
+def raw_importance(
+    model: nn.Module,
+    channel_map: ChannelMap,
+    settings: PruneSettings,
+    stats: ChannelStats | None,
+    gradients: TaylorTerms | None,
+    seed: int,
+    patches: PatchStats | None = None,
+) -> Scores:
+    """Scores of a criterion as it gives them."""
+    with warnings.catch_warnings():  # the log of a job and `Pruned.notes` say it
+        warnings.simplefilter("ignore", CalibrationWarning)
+        return score(
+            settings.criterion, model, channel_map, stats=stats, gradients=gradients, patches=patches, seed=seed
+        )
 
 
 def plan_model(
@@ -91,6 +91,8 @@ def plan_model(
             nobody else, and may fail in the compact model.
         latency: of the target, for budgets of time: what they leave is predicted, not measured.
 
+    Memory is counted on the compact model itself; where that is not what was predicted, the plan is made again.
+
     Raises:
         PlanError: the budget cannot be met, or nothing would be removed.
         UsageError: the channel map was traced on more examples.
@@ -101,22 +103,26 @@ def plan_model(
     traced = 1 + max(run.example for run in first.traced.trace.runs)
     if traced > len(examples):
         raise UsageError(f"channel_map: traced on {traced} examples, got {len(examples)}; give the others too")
-    made: list[tuple[Plan, Scores]] = []
-
-    def choose(candidate: ChannelMap) -> Keep:
-        scores = importance(model, candidate, settings, stats, gradients, seed, patches)
-        made.append((make_plan(candidate, scores, settings, seed=seed, latency=latency), scores))
-        return made[-1][0].keep
-
-    with paused_garbage_collection():
-        settled = settle(model, first, choose, examples)
     known = set(first.locks)
-    added = tuple(
-        f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known
-    )
-    plan, scores = made[-1]
-    plan = replace(plan, channel_map=settled.channel_map)  # which also knows what the last trial found out
-    return Planned(plan, scores, settled.compact, settled.difference, added)
+
+    def planner(wanted: PruneSettings, chart: ChannelMap) -> Planned:
+        made: list[tuple[Plan, Scores]] = []
+
+        def choose(candidate: ChannelMap) -> Keep:
+            scores = importance(model, candidate, settings, stats, gradients, seed, patches)
+            made.append((make_plan(candidate, scores, wanted, seed=seed, latency=latency), scores))
+            return made[-1][0].keep
+
+        with paused_garbage_collection():
+            settled = settle(model, chart, choose, examples)
+        added = tuple(
+            f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known
+        )
+        plan, scores = made[-1]
+        plan = replace(plan, channel_map=settled.channel_map)  # which also knows what the last trial found out
+        return Planned(plan, scores, settled.compact, settled.difference, added)
+
+    return within_memory(planner, model, example_inputs, settings, first)
 
 
 def plan_curves(planned: Planned, patches: PatchStats) -> dict[str, SensitivityCurve]:

@@ -17,6 +17,7 @@ from prunekit.training import recalibrate_batchnorm
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.calibrate import calibration_batches, calibration_images
 from prunekit.workflow.dense import Prepared
+from prunekit.workflow.kept import keep_repair, kept_repair
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import write_csv
 
@@ -26,7 +27,7 @@ COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 def repair_model(
     prepared: Prepared, dense: nn.Module, plan: Plan, run: RunFolder, *, training: bool
 ) -> tuple[nn.Module, RepairReport | None]:
-    """The masked model on the CPU, and what its repair did; None where the job asks for none.
+    """The masked model on the CPU, and what its repair did; None where the job asks for none. Made once in a run.
 
     Of several processes the main one repairs, and the others are given its weights.
 
@@ -36,8 +37,11 @@ def repair_model(
         DataError: fewer than 8 calibration images.
         NonFiniteError: a layer computes NaN or Inf; names the layer.
     """
+    if (kept := kept_repair(run, dense)) is not None:
+        return kept
     model, report = _repaired(prepared, dense, plan, run, training) if is_main() else (copy.deepcopy(dense), None)
     share_model(model, "the masked model")
+    keep_repair(run, model, report)
     return model, report
 
 

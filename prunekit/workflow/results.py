@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from prunekit.measure import (
     accuracy,
     count_bytes,
     count_macs,
+    count_memory,
     count_parameters,
     measure_latency,
     size_bytes,
@@ -30,7 +32,7 @@ from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.deploying import FOLDER
 from prunekit.workflow.explaining import explain_job
-from prunekit.workflow.pruning import Planned
+from prunekit.workflow.planned import Planned
 from prunekit.workflow.runs import Log, RunFolder, environment
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
@@ -84,7 +86,7 @@ def measure(
     accuracies, figures = {}, {}
     for name, model in models.items():
         data = prepared.job.data
-        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.workers)
+        test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
         reached = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
         model.cpu()
         figures[name] = {
@@ -95,6 +97,9 @@ def measure(
             "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
             "tensor_bytes": count_bytes(model),
         }
+        if prepared.job.prune.budget.memory_mb is not None:
+            target = prepared.job.prune.target
+            figures[name]["memory_bytes"] = count_memory(model, example, target.batch, target.dtype)
         log(f"test: {name} {reached.top1:.2f} % [{reached.low:.2f}, {reached.high:.2f}] of {reached.n_test} images")
     settings = prepared.job.latency
     timed = {name: model for name, model in models.items() if name != "control"}
@@ -173,6 +178,9 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
     size_mb = job.prune.budget.size_mb
     if size_mb is not None and pruned["tensor_bytes"] / 1e6 > size_mb:
         found.append(f"budget size_mb {size_mb}: parameters and buffers take {pruned['tensor_bytes'] / 1e6:.4f} MB")
+    memory_mb = job.prune.budget.memory_mb
+    if memory_mb is not None and pruned["memory_bytes"] / 1e6 > memory_mb:
+        found.append(f"budget memory_mb {memory_mb}: a forward pass takes {pruned['memory_bytes'] / 1e6:.4f} MB")
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:
             found.append(f"the {row['model']} model is slower ({where(row)}): {row['median']:.2f}x")
@@ -181,7 +189,8 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
 
 
 def write_events(folder: Path, rows: tuple[EpochRow, ...]) -> None:
-    """Training curves as TensorBoard events."""
+    """Training curves as TensorBoard events, in the place of those of an earlier attempt."""
+    shutil.rmtree(folder, ignore_errors=True)
     if not rows:
         return
     from torch.utils.tensorboard import SummaryWriter

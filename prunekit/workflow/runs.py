@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 
-from prunekit.artifacts import write_json, write_text
-from prunekit.distributed.exchange import from_main
+from prunekit.artifacts import read_json, remove_leftovers, write_json, write_text
 from prunekit.distributed.group import is_main, size
 from prunekit.errors import RunError
 from prunekit.measure.machine import cpu_name
@@ -25,57 +27,123 @@ from prunekit.measure.machine import cpu_name
 Log = Callable[[str], None]
 
 
+RESUME = "resume"
+"""Folder of a run that has not finished: what it needs to go on."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run writes, and the log that it keeps there."""
+    """Where a run writes, and the log that it keeps there.
+
+    Attributes:
+        resumed: when it was, each time.
+    """
 
     path: Path
     started: str
     log: Log
+    resumed: tuple[str, ...] = ()
+
+    @property
+    def resume(self) -> Path:
+        """Folder of what the run needs to go on; gone when it has finished."""
+        return self.path / RESUME
 
     def mark(self, state: str, **facts: Any) -> None:
         """Writes `status.json`: running, finished, failed or interrupted."""
-        write_json(self.path / "status.json", {"state": state, "started": self.started, "pid": os.getpid(), **facts})
+        process = {"pid": os.getpid(), "pid_since": psutil.Process().create_time(), "host": platform.node()}
+        status = {"state": state, "started": self.started, **process, **facts}
+        write_json(self.path / "status.json", status | ({"resumed": list(self.resumed)} if self.resumed else {}))
+
+
+def alive(status: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote a `status.json` still runs; of one on another host nobody knows, and it counts as
+    gone."""
+    if status.get("state") != "running" or status.get("host") != platform.node():
+        return False
+    try:
+        process = psutil.Process(int(status["pid"]))
+        same = abs(process.create_time() - float(status["pid_since"])) < 1
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, KeyError, TypeError, ValueError):
+        return False
 
 
 @contextmanager
-def run_folder(output: Path, name: str, log: Log, resolved: str) -> Iterator[RunFolder]:
+def run_folder(
+    output: Path,
+    name: str,
+    log: Log,
+    resolved: str,
+    finish: Callable[[Path], object] | None = None,
+    again: Path | None = None,
+) -> Iterator[RunFolder]:
     """Makes `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.
 
-    Of several processes the main one does so; in the others the log goes nowhere.
+    Of several processes the main one does so; what the others write is gone at the end, and their log goes nowhere.
+
+    Args:
+        output, name: where.
+        log: gets a line for each stage, as the folder's log does.
+        resolved: the recipe's text, kept in the folder.
+        finish: called with the folder when the block has ended well, before the run counts as finished (the report).
+        again: folder of a run that is resumed; it is used in place of a new one.
 
     Raises:
         RunError: the folder cannot be made.
     """
-    started = datetime.now(UTC)
-    path = from_main(lambda: _make(output / name, started.strftime("%Y%m%d-%H%M%S")))
+    now = datetime.now(UTC)
     if not is_main():
-        yield RunFolder(path, started.isoformat(timespec="seconds"), lambda _: None)
+        with TemporaryDirectory(prefix="prunekit-") as scratch:
+            yield RunFolder(Path(scratch), now.isoformat(timespec="seconds"), lambda _: None)
         return
+    path = _make(output / name, now.strftime("%Y%m%d-%H%M%S")) if again is None else again
+    started, resumed = _history(path, now.isoformat(timespec="seconds"))
     with (path / "log.txt").open("a", encoding="utf-8", buffering=1) as file:
 
         def both(message: str) -> None:
             file.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {message}\n")
             log(message)
 
-        run = RunFolder(path, started.isoformat(timespec="seconds"), both)
+        run = RunFolder(path, started, both, resumed)
         try:
             run.mark("running")
+            for folder in (path, path / "checkpoints", run.resume):
+                remove_leftovers(folder)
             write_text(path / "recipe.yaml", resolved)
             write_json(path / "environment.json", environment())
-            both(f"run: {path}")
+            both(f"run: {path}" if again is None else f"run: {path}, resumed; it was started {started}")
             yield run
+            if finish is not None:
+                finish(path)
         except KeyboardInterrupt:
             with _undisturbed():
                 run.mark("interrupted", finished=_now())
+                _offer(run)
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             with suppress(OSError):  # a full disk must not hide what failed
                 run.mark("failed", finished=_now(), error=reason)
                 file.write(f"{_now()} {reason}\n")
+                _offer(run)
             raise
         run.mark("finished", finished=_now())
+        shutil.rmtree(run.resume, ignore_errors=True)
+
+
+def _offer(run: RunFolder) -> None:
+    """Says that a run can be resumed, if it can."""
+    if run.resume.exists():
+        run.log(f"run: {run.path} has not finished; --resume {run.path} goes on with it")
+
+
+def _history(path: Path, now: str) -> tuple[str, tuple[str, ...]]:
+    """When a run was started, and when it was resumed, now included; a new one is started now."""
+    if not (path / "status.json").exists():
+        return now, ()
+    status = read_json(path / "status.json")
+    return status["started"], (*status.get("resumed", ()), now)
 
 
 @contextmanager

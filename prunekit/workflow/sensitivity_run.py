@@ -68,7 +68,7 @@ def analyse(
     prepared = prepare(job, own)
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
     images, labelled = calibration_images(prepared), _validation(prepared) if measured else None
-    with run_folder(job.output / job.name, "sensitivity", log, resolved) as run, threads(job.threads):
+    with run_folder(job.output / job.name, "sensitivity", log, resolved, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
         start = time.perf_counter()
         result = sensitivity(model, images, measured_on=labelled, groups=groups, log=run.log, progress=progress)
@@ -77,8 +77,6 @@ def analyse(
         write_json(run.path / "sensitivity.json", metrics)
         if prepared.splits.corrupt:
             run.log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
-        if finish is not None:
-            finish(run.path)
     return SensitivityRun(run.path, result, metrics)
 
 
@@ -88,7 +86,7 @@ def _validation(prepared: Prepared) -> Batches:
     order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
     chosen = order[: job.calibration.images].sort().values
     data = prepared.splits.validation
-    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.workers, indices=chosen)
+    return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
 def _metrics(name: str, images: int, result: Sensitivity, labelled: Batches | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import PruneSettings
 from prunekit.repair.settings import RepairSettings
-from prunekit.training.settings import TrainSettings
+from prunekit.training.settings import CheckpointSettings, TrainSettings
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,17 @@ class JobSettings:
     data: DataSettings = field(default_factory=DataSettings)
     baseline: TrainSettings | None = None
     """How to train the dense model first, when `model.weights` is not given."""
+    sparsify: TrainSettings | None = None
+    """How to train the dense model on, so that channels become small before they go; null: not at all. Before the plan
+    is made for `group_lasso` and `bn_l1`, which let the plan find what became small; after it for `growing`, which
+    shrinks what the plan removes."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     prune: PruneSettings = field(default_factory=PruneSettings)
     repair: RepairSettings | None = None
     """How what is left is fitted to the dense model, from calibration images without labels; null: not at all."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
+    """Of all training, so that a run which was killed goes on where it was; null: each training starts anew."""
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)

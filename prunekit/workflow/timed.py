@@ -9,6 +9,7 @@ from torch import nn
 
 from prunekit.errors import RunError
 from prunekit.measure import measure_latency
+from prunekit.measure.runtimes import Inputs
 from prunekit.measure.wording import failed
 from prunekit.planning import PruneSettings
 from prunekit.workflow.attempts import Timing
@@ -29,9 +30,7 @@ def rounds_of(least: int, dense_ms: float) -> int:
     return min(max(least, round(ROUNDS_MS * least / REPEATS / dense_ms)), MOST_ROUNDS)
 
 
-def timed(
-    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
-) -> Timing:
+def timed(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, repeats: int) -> Timing:
     """Measures a compact model beside the dense one on the target of the settings, in several processes of their own.
 
     The same model differs by some percent from process to process, whatever its interval in one of them: where its
@@ -40,10 +39,10 @@ def timed(
     Raises:
         RunError: it cannot be measured there.
     """
-    found = _median([_measured(model, compact, sample_shape, settings, repeats) for _ in range(PROCESSES)])
+    found = _median([_measured(model, compact, inputs, settings, repeats) for _ in range(PROCESSES)])
     if found.stable:
         return found
-    return _median([_measured(model, compact, sample_shape, settings, 2 * repeats) for _ in range(PROCESSES)])
+    return _median([_measured(model, compact, inputs, settings, 2 * repeats) for _ in range(PROCESSES)])
 
 
 def _median(found: Sequence[Timing]) -> Timing:
@@ -62,12 +61,10 @@ def _median(found: Sequence[Timing]) -> Timing:
     )
 
 
-def _measured(
-    model: nn.Module, compact: nn.Module, sample_shape: Sequence[int], settings: PruneSettings, repeats: int
-) -> Timing:
+def _measured(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, repeats: int) -> Timing:
     wanted = as_latency(settings.target, repeats)
     found = measure_latency(
-        {"dense": model, "pruned": compact}, sample_shape, wanted, devices(settings.target.device, wanted)
+        {"dense": model, "pruned": compact}, inputs, wanted, devices(settings.target.device, wanted)
     )
     if found.failures:
         raise RunError(f"latency not measured: {'; '.join(failed(found.failures))}")

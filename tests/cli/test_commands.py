@@ -81,10 +81,17 @@ def jobs() -> list[JobSettings]:
 def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSettings]) -> Callable[..., None]:
     def install(command: str = "finetune", **changes: Any) -> None:
         def stand_in(
-            job: JobSettings, *, log: Log, progress: bool, resolved: str, finish: Finish, own: Own
+            job: JobSettings,
+            *,
+            log: Log,
+            progress: bool,
+            resolved: str,
+            finish: Finish,
+            own: Own,
+            resume: str | None,
         ) -> RunResult:
             jobs.append(job)
-            log("epoch 1")
+            log("epoch 1" if resume is None else f"resume {resume}")
             print("chatter of a library")
             folder = tmp_path / "runs" / job.name / "now"
             folder.mkdir(parents=True)
@@ -148,6 +155,29 @@ def test_options_and_overrides_reach_the_job(
     assert result.exit_code == 0, result.stderr
     job = jobs[0]
     assert (job.device, job.seed, job.output, job.prune.budget.macs) == ("cuda:1", 7, output, 0.4)
+
+
+@pytest.mark.parametrize("command", ["finetune", "prune"])
+@pytest.mark.parametrize("resume", ["auto", "runs/small/20261122-074155"])
+def test_what_is_to_be_resumed_reaches_the_job(
+    finetune: Callable[..., None], recipe: str, command: str, resume: str
+) -> None:
+    finetune("prune_job" if command == "prune" else command)
+    result = run(command, recipe, "--resume", resume)
+    assert (result.exit_code, result.stderr.splitlines()[0]) == (0, f"resume {resume}")
+
+
+def test_nothing_is_resumed_by_a_dry_run(recipe: str) -> None:
+    result = run("finetune", recipe, "--resume", "auto", "--dry-run")
+    assert result.exit_code == 2
+    assert "expected one of --dry-run and --resume" in result.stderr
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed(recipe: str, tmp_path: Path) -> None:
+    result = run("finetune", recipe, "--resume", str(tmp_path / "none"), "--output", str(tmp_path / "runs"))
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'none'}: expected the folder of a run, with a status.json, or 'auto'" in result.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_shortfall_is_reported_and_exits_with_1(finetune: Callable[..., None], recipe: str) -> None:

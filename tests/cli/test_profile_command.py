@@ -47,6 +47,7 @@ def test_layers_and_the_error_of_their_sum(recipe: Path) -> None:
     assert metrics["networks"] == 10
     assert metrics["setting"]["batch"] == 2
     assert (Path(metrics["folder"]) / "profile.csv").exists()
+    assert "latency profile" in (Path(metrics["folder"]) / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

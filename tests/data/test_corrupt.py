@@ -100,3 +100,19 @@ def test_one_record_for_all_parts_of_a_folder(tmp_path: Path) -> None:
     assert splits.corrupt[str(tmp_path / "dog" / "05.png")] == "the file is empty"
     with pytest.raises(DataError, match=r"05\.png: expected an image, but the file is empty"):
         folder(tmp_path, 0)
+
+
+def test_a_share_is_of_all_images(tmp_path: Path) -> None:
+    folder(tmp_path, 2)
+    for share, allowed in ((0.1, 2), (0.149, 2), (0.05, 1)):
+        settings = DataSettings(source="imagefolder", root=tmp_path, image_size=8, max_corrupt=share)
+        splits = load_splits(settings)  # of 20 images, two of them corrupt
+        assert splits.train.corrupt.limit == allowed
+    everything = FolderImages(
+        (tmp_path / "cat" / "02.png", tmp_path / "dog" / "05.png"),
+        torch.tensor([0, 1]),
+        Feed(8),
+        CorruptImages.allowing(0.05, 20),
+    )
+    with pytest.raises(DataError, match=r"^2 images cannot be read, and data\.max_corrupt allows 1; .*02\.png"):
+        list(batches(everything, 1, shuffle_seed=None))

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.datasets import ImageFolder
 
 from prunekit.data import DataSettings, Feed, FolderImages, batches, load_splits
+from prunekit.data.folders import scan_folder
 from prunekit.errors import DataError, UsageError
 
 
@@ -22,6 +24,22 @@ def write(folder: Path, count: int, size: tuple[int, int] = (20, 20)) -> None:
 
 def settings(root: Path, **changed: object) -> DataSettings:
     return DataSettings(source="imagefolder", root=root, image_size=16, **changed)  # type: ignore[arg-type]
+
+
+def test_classes_labels_and_order_are_those_of_torchvisions_image_folder(tmp_path: Path) -> None:
+    names = ("b", "a10", "a2", "B", "c d", "ä", "a-b", "a.b")
+    for name in names:
+        for inner in (".", "z", "a/deeper", "a b", "10", "9"):
+            write(tmp_path / "images" / name / inner, 3)
+        Image.new("RGB", (4, 4)).save(tmp_path / "images" / name / "UPPER.PNG")
+        (tmp_path / "images" / name / "notes.txt").write_text("no image")
+    write(tmp_path / "elsewhere", 2)
+    (tmp_path / "images" / "b" / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "images" / "readme.txt").write_text("no class")
+    theirs, ours = ImageFolder(str(tmp_path / "images")), scan_folder(tmp_path / "images")
+    assert list(ours.classes) == theirs.classes
+    assert [(str(path), label) for path, label in ours.rest] == theirs.samples
+    assert len(ours.rest) == len(names) * 19 + 2
 
 
 def test_classes_alone_are_split(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from prunekit.data import Batches, CorruptImages, Feed, FolderImages, TensorImages, batches
 from prunekit.data.augment import Draw
-from prunekit.data.loading import _Chunks
+from prunekit.data.loading import Chunk, _Read
 from prunekit.errors import DataError, UsageError
 
 
@@ -92,9 +92,9 @@ def test_random_transforms_in_workers_differ_between_epochs_and_can_be_repeated(
 def test_what_a_worker_reports_does_not_change_afterwards(tmp_path: Path) -> None:
     paths = tuple(tmp_path / name for name in ("a.png", "b.png"))
     dataset = FolderImages(paths, torch.tensor([0, 1]), Feed(8), CorruptImages(2))
-    chunks = _Chunks(dataset, torch.arange(2).split(1), None)
-    _, first = chunks[0]
-    _, both = chunks[1]
+    worker = _Read(dataset)
+    _, first = worker[Chunk(torch.tensor([0]), (0, 0, 0), False, None)]
+    _, both = worker[Chunk(torch.tensor([1]), (0, 0, 1), False, None)]
     assert (list(first), list(both)) == ([str(paths[0])], [str(path) for path in paths])
 
 
@@ -124,3 +124,28 @@ def test_shrinking_averages_instead_of_skipping() -> None:
     image, _ = dataset[0]
     assert image.shape == (3, 4, 4)
     assert (image - 0.5).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_can_begin_later_without_reading_what_is_left_out(workers: int) -> None:
+    read: list[int] = []
+
+    class Noting(TensorImages):
+        def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+            read.extend(indices.tolist())
+            return super().fetch(indices, draw)
+
+    pixels = torch.randint(0, 255, (50, 3, 8, 8), dtype=torch.uint8)
+    dataset = Noting(pixels, torch.arange(50) % 5, Feed(8, augment="crop_flip"))
+    loaded = batches(dataset, 8, shuffle_seed=3, workers=workers, drop_last=True, augment=True)
+    whole = list(loaded.at_epoch(2).numbered())
+    assert [number for number, _ in whole] == list(range(6))
+    read.clear()
+    rest = list(loaded.at_epoch(2, 4).numbered())
+    assert [number for number, _ in rest] == [4, 5]
+    for (_, one), (_, other) in zip(whole[4:], rest, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+    if not workers:
+        assert read == loaded.at_epoch(2).order()[32:48].tolist()
+    assert list(loaded.at_epoch(2, 6)) == []

@@ -168,6 +168,18 @@ def test_splits_are_taken_as_they_are(file: Path) -> None:
     assert load_own(f"{file}:splits", settings).fingerprint != splits.fingerprint
 
 
+def test_a_module_is_told_from_another_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package_of_images").mkdir()
+    (tmp_path / "package_of_images" / "own.py").write_text(CODE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    splits = load_own("python:package_of_images.own:two", SETTINGS)
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (24, 6, 9)
+    (tmp_path / "package_of_images" / "own.py").write_text(CODE + "\n# changed\n", encoding="utf-8")
+    assert load_own("python:package_of_images.own:two", SETTINGS).fingerprint != splits.fingerprint
+    with pytest.raises(DataError, match="No module named 'package_of_pictures'"):
+        load_own("python:package_of_pictures:two", SETTINGS)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"image_size": 8}, {"mean": (0.0,) * 3}, {"std": (1.0,) * 3}, {"augment": "flip"}, {"max_corrupt": 1},
@@ -181,7 +193,7 @@ def test_settings_that_splits_would_ignore_are_refused(file: Path, change: dict[
 
 
 def test_workers_that_are_spawned_find_the_users_classes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.data.loading.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
+    monkeypatch.setattr("prunekit.data.workers.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
     splits = loaded(file, "two")
     (_, labels), _ = batches(splits.test, 8, shuffle_seed=None, workers=1)
     assert labels.tolist() == splits.test.labels[:8].tolist()

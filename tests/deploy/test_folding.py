@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,12 @@ import prunekit
 from prunekit.artifacts import sha256
 from prunekit.channels import trace
 from prunekit.compaction import compact, load, read_manifest, save
+from prunekit.compaction.layout import lies_channels_last
+from prunekit.deploy import fold_batchnorm
+from prunekit.deploy.settings import DeploySettings
+from prunekit.deploy.transform import transform_of
 from prunekit.errors import ArtifactError, VerificationError
+from prunekit.measure.profile.cache import structure
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan
 
@@ -145,6 +151,23 @@ def test_every_norm_behind_a_convolution_of_torchvision(name: str, norms: int, l
     assert len(folded.norms) == norms - left
     assert len(folded.kept) == left
     assert folded.max_relative_difference < 1e-9
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True), (False, False)])
+def test_a_transform_found_in_the_dense_model_does_the_same_to_a_compact_one(wanted: tuple[bool, bool]) -> None:
+    model = randomised(build_model(ModelSettings("resnet20", "cifar"), num_classes=5)).eval()
+    example = image(size=16, batch=1)
+    transform = transform_of(model, example, DeploySettings(*wanted))
+    chart = trace(model, example)
+    plan = Plan(chart, random_keep(chart), {})
+    small = compact(model, plan)
+    known = fold_batchnorm(small, example).model if wanted[0] else small
+    found = transform(small)
+    assert difference(outputs(known, example), outputs(found, example)) < 1e-6
+    assert lies_channels_last(found) == wanted[1]
+    assert set(found.state_dict()) == set(known.state_dict())
+    outline = transform(compact(copy.deepcopy(model).to("meta"), plan))
+    assert structure(outline) == structure(found)  # so that what was measured before is found without a network
 
 
 # Folders

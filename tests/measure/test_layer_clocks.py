@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer, mobilenet_v2, resnet18
 
 from prunekit.export import export_onnx
-from prunekit.measure.profile import time_networks
-from prunekit.measure.runtimes import RUNTIMES, LayerClock, Setting, Source, exported, sample_of
+from prunekit.measure.profile import Network, time_networks
+from prunekit.measure.runtimes import RUNTIMES, LayerClock, Setting, Source, exported, inputs_of, sample_of
 from prunekit.measure.runtimes.onnx_runtime import by_module
 from prunekit.measure.runtimes.open_vino import undisturbed
 from prunekit.measure.runtimes.places import Places
@@ -72,7 +72,7 @@ def test_every_layer_of_a_network_has_its_time(name: str, runtime: str) -> None:
     model = settled(MODELS[name])
     lines: list[str] = []
     (times,) = time_networks(
-        nn.Conv2d(3, 2, 3), [(name, model)], (3, 64, 64), Setting(runtime, "cpu", 1, 1),
+        nn.Conv2d(3, 2, 3), [Network(name, model, lambda: model)], (3, 64, 64), Setting(runtime, "cpu", 1, 1),
         repeats=5, cache=None, log=lines.append,
     )  # fmt: skip
     assert len(lines) == 1, "in a process of its own"
@@ -119,8 +119,8 @@ def test_names_of_runtimes_lead_back_to_the_file(tmp_path: Path) -> None:
 def clock_of(runtime: str, model: nn.Module, folder: Path) -> LayerClock:
     setting, shape = Setting(runtime, "cpu", 1, 1), (3, 12, 12)
     module = RUNTIMES[runtime].carrier == "module"
-    source = Source(model) if module else exported(model, shape, [1], folder / "files")
-    session = RUNTIMES[runtime].open(source, sample_of(shape, 1), setting)
+    source = Source(model) if module else exported(model, inputs_of(shape), [1], folder / "files")
+    session = RUNTIMES[runtime].open(source, inputs_of(shape).sample(1), setting)
     assert session.layers is not None
     return session.layers()
 

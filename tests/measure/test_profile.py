@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.measuring import Failed
-from prunekit.measure.profile import LayerTimes, cache_folder, has_layer_clock, networks, time_networks
-from prunekit.measure.profile.pair import Network, Pair
-from prunekit.measure.runtimes import RUNTIMES, LayerClock, Session, Setting, Source
+from prunekit.measure.profile import LayerTimes, Network, cache_folder, has_layer_clock, networks, time_networks
+from prunekit.measure.profile.pair import Pair, Ready
+from prunekit.measure.runtimes import RUNTIMES, LayerClock, Sample, Session, Setting, Source, inputs_of
 
 EAGER = Setting("eager", "cpu", 1, 1)
 
@@ -24,9 +24,13 @@ def net(width: int = 8) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width * 16, 5)).eval()
 
 
+def given(name: str, network: nn.Module) -> Network:
+    return Network(name, network, lambda: network)
+
+
 def profile(widths: Sequence[int], cache: Path | None, setting: Setting = EAGER, **others: object) -> list[LayerTimes]:
-    settings = {"sample_shape": (3, 6, 6), "repeats": 5} | others
-    named = [(f"of width {width}", net(width)) for width in widths]
+    settings = {"inputs": (3, 6, 6), "repeats": 5} | others
+    named = [given(f"of width {width}", net(width)) for width in widths]
     return list(time_networks(net(), named, setting=setting, cache=cache, **settings))  # type: ignore[arg-type]
 
 
@@ -46,7 +50,7 @@ class Spy:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def ask(self, network: Network) -> LayerTimes | Failed:
+    def ask(self, network: Ready) -> LayerTimes | Failed:
         self.asked.append(network.name)
         return LayerTimes(float(len(self.asked)), 9.0, {"0": 0.25, "": 0.5}, 0.125, ("a doubt",))
 
@@ -63,7 +67,7 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
 def test_an_interrupted_profile_measures_only_what_is_missing(spy: Spy, tmp_path: Path) -> None:
     started = time_networks(
-        net(), ((str(width), net(width)) for width in (4, 5, 6)), (3, 6, 6), EAGER, repeats=5, cache=tmp_path
+        net(), (given(str(width), net(width)) for width in (4, 5, 6)), (3, 6, 6), EAGER, repeats=5, cache=tmp_path
     )
     first = [next(started), next(started)]
     started.close()
@@ -82,6 +86,12 @@ def test_nothing_is_started_where_all_was_measured_before(tmp_path: Path, monkey
         before = profile((4,), tmp_path)
     monkeypatch.setattr(networks, "Process", None)
     assert profile((4,), tmp_path) == before
+
+    def never() -> nn.Module:
+        pytest.fail("built, though it was measured before")
+
+    outline = Network("of width 4", net(4).to("meta"), never)
+    assert list(time_networks(net(), [outline], (3, 6, 6), EAGER, repeats=5, cache=tmp_path)) == before
 
 
 @pytest.mark.parametrize(
@@ -108,7 +118,7 @@ def test_what_was_measured_in_other_conditions_is_measured_anew(
 @pytest.mark.parametrize("change", ["input", "stride", "dense", "function"])
 def test_other_networks_and_inputs_have_files_of_their_own(spy: Spy, tmp_path: Path, change: str) -> None:
     def measured(dense: nn.Module, network: nn.Module, pixels: int) -> None:
-        list(time_networks(dense, [("it", network)], (3, pixels, pixels), EAGER, repeats=5, cache=tmp_path))
+        list(time_networks(dense, [given("it", network)], (3, pixels, pixels), EAGER, repeats=5, cache=tmp_path))
 
     def pooled(width: int, stride: int = 1, function: type[nn.Module] = nn.ReLU) -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, width, 3, stride), function(), nn.AdaptiveAvgPool2d(1))
@@ -117,6 +127,13 @@ def test_other_networks_and_inputs_have_files_of_their_own(spy: Spy, tmp_path: P
     dense, network = pooled(7 if change == "dense" else 8), pooled(4)
     network = pooled(4, 2) if change == "stride" else pooled(4, 1, nn.GELU) if change == "function" else network
     measured(dense, network, 8 if change == "input" else 6)
+    assert len(spy.asked) == len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_layout_is_measured_on_its_own(spy: Spy, tmp_path: Path) -> None:
+    for form in (torch.contiguous_format, torch.channels_last):
+        network = net(4).to(memory_format=form)  # type: ignore[call-overload]
+        list(time_networks(net(), [given("it", network)], (3, 6, 6), EAGER, repeats=5, cache=tmp_path))
     assert len(spy.asked) == len(list(tmp_path.iterdir())) == 2
 
 
@@ -159,19 +176,19 @@ def test_times_are_lower_quartiles_of_passes_that_were_timed(monkeypatch: pytest
     """A runtime with a clock of its own: what the quartiles are of is known."""
     runs: list[int] = []
 
-    def open_session(source: Source, sample: Tensor, setting: Setting) -> Session:
+    def open_session(source: Source, sample: Sample, setting: Setting) -> Session:
         def passes(count: int) -> list[dict[str | None, float]]:
             assert len(runs) > count, "warmed up before"
             return [{"a": float(index), None: 2.0} | ({"": 1.0} if index else {}) for index in range(count)]
 
         assert source.module is not None
         module = source.module
-        return Session(lambda: module(sample), layers=lambda: LayerClock(lambda: runs.append(1), passes))
+        return Session(lambda: module(*sample), layers=lambda: LayerClock(lambda: runs.append(1), passes))
 
     monkeypatch.setitem(RUNTIMES, "eager", type(RUNTIMES["eager"])(open_session, "module", ("cpu",), times_layers=True))
     x = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    dense, network = (Network(str(width), Source(net(width)), [net(width)(x).detach()]) for width in (8, 4))
-    times = Pair(dense, (3, 6, 6), EAGER, 5)(network)
+    dense, network = (Ready(str(width), Source(net(width)), [net(width)(x).detach()]) for width in (8, 4))
+    times = Pair(dense, inputs_of((3, 6, 6)), EAGER, 5)(network)
     assert isinstance(times, LayerTimes), times
     assert times.modules_ms == {"a": 1.0, "": 1.0}
     assert times.rest_ms == 2.0
@@ -181,9 +198,8 @@ def test_times_are_lower_quartiles_of_passes_that_were_timed(monkeypatch: pytest
 def test_outputs_are_checked_against_eager() -> None:
     x = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     expected = [net(4)(x).detach()]
-    other = Pair(Network("dense", Source(net(4)), expected), (3, 6, 6), EAGER, 5)(
-        Network("b", Source(net(5)), expected)
-    )
+    pair = Pair(Ready("dense", Source(net(4)), expected), inputs_of((3, 6, 6)), EAGER, 5)
+    other = pair(Ready("b", Source(net(5)), expected))
     assert isinstance(other, Failed)
     assert other.reason.startswith("b computes something else than in eager float32")
 
@@ -201,7 +217,7 @@ def test_a_network_that_fails_is_named() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        named = [("good", nn.ReLU()), ("bad", Breaks())]
+        named = [given("good", nn.ReLU()), given("bad", Breaks())]
         found = time_networks(nn.Identity(), named, (4,), EAGER, repeats=5, cache=None)
         assert set(next(found).modules_ms) == {""}
         with pytest.raises(RunError, match="bad: not measured in eager: ValueError: one thread is too few"):
@@ -222,7 +238,13 @@ def test_what_only_this_process_has_is_timed_here() -> None:
 
     lines: list[str] = []
     (times,) = time_networks(
-        nn.Linear(4, 4), [("local", nn.Sequential(Local(4, 4)))], (4,), EAGER, repeats=5, cache=None, log=lines.append
+        nn.Linear(4, 4),
+        [given("local", nn.Sequential(Local(4, 4)))],
+        (4,),
+        EAGER,
+        repeats=5,
+        cache=None,
+        log=lines.append,
     )
     assert "timed in this process" in lines[0]
     assert "Local" in lines[0]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from prunekit.export import export_onnx
 from prunekit.measure import LatencySettings, measure_latency
 from prunekit.measure.measuring import Failed, Job, Timed, measure, plain_tensors
-from prunekit.measure.runtimes import RUNTIMES, Setting, Source, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, inputs_like, inputs_of, sample_of
 
 SHAPE = (3, 12, 12)
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def job(setting: Setting, sources: dict[str, Source], expected: nn.Module | None
     with torch.inference_mode():
         widths = {"dense": 8, "pruned": 4}
         outputs = {(name, 2): plain_tensors((expected or net(widths[name]))(sample_of(SHAPE, 2))) for name in sources}
-    return Job((setting,), sources, outputs, SHAPE, 6)
+    return Job((setting,), sources, outputs, inputs_of(SHAPE), 6)
 
 
 def only(found: Iterator[Timed | Failed]) -> Timed | Failed:
@@ -102,7 +102,7 @@ def test_models_of_one_class_stay_compiled_beside_each_other() -> None:
     runtime, setting = RUNTIMES["compile"], Setting("compile", "cpu", 2, 1)
     with torch.inference_mode():
         sessions = [
-            runtime.open(Source(nn.Linear(4, width).eval()), torch.ones(2, 4), setting) for width in (2, 3)
+            runtime.open(Source(nn.Linear(4, width).eval()), (torch.ones(2, 4),), setting) for width in (2, 3)
         ]  # fmt: skip
         before = counters["stats"]["unique_graphs"]
         shapes = [tuple(session.run().shape) for session in sessions for _ in range(2)]
@@ -118,3 +118,36 @@ def test_torch_compile_is_compiled_before_it_is_timed() -> None:
     assert report.failures == ()
     assert [(row["runtime"], row["peak_memory_bytes"]) for row in report.rows] == [("compile", None)]
     assert report.rows[0]["warm_up"] >= 10
+
+
+class Gated(nn.Module):
+    """Numbers, an index and a mask: what is drawn at random, and what cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+        return self.linear((x + self.table(index)) * mask)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("runtime", ["eager", "onnxruntime", "openvino"])
+def test_models_of_several_inputs(runtime: str) -> None:
+    example = (torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[True, False, True, True]]))
+    inputs = inputs_like(example)
+    settings = LatencySettings((3,), (1,), 5, (runtime,))  # type: ignore[arg-type]
+    found = measure_latency({"dense": Gated(), "again": Gated()}, inputs, settings, [CPU])
+    assert not found.failures
+    assert [row["batch"] for row in found.rows] == [3, 3]
+
+
+def test_what_cannot_be_drawn_at_random_is_repeated() -> None:
+    inputs = inputs_like((torch.zeros(2, 4), torch.tensor([2, 1]), torch.ones(2, 3)))
+    x, index, more = inputs.sample(3)
+    assert (x.shape, more.shape, index.tolist()) == ((3, 4), (3, 3), [2, 2, 2])
+    assert not torch.equal(x[:, :3], more)
+    assert all(torch.equal(one, other) for one, other in zip(inputs.sample(3), (x, index, more), strict=True))
+    assert torch.equal(inputs_of((4,)).sample(3)[0], x)  # as it is for a model of one input
+    assert inputs_of((4,)).described() == [4] != inputs.described()
+    other = Inputs(inputs.shapes, (None, torch.tensor([1]), None))
+    assert other.described() != inputs.described()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prunekit.data.settings import AugmentSettings, DataSettings, RandAugmentSettings
 from prunekit.errors import RecipeError
 from prunekit.masking.settings import ActivationSettings, ClampSettings
 from prunekit.models.settings import ModelSettings
@@ -91,14 +92,20 @@ def test_yaml_merge_keys_are_merged_and_located(tmp_path: Path) -> None:
         ("seed=3", {"seed": 3}),
         ("prune.budget={channels: 0.5}", {"prune": PruneSettings(budget=BudgetSettings(channels=0.5))}),
         (
-            "prune.budget={params: 0.4, size_mb: 12, macs: 0.5}",
-            {"prune": PruneSettings(budget=BudgetSettings(macs=0.5, params=0.4, size_mb=12.0))},
+            "prune.budget={params: 0.4, size_mb: 12, macs: 0.5, memory_mb: 40}",
+            {"prune": PruneSettings(budget=BudgetSettings(macs=0.5, params=0.4, size_mb=12.0, memory_mb=40.0))},
         ),
         ("prune.ratios.layer1.*.conv1=0.5", {"prune": PruneSettings(ratios={"layer1.*.conv1": 0.5})}),
         ("baseline.lr=1e-2", {"baseline": TrainSettings(lr=0.01)}),
         ("model.arguments.width=2", {"model": ModelSettings("resnet18", "torchvision", {"width": 2}, "IMAGENET1K_V1")}),
         ("output=a=b", {"output": Path("a=b")}),
         ("threads=", {"threads": None}),
+        ("data.max_corrupt=0.01", {"data": DataSettings(max_corrupt=0.01)}),
+        ("data.augment=flip", {"data": DataSettings(augment="flip")}),
+        (
+            "data.augment.rand_augment.magnitude=5",
+            {"data": DataSettings(augment=AugmentSettings(rand_augment=RandAugmentSettings(magnitude=5)))},
+        ),
     ],
 )
 def test_an_override_changes_its_key_and_nothing_else(override: str, changed: dict[str, Any], tmp_path: Path) -> None:
@@ -134,6 +141,7 @@ clamps = st.builds(
 activations = st.builds(
     ActivationSettings, modules=st.lists(texts, min_size=1, max_size=2).map(tuple), target=st.floats(0.01, 0.99)
 )
+policies = st.none() | st.builds(RandAugmentSettings, magnitude=st.integers(0, 30))
 jobs = st.builds(
     JobSettings,
     name=st.from_regex(r"[a-z0-9][a-z0-9._-]{0,8}", fullmatch=True),
@@ -146,6 +154,12 @@ jobs = st.builds(
     baseline=st.none()
     | st.builds(TrainSettings, lr=positive, epochs=st.integers(0, 9), clamp_weight_grad=st.none() | clamps),
     activations=st.none() | activations,
+    data=st.builds(
+        DataSettings,
+        augment=st.just("flip")
+        | st.builds(AugmentSettings, scale=st.just((0.3, 1.0)), crop=st.just("resized"), rand_augment=policies),
+        max_corrupt=st.integers(0, 9) | st.floats(0.01, 0.99),
+    ),
     prune=st.builds(
         PruneSettings,
         budget=st.builds(BudgetSettings, channels=st.floats(0.01, 1), size_mb=st.none() | positive),

@@ -14,7 +14,7 @@ from synthetic_run import metrics, write_run
 from prunekit.errors import ArtifactError
 from prunekit.report import write
 from prunekit.report.figures import curves
-from prunekit.report.headline import clamped, masked
+from prunekit.report.headline import clamped, compared, masked
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 SECTIONS = (
@@ -213,6 +213,17 @@ def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path
 def test_budgets_are_shown_with_what_is_left(tmp_path: Path) -> None:
     page = Page(write(write_run(tmp_path / "runs" / "budgets", groups=2)).read_text(encoding="utf-8"))
     assert "Budget macs: 44.95 % left, at most 45.00 % asked for." in page.text["result"]
+
+
+def test_memory_is_a_row_where_it_was_counted() -> None:
+    label = "Memory of a forward pass, counted"
+    assert label not in {row.label for row in compared(metrics())}
+    found = metrics()
+    found["dense"]["memory_bytes"] = found["control"]["memory_bytes"] = 51_384_128
+    found["pruned"]["memory_bytes"] = 25_689_172
+    row = next(row for row in compared(found) if row.label == label)
+    assert [value for value, _ in row.cells] == ["51.4 MB", "51.4 MB", "25.7 MB"]
+    assert row.change == "−50.0 %"
 
 
 def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
+from prunekit.errors import UsageError
 from prunekit.training import TrainSettings
 from prunekit.training.optimizers import build_optimizer, build_schedule
 
@@ -58,3 +60,41 @@ def test_weight_decay_acts_on_weights_alone(name: str) -> None:
 def test_a_model_of_biases_alone_can_be_optimised() -> None:
     model = nn.BatchNorm2d(3)
     assert len(build_optimizer(model, TrainSettings()).param_groups) == 1
+
+
+def test_nesterov_momentum_is_its_formula() -> None:
+    weight = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        weight.weight.copy_(torch.tensor([[1.0, -2.0]]))
+    optimizer = build_optimizer(weight, TrainSettings(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.0))
+    value, momentum = torch.tensor([[1.0, -2.0]]), torch.zeros(1, 2)
+    for gradient in (torch.tensor([[1.0, 2.0]]), torch.tensor([[-3.0, 0.5]])):
+        weight.weight.grad = gradient.clone()
+        optimizer.step()
+        momentum = 0.9 * momentum + gradient
+        value = value - 0.1 * (gradient + 0.9 * momentum)
+        torch.testing.assert_close(weight.weight.detach(), value)
+
+
+def test_the_users_own_gets_groups_with_their_weight_decay_and_the_learning_rate() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    settings = TrainSettings(optimizer="own", lr=0.3, weight_decay=0.02)
+    optimizer = build_optimizer(model, settings, torch.optim.RMSprop)
+    assert isinstance(optimizer, torch.optim.RMSprop)
+    found = [(group["weight_decay"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+    assert found == [(0.02, 0.3, 1), (0.0, 0.3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "message"),
+    [
+        (TrainSettings(optimizer="own"), None, "optimizer is 'own' and one of your own was not given"),
+        (TrainSettings(), torch.optim.SGD, "optimizer is 'sgd' and one of your own was given"),
+        (TrainSettings(optimizer="own"), lambda groups, lr: 3, "expected a torch.optim.Optimizer, got int"),
+        (TrainSettings(nesterov=True, momentum=0.0), None, "nesterov: expected sgd with momentum, got sgd with 0"),
+        (TrainSettings(nesterov=True, optimizer="adam"), None, "nesterov: expected sgd with momentum, got adam"),
+    ],
+)
+def test_optimizers_that_cannot_be_built_are_refused(settings: TrainSettings, own: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build_optimizer(nn.Linear(2, 2), settings, own)

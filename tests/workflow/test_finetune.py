@@ -26,11 +26,11 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import EpochRow, TrainSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
-from prunekit.workflow.dense import prepare, train_baseline
+from prunekit.workflow.dense import Baseline, prepare, train_baseline
 from prunekit.workflow.explaining import explain_job
-from prunekit.workflow.journey import Journey
 from prunekit.workflow.results import Measured, shortfalls
 from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.trainings import Trainings
 
 CPU = torch.device("cpu")
 
@@ -272,9 +272,10 @@ def test_the_baselines_clamps_are_kept_also_where_it_comes_from_the_cache(tmp_pa
 def test_skipped_steps_are_logged_and_kept(tmp_path: Path) -> None:
     log: list[str] = []
     run = RunFolder(tmp_path, "", log.append)
-    journey = Journey(SimpleNamespace(job=None), None, run, progress=False, training=True)  # type: ignore[arg-type]
-    journey._note("pruned", (EpochRow(1, 0.1, 1.0, 50.0, 1.0, 50.0, 10.0, 1.0, skipped=3),), ())
-    assert log == ["pruned: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
+    rows = (EpochRow(1, 0.1, 1.0, 50.0, 1.0, 50.0, 10.0, 1.0, skipped=3),)
+    baseline = Baseline(torch.nn.Identity(), rows, (), reused=False)
+    Trainings(SimpleNamespace(job=None), run, baseline, progress=False)  # type: ignore[arg-type]
+    assert log == ["baseline: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
     assert list(pd.read_csv(tmp_path / "history.csv")["skipped"]) == [3]
 
 
@@ -345,6 +346,11 @@ def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:
     assert shortfalls(replace(quick, models=sizes), Sparsity(weights=0.5, channels=0.5), several) == [
         "budget params 0.5: 0.6000 of the dense model's parameters are left",
         "budget size_mb 2.0: parameters and buffers take 2.1000 MB",
+    ]
+    memory = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(memory_mb=2.0)))
+    taken = {"dense": {"macs": 100, "params": 10}, "pruned": {"macs": 46, "params": 6, "memory_bytes": 2_100_000}}
+    assert shortfalls(replace(quick, models=taken), Sparsity(weights=0.5, channels=0.5), memory) == [
+        "budget memory_mb 2.0: a forward pass takes 2.1000 MB",
     ]
     assert "0.6000 of the free channels are left" in shortfalls(quick, Sparsity(weights=0.5, channels=0.4), halves)[0]
 

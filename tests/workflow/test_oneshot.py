@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import prunekit
 from prunekit.errors import DataError, PlanError, UsageError
+from prunekit.measure import count_memory
 from prunekit.planning import cumulated
+from prunekit.planning.settings import TargetSettings
 from prunekit.repair import RepairSettings
 
 
@@ -79,6 +81,18 @@ def test_several_budgets_are_met_together() -> None:
     assert sum(p.numel() for p in done.model.parameters()) <= 0.6 * sum(p.numel() for p in model.parameters())
     assert 0.005 < sum(tensor.nbytes for tensor in tensors) / 1e6 <= 0.006
     assert done.plan.provenance["binding"] == "size_mb"
+
+
+def test_memory_is_that_of_the_model_that_is_returned() -> None:
+    model, example = randomised(Net()).eval(), (torch.zeros(1, 3, 8, 8),)
+    target = TargetSettings(batch=16, dtype="bf16")
+    dense = count_memory(model, example, 16, "bf16") / 1e6
+    done = prunekit.prune(model, example, memory_mb=0.5 * dense, params=0.9, scope="per_mac", target=target)
+    taken = count_memory(done.model, example, 16, "bf16") / 1e6
+    assert 0.45 * dense < taken <= 0.5 * dense
+    assert done.plan.provenance["budgets"]["memory_mb"] == {"asked": 0.5 * dense, "left": taken, "dense": dense}
+    with pytest.raises(PlanError, match=r"budget memory_mb: at most 1e-05 MB was asked for, but .* leave no less than"):
+        prunekit.prune(model, example, memory_mb=1e-5, target=target)
 
 
 def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:

@@ -30,8 +30,8 @@ from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.calibrate import loss_gradients
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.evaluate import evaluate
-from prunekit.workflow.journey import Journey
 from prunekit.workflow.targets import Target
+from prunekit.workflow.trainings import Trainings
 
 NET = '''
 from torch import nn
@@ -174,14 +174,14 @@ def test_test_images_count_once(factory: str, tmp_path: Path) -> None:
 
 
 def failed(output: Path, factory: str, failing: int) -> tuple[str, str]:
-    train = Journey._train
+    train = Trainings.train
 
-    def fails(self: Journey, *arguments: Any) -> Any:
+    def fails(self: Trainings, *arguments: Any, **named: Any) -> Any:
         if rank() == failing:
             raise RunError("the disk is full")
-        return train(self, *arguments)
+        return train(self, *arguments, **named)
 
-    Journey._train = fails  # type: ignore[method-assign]
+    Trainings.train = fails  # type: ignore[method-assign]
     try:
         ran(output, factory, {})
     except (RunError, PeerError) as error:
@@ -201,6 +201,23 @@ def test_one_that_fails_ends_the_run(failing: int, factory: str, tmp_path: Path)
         "failed",
         "RunError: the disk is full" if failing == 0 else f"PeerError: {told}",
     )
+
+
+def alone_only(output: Path, factory: str) -> list[str]:
+    told = []
+    schedule = replace(job(output).prune, schedule=ScheduleSettings(kind="linear"))
+    for changes, resume in (({"prune": schedule}, None), ({}, "auto")):
+        try:
+            finetune(job(output, **changes), log=print, own=Own(model=factory), resume=resume)
+        except UsageError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_is_for_one_process_is_refused_to_several(factory: str, tmp_path: Path) -> None:
+    for told in together(2, tmp_path / "meet", alone_only, tmp_path / "runs", factory):
+        assert [line.partition(":")[0] for line in told] == ["prune.schedule", "--resume"]
+        assert all("expected a single process, got 2" in line for line in told)
 
 
 def plans() -> tuple[str, int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,16 +19,25 @@ from torch import nn
 
 import prunekit
 from prunekit.channels import ChannelMap, trace
+from prunekit.compaction import compact
+from prunekit.compaction.folded import FoldedNorm
+from prunekit.compaction.layout import lies_channels_last
+from prunekit.deploy.settings import DeploySettings
+from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.measure.runtimes import Inputs, inputs_like
+from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import TargetSettings
-from prunekit.workflow import delivering, timed
+from prunekit.workflow import delivering, profiling, timed
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
-from prunekit.workflow.profiling import profile_for
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.goal import LatencyGoal, goal_for
+from prunekit.workflow.planned import Planned
+from prunekit.workflow.profiled import Profile
+from prunekit.workflow.profiling import profile
+from prunekit.workflow.pruning import plan_model
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 DENSE_MS = 10.0
@@ -59,7 +67,7 @@ class Machine:
         self.bias, self.noise, self.random, self.measured = bias, noise, np.random.default_rng(0), 0
 
     def __call__(
-        self, model: nn.Module, compact: nn.Module, shape: Sequence[int], settings: PruneSettings, repeats: int
+        self, model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, repeats: int
     ) -> Timing:
         self.measured += 1
         _, channel_map, table = net()
@@ -79,12 +87,16 @@ def planner(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
     return plan_model(model, EXAMPLE, wanted, channel_map=channel_map, latency=table)
 
 
-def frozen_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> Delivered:
+def goal(wanted: PruneSettings) -> LatencyGoal:
     model, channel_map, table = net()
+    return LatencyGoal(model, channel_map, inputs_like(EXAMPLE), wanted, Profile(table, (), (), (), 0.0))
+
+
+def frozen_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> Delivered:
     monkeypatch.setattr(delivering, "timed", machine)
     wanted = PruneSettings(BudgetSettings(**budget), scope="per_mac", target=ONE_BY_ONE)
-    frozen = freeze(model, channel_map, (3, 16, 16), wanted, table, planner, log=lambda text: None)
-    return delivered(frozen, model, frozen.planned.compact, (3, 16, 16), wanted, log=lambda text: None)
+    frozen = freeze(goal(wanted), planner, log=lambda text: None)
+    return delivered(frozen, frozen.planned.compact, log=lambda text: None)
 
 
 @pytest.mark.parametrize("bias", [0.7, 1.0, 1.4])
@@ -149,24 +161,21 @@ def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, channel_map, table = net()
     with pytest.raises(PlanError, match=r"budget speedup 1e\+06x: the narrowest plan takes .* \(measured\)"):
         frozen_on(Machine(0.8), monkeypatch, speedup=1e6)
     wanted = PruneSettings(BudgetSettings(speedup=1e6), exclude=("layers.0",), target=ONE_BY_ONE)
     with pytest.raises(PlanError, match=r"narrowest plan .* relax exclude"):
-        require_reachable(model, EXAMPLE, channel_map, wanted, table)
-    require_reachable(model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE), table)
+        require_reachable(goal(wanted), EXAMPLE)
+    require_reachable(goal(PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE)), EXAMPLE)
 
 
 def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, channel_map, table = net()
+    _, channel_map, table = net()
     machine = Machine(1.6)
     least = table.at(channel_map) / min(table.at(channel_map, channel_map.completed(narrow(channel_map))), DENSE_MS)
     asked = least**1.3  # beyond what the table holds for possible, not beyond what is measured
     monkeypatch.setattr(delivering, "timed", machine)
-    require_reachable(
-        model, EXAMPLE, channel_map, PruneSettings(BudgetSettings(speedup=asked), target=ONE_BY_ONE), table
-    )
+    require_reachable(goal(PruneSettings(BudgetSettings(speedup=asked), target=ONE_BY_ONE)), EXAMPLE)
     found = frozen_on(machine, monkeypatch, speedup=asked)
     assert found.within
 
@@ -196,21 +205,108 @@ def test_the_search_ends_at_the_goal_for_any_smooth_machine(first: float, slope:
 
 
 def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, channel_map, table = net()
     monkeypatch.setattr(delivering, "timed", Machine(1.0))
     wanted = PruneSettings(BudgetSettings(speedup=1.5), scope="per_mac", round_to=6, target=TargetSettings(block=4))
-    plan = freeze(model, channel_map, (3, 16, 16), wanted, table, planner, log=lambda text: None).planned.plan
+    plan = freeze(goal(wanted), planner, log=lambda text: None).planned.plan
     widths = plan.widths().values()
     assert all(kept % 12 == 0 or kept == dense for kept, dense in widths)
     assert any(kept < dense for kept, dense in widths)
     assert plan.provenance["prune"]["round_to"] == 6
 
 
-def test_a_model_of_several_inputs_cannot_be_timed() -> None:
+@pytest.mark.parametrize("other", [[torch.zeros(1, 2)], torch.zeros(3, 2), torch.tensor(1.0)], ids=repr)
+def test_what_no_batches_can_be_made_of_cannot_be_timed(other: Any) -> None:
     model, channel_map, _ = net()
     wanted = PruneSettings(BudgetSettings(speedup=2.0))
-    with pytest.raises(UsageError, match="expected a model that takes one tensor"):
-        profile_for(model, (*EXAMPLE, *EXAMPLE), channel_map, wanted, log=lambda text: None)
+    with pytest.raises(UsageError, match=r"budget latency_ms .* expected tensors, each with the batch on its first"):
+        goal_for(model, (*EXAMPLE, other), channel_map, wanted, log=lambda text: None)
+
+
+class TwoInputs(nn.Module):
+    """Images beside numbers of classes, as a conditional model takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.classes = nn.Conv2d(3, 48, 3, padding=1), nn.Embedding(7, 48)
+        self.mixed, self.head = nn.Conv2d(48, 64, 3, padding=1), nn.Linear(64, 5)
+
+    def forward(self, images: torch.Tensor, classes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        both = self.images(images).relu() + self.classes(classes)[:, :, None, None] * scale[:, :, None, None]
+        return self.head(self.mixed(both).relu().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("runtime", ["eager", "onnxruntime"])
+def test_a_model_of_several_inputs_is_timed(runtime: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if runtime == "onnxruntime":
+        pytest.importorskip("onnxruntime")
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    time_little(monkeypatch, attempts=1)
+    torch.manual_seed(0)
+    example = (torch.randn(1, 3, 32, 32), torch.tensor([6]), torch.randn(1, 48))
+    target = TargetSettings(runtime, batch=2)
+    found = prunekit.prune(TwoInputs().eval(), example, speedup=1.3, target=target)
+    assert found.delivered is not None
+    goal = found.delivered.frozen.goal
+    assert goal.inputs.shapes == ((3, 32, 32), (), (48,))
+    assert {layer["module"] for layer in goal.profile.rows()} >= {"images", "mixed", "head"}
+    assert found.delivered.final.ms > 0
+    assert found.model(*example).shape == (1, 5)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)).relu()).mean((2, 3))  # type: ignore[no-any-return]
+
+
+def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, seen = Normed().eval(), list[nn.Module]()
+    channel_map, deploy = trace(model, EXAMPLE), DeploySettings(fold_batchnorm=True, channels_last=True)
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    time_little(monkeypatch, attempts=3)
+
+    def machine(dense: nn.Module, compact: nn.Module, *_: object) -> Timing:
+        seen.extend([dense, compact])
+        return took(2.0)
+
+    monkeypatch.setattr(delivering, "timed", machine)
+    wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
+    transform = transform_of(model, EXAMPLE, deploy)
+    found = goal_for(model, EXAMPLE, channel_map, wanted, transform=transform, log=lambda text: None)
+    assert found is not None
+    assert "norm" not in {layer["module"] for layer in found.profile.rows()}  # it takes no time of its own
+    assert "as it is deployed: BatchNorm folded and channels last" in found.profile.notes[0]
+
+    def plan(settings: PruneSettings, chart: ChannelMap) -> Planned:
+        return plan_model(model, EXAMPLE, settings, channel_map=chart, latency=found.table)
+
+    frozen = freeze(found, plan, log=lambda text: None)
+    last = delivered(frozen, transform(frozen.planned.compact), log=lambda text: None)
+    assert len(seen) == 2 * (len(frozen.attempts) + 1) > 2
+    assert all(isinstance(one.get_submodule("norm"), FoldedNorm) and lies_channels_last(one) for one in seen)
+    assert last.summary()["deployed"] == "BatchNorm folded and channels last"
+    assert isinstance(model.norm, nn.BatchNorm2d)
+
+
+def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+    time_little(monkeypatch, attempts=1)
+    model, wanted, whole = Normed().eval(), PruneSettings(BudgetSettings(speedup=2.0)), list[bool]()
+
+    def spied(network: nn.Module, plan: Plan) -> nn.Module:
+        whole.append(not next(network.parameters()).is_meta)
+        return compact(network, plan)
+
+    monkeypatch.setattr(profiling, "compact", spied)
+    found = []
+    for expected in (True, False):
+        whole.clear()
+        found.append(profile(model, trace(model, EXAMPLE), (3, 16, 16), wanted.target, wanted, log=lambda text: None))
+        assert any(whole) == expected
+    assert [sample.times for sample in found[0].samples] == [sample.times for sample in found[1].samples]
 
 
 def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,21 +6,32 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from little_time import time_little
+from torch import nn
 
 from prunekit import report
 from prunekit.calibration import CalibrationSettings
+from prunekit.channels import trace
+from prunekit.compaction.folded import folds_of
+from prunekit.compaction.layout import lies_channels_last
 from prunekit.data import DataSettings
+from prunekit.deploy.settings import DeploySettings
 from prunekit.errors import PlanError, UsageError
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.settings import TargetSettings
+from prunekit.report.staircases import fitted
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, dry_run, profile_job, prune_job
+from prunekit.workflow import JobSettings, dry_run, journey, profile_job, prune_job
+from prunekit.workflow.delivered import Delivered, Frozen
+from prunekit.workflow.delivering import delivered
+from prunekit.workflow.dense import prepare
+from prunekit.workflow.own import RECIPE_ONLY
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +80,28 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
     assert json.loads((result.folder / "plan.json").read_text())["provenance"]["prune"]["budget"]["speedup"] == 1.2
     page = (result.folder / "report.html").read_text()
     assert "Asked for and delivered" in page
+    assert page.split("Asked for and delivered")[1].split("</thead>")[0].count("<th>") == 6  # what fits a page
     assert "1.2x asked for" in page
     assert any("attempt 1: predicted" in line for line in log)
     assert any("measured last" in line for line in log)
+
+
+def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last: list[nn.Module] = []
+
+    def spied(frozen: Frozen, handed_over: nn.Module, **others: Any) -> Delivered:
+        last.extend([frozen.goal.dense, handed_over])
+        return delivered(frozen, handed_over, **others)
+
+    monkeypatch.setattr(journey, "delivered", spied)
+    wanted = job(tmp_path, 1.2, deploy=DeploySettings(fold_batchnorm=True, channels_last=True))
+    result = prune_job(wanted, log=lambda text: None)
+    assert len(last) == 2
+    assert all(lies_channels_last(model) and len(folds_of(model)) == 19 for model in last)
+    assert result.metrics["delivered"]["deployed"] == "BatchNorm folded and channels last"
+    assert not [row for row in result.metrics["profile"]["layers"] if ".bn" in row["module"]]
+    page = report.write(result.folder).read_text()
+    assert "both as they are deployed (BatchNorm folded and channels last)" in page
 
 
 def test_a_dry_run_predicts(tmp_path: Path) -> None:
@@ -92,9 +122,24 @@ def test_a_profile_keeps_its_layers_and_how_well_it_predicts(tmp_path: Path) -> 
     assert {"conv1", "layer3.2.conv2"} <= set(layers["module"])
     assert layers["share"].sum() == pytest.approx(1)
     assert layers["dense_ms"].is_monotonic_decreasing
-    checks = pd.read_csv(run.folder / "checks.csv")
-    assert (checks["predicted_ms"] / checks["measured_ms"] - 1).to_numpy() == pytest.approx(checks["error"].to_numpy())
-    assert run.metrics["error"] == pytest.approx(checks["error"].abs().median())
+    networks = pd.read_csv(run.folder / "networks.csv")
+    errors = networks["predicted_ms"] / networks["measured_ms"] - 1
+    assert errors.to_numpy() == pytest.approx(networks["error"].to_numpy())
+    assert networks["held_out"].tolist() == [False, False, False, False, True] * 2
+    assert run.metrics["error"] == pytest.approx(networks["error"][networks["held_out"]].abs().median())
+    assert networks["macs_left"][0] == 1
+    fits = {layer["module"]: layer for layer in json.loads((run.folder / "fits.json").read_text())["layers"]}
+    assert list(fits) == layers["module"].fillna("").tolist()
+    sides = [{"name": name, "channels": 32} for name in ("output channels", "input channels")]
+    assert all(width in sides for width in fits["layer2.1.conv2"]["widths"])  # those that cost nothing are left out
+    assert {width["name"] for width in fits["conv1"]["widths"]} <= {"output channels"}  # an image's three do not change
+    prepared = prepare(job(tmp_path, 1.2), RECIPE_ONLY)
+    final = trace(prepared.model, prepared.example_inputs).traced.final
+    for layer in run.result.table.layers:
+        if layer.module in fits:
+            kept = np.array([row["kept"] for row in fits[layer.module]["measured"]], dtype=float)
+            wanted = [layer.at(sample.keep[final]) for sample in run.result.samples]
+            assert fitted(fits[layer.module], kept) == pytest.approx(np.array(wanted))
     again = profile_job(job(tmp_path, 1.2), networks=10, log=lambda text: None)
     assert again.metrics["checks"] == run.metrics["checks"]  # from the cache
 

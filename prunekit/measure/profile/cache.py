@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from prunekit.artifacts import read_json, write_json
+from prunekit.compaction.layout import lies_channels_last
 from prunekit.errors import ArtifactError
 from prunekit.measure.machine import cpu_name
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.runtimes import RUNTIMES, Setting
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting
 
 WAY = 4
 """Of measuring; raised whenever the same network would be measured otherwise."""
@@ -32,13 +33,13 @@ def cache_folder() -> Path:
     return Path(own or Path(user, "prunekit")).expanduser() / "latency"
 
 
-def conditions(setting: Setting, sample_shape: tuple[int, ...], repeats: int) -> dict[str, Any]:
-    """What every network of a profile has in common: setting, machine, versions, shape and repeats."""
+def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]:
+    """What every network of a profile has in common: setting, machine, versions, inputs and repeats."""
     packages = ("torch", *RUNTIMES[setting.runtime].packages)
     device = torch.device(setting.device)
     return asdict(setting) | {
         "way": WAY,
-        "sample_shape": list(sample_shape),
+        "sample_shape": inputs.described(),
         "repeats": repeats,
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
@@ -47,9 +48,10 @@ def conditions(setting: Setting, sample_shape: tuple[int, ...], repeats: int) ->
 
 
 def structure(network: nn.Module) -> str:
-    """A hash of all modules with their settings, and of the names and shapes of all parameters and buffers."""
+    """A hash of all modules with their settings, and of the names, shapes and layout of all parameters and buffers."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict(keep_vars=True).items()]
-    return hashlib.sha256(f"{network!r}\n{shapes}".encode()).hexdigest()
+    layout = "\nchannels last" if lies_channels_last(network) else ""
+    return hashlib.sha256(f"{network!r}\n{shapes}{layout}".encode()).hexdigest()
 
 
 def key_of(network: str, dense: str, common: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.map import Keep
-from prunekit.measure.profile.features import ModuleFeatures, features_of
+from prunekit.measure.profile.features import ModuleFeatures, Product, features_of
 from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.planning.costs import Numbers
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, up
@@ -94,7 +94,7 @@ _Steps = tuple[int, int, int]
 
 
 class _Counts:
-    """Products of widths on all networks; widths are counted once.
+    """Products of widths on all networks; each is computed once for each of its steps.
 
     Args:
         kept: for each network which labels, in the numbering of the trace.
@@ -103,6 +103,7 @@ class _Counts:
     def __init__(self, kept: Sequence[Keep]) -> None:
         self.kept = kept
         self.widths: dict[bytes, Numbers] = {}
+        self.columns: dict[tuple[Product, tuple[int, ...]], Numbers] = {}
 
     def width(self, factor: Any) -> Numbers:
         key = factor.tobytes()
@@ -112,16 +113,20 @@ class _Counts:
 
     def design(self, one: ModuleFeatures, steps: _Steps) -> Numbers:
         """(networks, 1 + products): ones, and every product."""
-        columns = [np.ones(len(self.kept))]
-        for product in one.products:
+        return np.stack([np.ones(len(self.kept)), *(self.column(product, steps) for product in one.products)], axis=1)
+
+    def column(self, product: Product, steps: _Steps) -> Numbers:
+        """(networks,) of a product, whose factors are as many in each that it adds up."""
+        own = steps_of(product.factors[0], steps)
+        if (product, own) not in self.columns:
             column = np.zeros(len(self.kept))
             for weight, factors in zip(product.weights, product.factors, strict=True):
                 value = np.full(len(self.kept), weight)
-                for factor, step in zip(factors, steps_of(factors, steps), strict=True):
+                for factor, step in zip(factors, own, strict=True):
                     value = value * up(self.width(factor), step)
                 column += value
-            columns.append(column)
-        return np.stack(columns, axis=1)
+            self.columns[product, own] = column
+        return self.columns[product, own]
 
 
 def steps_of(factors: Sequence[Any], steps: _Steps) -> tuple[int, ...]:

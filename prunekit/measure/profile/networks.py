@@ -6,6 +6,7 @@ import copy
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,13 +18,28 @@ from prunekit.measure.isolated import Died, NotHandedOver, Process
 from prunekit.measure.measuring import Failed, plain_tensors
 from prunekit.measure.profile.cache import conditions, key_of, load, store, structure
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.profile.pair import Network, Pair
-from prunekit.measure.runtimes import RUNTIMES, Setting, Source, exported, sample_of
+from prunekit.measure.profile.pair import Pair, Ready
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, exported, inputs_of
 
 LEAST_MS = 1500.0
 """That a network is measured for: a machine's speed wavers over tenths of a second."""
 
 Log = Callable[[str], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A network to measure.
+
+    Attributes:
+        outline: its structure: modules with their settings, and the shapes and layout of all tensors, which may be
+            without values, on the meta device.
+        build: makes the network itself, of the same structure.
+    """
+
+    name: str
+    outline: nn.Module
+    build: Callable[[], nn.Module]
 
 
 def has_layer_clock(runtime: str) -> bool:
@@ -33,8 +49,8 @@ def has_layer_clock(runtime: str) -> bool:
 
 def time_networks(
     dense: nn.Module,
-    networks: Iterable[tuple[str, nn.Module]],
-    sample_shape: Sequence[int],
+    networks: Iterable[Network],
+    inputs: Sequence[int] | Inputs,
     setting: Setting,
     *,
     repeats: int,
@@ -47,8 +63,8 @@ def time_networks(
     own on a random input. What was measured is kept at once: the same profile goes on where it was interrupted.
 
     Args:
-        networks: name and network; each is taken when those before it are done, so they may be made meanwhile.
-        sample_shape: shape of one input without the batch.
+        networks: each is taken when those before it are done, and built only if it was not measured before.
+        inputs: what they take: the shape of one input without the batch, or `Inputs`.
         repeats: how often each is run, at least 5; more often where they take less than 1.5 seconds together.
         cache: folder to keep measurements in and to take them from; see `cache_folder`. None keeps nothing.
         log: gets a line for each network.
@@ -63,33 +79,34 @@ def time_networks(
     if not has_layer_clock(setting.runtime):
         able = ", ".join(name for name in RUNTIMES if has_layer_clock(name))
         raise UsageError(f"runtime {setting.runtime!r} cannot tell how long each layer takes; these can: {able}")
-    shape = tuple(sample_shape)
-    common, dense_structure = conditions(setting, shape, repeats), structure(dense)
-    with _Bench(dense, shape, setting, repeats, log) as bench:
-        for name, network in networks:
-            file = cache / f"{key_of(structure(network), dense_structure, common)}.json" if cache is not None else None
+    taken = inputs_of(inputs)
+    common, dense_structure = conditions(setting, taken, repeats), structure(dense)
+    with _Bench(dense, taken, setting, repeats, log) as bench:
+        for network in networks:
+            key = key_of(structure(network.outline), dense_structure, common)
+            file = cache / f"{key}.json" if cache is not None else None
             found, origin = load(file) if file is not None else None, "measured before"
             if found is None:
-                found, origin = bench.measure(name, network), "measured"
+                found, origin = bench.measure(network.name, network.build()), "measured"
                 if file is not None:
                     store(file, found)
-            log(f"{name}: {found.whole_ms:.3f} ms, dense {found.dense_ms:.3f} ms, {origin}")
+            log(f"{network.name}: {found.whole_ms:.3f} ms, dense {found.dense_ms:.3f} ms, {origin}")
             yield found
 
 
 class _Bench(ExitStack):
     """Measures networks in a process that is started for the first one, or in this one if it cannot have them."""
 
-    def __init__(self, dense: nn.Module, shape: tuple[int, ...], setting: Setting, repeats: int, log: Log) -> None:
+    def __init__(self, dense: nn.Module, inputs: Inputs, setting: Setting, repeats: int, log: Log) -> None:
         super().__init__()
-        self.dense, self.shape, self.setting, self.repeats, self.log = dense, shape, setting, repeats, log
-        self.ask: Callable[[Network], LayerTimes | Failed] | None = None
+        self.dense, self.inputs, self.setting, self.repeats, self.log = dense, inputs, setting, repeats, log
+        self.ask: Callable[[Ready], LayerTimes | Failed] | None = None
 
     def measure(self, name: str, network: nn.Module) -> LayerTimes:
         if self.ask is None:
             self.folder = Path(self.enter_context(TemporaryDirectory(prefix="prunekit-")))
             self.pair = Pair(
-                self._ready("dense", self.dense, "dense"), self.shape, self.setting, self.repeats, LEAST_MS
+                self._ready("dense", self.dense, "dense"), self.inputs, self.setting, self.repeats, LEAST_MS
             )
             self.ask = self._start()
         try:
@@ -101,13 +118,13 @@ class _Bench(ExitStack):
             raise RunError(f"{name}: not measured in {self.setting.runtime}: {found.reason}")
         return found
 
-    def _start(self) -> Callable[[Network], LayerTimes | Failed]:
+    def _start(self) -> Callable[[Ready], LayerTimes | Failed]:
         try:
             return self.enter_context(Process(self.pair, self.folder)).ask
         except NotHandedOver as error:
             return self._here(error)
 
-    def _asked(self, network: Network) -> LayerTimes | Failed:
+    def _asked(self, network: Ready) -> LayerTimes | Failed:
         assert self.ask is not None
         try:
             return self.ask(network)
@@ -119,10 +136,10 @@ class _Bench(ExitStack):
         self.log(f"{self.setting.runtime}: timed in this process, not in one of its own: {error}")
         return self.pair
 
-    def _ready(self, name: str, model: nn.Module, folder: str) -> Network:
+    def _ready(self, name: str, model: nn.Module, folder: str) -> Ready:
         plain = copy.deepcopy(model).to("cpu", torch.float32).eval()
         with torch.inference_mode():
-            expected = plain_tensors(plain(sample_of(self.shape, self.setting.batch)))
+            expected = plain_tensors(plain(*self.inputs.sample(self.setting.batch)))
         if RUNTIMES[self.setting.runtime].carrier == "module":
-            return Network(name, Source(plain), expected)
-        return Network(name, exported(plain, self.shape, [self.setting.batch], self.folder / folder), expected)
+            return Ready(name, Source(plain), expected)
+        return Ready(name, exported(plain, self.inputs, [self.setting.batch], self.folder / folder), expected)

@@ -18,15 +18,15 @@ from prunekit.measure.evidence import Contention, Times, doubts
 from prunekit.measure.machine import Load, cores
 from prunekit.measure.measuring import Failed, check, line_of
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.runtimes import RUNTIMES, Session, Setting, Source, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
 
 Pass = Mapping[str | None, float]
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
-    """A network to measure: what it is run from, and the tensors that it returns in eager float32."""
+class Ready:
+    """A network that is ready to be measured: what it is run from, and the tensors that it returns in eager float32."""
 
     name: str
     source: Source
@@ -41,14 +41,14 @@ class Pair:
         repeats: rounds, at least; as many more as it takes to measure for `least_ms` milliseconds.
     """
 
-    dense: Network
-    sample_shape: tuple[int, ...]
+    dense: Ready
+    inputs: Inputs
     setting: Setting
     repeats: int
     least_ms: float = 0.0
     dense_timer: Timer | None = None
 
-    def __call__(self, network: Network) -> LayerTimes | Failed:
+    def __call__(self, network: Ready) -> LayerTimes | Failed:
         """The network's times, or what it failed of."""
         try:
             with with_threads(self.setting.threads), torch.inference_mode():
@@ -58,7 +58,7 @@ class Pair:
         finally:
             gc.collect()
 
-    def _measure(self, network: Network) -> LayerTimes:
+    def _measure(self, network: Ready) -> LayerTimes:
         if self.dense_timer is None:
             self.dense_timer = Timer(self._open(self.dense).run, torch.device(self.setting.device))
             warm_up(self.dense_timer)
@@ -76,8 +76,8 @@ class Pair:
         contention = Contention(self.setting.threads, cores(), load.others) if self.setting.device == "cpu" else None
         return _together(times, clock.passes(rounds), contention)
 
-    def _open(self, network: Network) -> Session:
-        sample = sample_of(self.sample_shape, self.setting.batch)
+    def _open(self, network: Ready) -> Session:
+        sample = self.inputs.sample(self.setting.batch)
         session = RUNTIMES[self.setting.runtime].open(network.source, sample, self.setting)
         check(network.name, session, self.setting, network.expected)
         return session

@@ -3,7 +3,18 @@
 from prunekit.measure.runtimes.exporting import exported
 from prunekit.measure.runtimes.onnx_runtime import onnx_runtime
 from prunekit.measure.runtimes.open_vino import open_vino
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source, sample_of
+from prunekit.measure.runtimes.setting import (
+    Inputs,
+    LayerClock,
+    Runtime,
+    Sample,
+    Session,
+    Setting,
+    Source,
+    inputs_like,
+    inputs_of,
+    sample_of,
+)
 from prunekit.measure.runtimes.torch_modules import compiled, cuda_graphs, eager
 
 RUNTIMES: dict[str, Runtime] = {
@@ -14,4 +25,17 @@ RUNTIMES: dict[str, Runtime] = {
     "openvino": open_vino(),
 }
 
-__all__ = ["RUNTIMES", "LayerClock", "Runtime", "Session", "Setting", "Source", "exported", "sample_of"]
+__all__ = [
+    "RUNTIMES",
+    "Inputs",
+    "LayerClock",
+    "Runtime",
+    "Sample",
+    "Session",
+    "Setting",
+    "Source",
+    "exported",
+    "inputs_like",
+    "inputs_of",
+    "sample_of",
+]

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from prunekit.export import export_onnx
-from prunekit.measure.runtimes.setting import Source, sample_of
+from prunekit.measure.runtimes.setting import Inputs, Source
 
 
-def exported(model: nn.Module, sample_shape: tuple[int, ...], batches: Iterable[int], folder: Path) -> Source:
+def exported(model: nn.Module, inputs: Inputs, batches: Iterable[int], folder: Path) -> Source:
     """A model as ONNX files, one for each batch, in a folder that is made for them.
 
     Raises:
@@ -22,7 +22,7 @@ def exported(model: nn.Module, sample_shape: tuple[int, ...], batches: Iterable[
     with torch.inference_mode(False), torch.no_grad():  # export traces, which needs version counters
         return Source(
             files={
-                batch: export_onnx(model, sample_of(sample_shape, batch), folder / f"{batch}.onnx")
+                batch: export_onnx(model, inputs.sample(batch), folder / f"{batch}.onnx")
                 for batch in sorted(set(batches))
             }
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prunekit.measure.runtimes.places import Places
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source
 
 KERNEL, FORWARD = "_kernel_time", "model_run"
 """How the profiler names the time of a node, and that of all of them, which it writes after them."""
@@ -33,22 +33,24 @@ def _refuse(setting: Setting) -> str:
     return "" if setting.memory_format == "contiguous" else "it chooses layouts itself"
 
 
-def _start(source: Source, sample: Tensor, setting: Setting) -> Session:
+def _start(source: Source, sample: Sample, setting: Setting) -> Session:
     import onnxruntime
 
-    file, value = source.files[setting.batch], onnxruntime.OrtValue.ortvalue_from_numpy(sample.numpy())
-    run = _run_of(open_session(file, setting.threads), value)
+    file = source.files[setting.batch]
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(one.numpy()) for one in sample]
+    run = _run_of(open_session(file, setting.threads), values)
     return Session(
-        run, lambda found: [_tensor(value) for value in found], lambda: _layers(file, value, setting.threads)
+        run, lambda found: [_tensor(value) for value in found], lambda: _layers(file, values, setting.threads)
     )
 
 
-def _run_of(session: Any, value: Any) -> Callable[[], Any]:
-    names, feed = [output.name for output in session.get_outputs()], {session.get_inputs()[0].name: value}
+def _run_of(session: Any, values: Sequence[Any]) -> Callable[[], Any]:
+    names = [output.name for output in session.get_outputs()]
+    feed = {entry.name: value for entry, value in zip(session.get_inputs(), values, strict=True)}
     return lambda: session.run_with_ort_values(names, feed)
 
 
-def _layers(file: Path, value: Any, threads: int) -> LayerClock:
+def _layers(file: Path, values: Sequence[Any], threads: int) -> LayerClock:
     """The profiler of ONNX Runtime, in a session of its own; it writes a file beside the model's."""
     session, places = open_session(file, threads, profile=file.with_suffix(".profile")), Places(file)
 
@@ -58,7 +60,7 @@ def _layers(file: Path, value: Any, threads: int) -> LayerClock:
         written.unlink()
         return by_module(events, places)[-count:]
 
-    return LayerClock(_run_of(session, value), passes)
+    return LayerClock(_run_of(session, values), passes)
 
 
 def by_module(events: Sequence[Mapping[str, Any]], places: Places) -> list[dict[str | None, float]]:

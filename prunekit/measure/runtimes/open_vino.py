@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from prunekit.errors import RunError
 from prunekit.measure.evidence import Times
 from prunekit.measure.runtimes.places import Places
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source
 
 HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
@@ -36,14 +35,14 @@ def _refuse(setting: Setting) -> str:
     return "" if CAPABILITIES[setting.dtype] in able else f"it has no {setting.dtype} kernels for this CPU"
 
 
-def _start(source: Source, sample: Tensor, setting: Setting) -> Session:
-    file, array = source.files[setting.batch], sample.numpy()
+def _start(source: Source, sample: Sample, setting: Setting) -> Session:
+    file, arrays = source.files[setting.batch], [one.numpy() for one in sample]
     compiled = _compile(file, setting)
     request = compiled.create_infer_request()
     return Session(
-        lambda: request.infer([array], share_inputs=True, share_outputs=True),
+        lambda: request.infer(arrays, share_inputs=True, share_outputs=True),
         lambda found: [torch.from_numpy(found[output].copy()) for output in compiled.outputs],
-        lambda: _Layers(_compile(file, setting, PERF_COUNT=True), Places(file), array).clock(),
+        lambda: _Layers(_compile(file, setting, PERF_COUNT=True), Places(file), arrays).clock(),
     )
 
 
@@ -66,8 +65,8 @@ def _compile(file: Path, setting: Setting, **others: Any) -> Any:
 class _Layers:
     """The counters of OpenVINO's operators: means over all forwards so far, in whole microseconds."""
 
-    def __init__(self, compiled: Any, places: Places, array: Any) -> None:
-        self.request, self.array = compiled.create_infer_request(), array
+    def __init__(self, compiled: Any, places: Places, arrays: list[Any]) -> None:
+        self.request, self.arrays = compiled.create_infer_request(), arrays
         self.place_of = _places_of(compiled.get_runtime_model(), places)
         self.means_us: list[list[float]] = []
 
@@ -75,7 +74,7 @@ class _Layers:
         return LayerClock(self.run, self.passes)
 
     def run(self) -> None:
-        self.request.infer([self.array], share_inputs=True, share_outputs=True)
+        self.request.infer(self.arrays, share_inputs=True, share_outputs=True)
         self.means_us.append([node.real_time.total_seconds() * 1e6 for node in self.request.profiling_info])
 
     def passes(self, count: int) -> list[dict[str | None, float]]:

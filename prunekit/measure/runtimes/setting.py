@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from prunekit.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,69 @@ class Setting:
         """`dtype` as torch has it."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
+
+
+Sample = tuple[Tensor, ...]
+"""Positional arguments of one forward, (B, ...) each, on the CPU; of floating-point numbers in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a model takes, one tensor for each positional argument of `forward`, with the batch on its first axis.
+
+    Attributes:
+        shapes: without the batch.
+        values: (1, ...) of each argument that is not of floating-point numbers, such as token ids, which cannot be
+            drawn at random; None for the others.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    values: tuple[Tensor | None, ...]
+
+    def sample(self, batch: int) -> Sample:
+        """Standard normal numbers, the same at each call; what cannot be random is repeated over the batch."""
+        generator = torch.Generator().manual_seed(0)
+        return tuple(
+            torch.randn(batch, *shape, generator=generator) if value is None else value.repeat_interleave(batch, 0)
+            for shape, value in zip(self.shapes, self.values, strict=True)
+        )
+
+    def described(self) -> list[Any]:
+        """As plain data, equal for inputs that are equal: a shape where there is one, else a list for each."""
+        if self.values == (None,):
+            return list(self.shapes[0])
+        return [
+            [list(shape), None if value is None else [str(value.dtype), sha256(value.numpy().tobytes()).hexdigest()]]
+            for shape, value in zip(self.shapes, self.values, strict=True)
+        ]
+
+
+def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
+    """What a model of one floating-point input takes, by the shape of that without the batch; `Inputs` as they are."""
+    return given if isinstance(given, Inputs) else Inputs((tuple(given),), (None,))
+
+
+def inputs_like(example: Sequence[Any]) -> Inputs:
+    """What a model takes, by an example.
+
+    Args:
+        example: positional arguments of `forward`.
+
+    Raises:
+        UsageError: not all of them are tensors with the same number of samples on their first axis.
+    """
+    kinds = [type(one).__name__ for one in example if not isinstance(one, Tensor)]
+    sizes = {one.shape[0] if one.dim() else None for one in example if isinstance(one, Tensor)}
+    if kinds or len(sizes) != 1 or None in sizes:
+        found = ", ".join(kinds) or " and ".join(str(tuple(one.shape)) for one in example) or "none"
+        raise UsageError(
+            "inputs that are timed: expected tensors, each with the batch on its first axis, because batches of other "
+            f"sizes are made of them; got {found}"
+        )
+    return Inputs(
+        tuple(tuple(one.shape[1:]) for one in example),
+        tuple(None if one.is_floating_point() else one[:1].detach().cpu() for one in example),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +144,8 @@ class Runtime:
     """Something that runs models.
 
     Attributes:
-        open: a session from a source, a float32 sample on the CPU, (B, ...), and a setting. It is called, and its
-            sessions run, with the setting's number of torch threads and in inference mode.
+        open: a session from a source, a sample and a setting. It is called, and its sessions run, with the setting's
+            number of torch threads and in inference mode.
         carrier: what it makes sessions from.
         devices: kinds of device that it runs on here.
         packages: that it needs, besides torch.
@@ -90,7 +156,7 @@ class Runtime:
         measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
     """
 
-    open: Callable[[Source, Tensor, Setting], Session]
+    open: Callable[[Source, Sample, Setting], Session]
     carrier: Literal["module", "onnx"]
     devices: tuple[str, ...]
     packages: tuple[str, ...] = ()
@@ -102,5 +168,5 @@ class Runtime:
 
 
 def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:
-    """The input of every measurement: standard normal, float32 on the CPU, (batch, *shape), the same at each call."""
-    return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(0))
+    """The input of a model of one: standard normal, float32 on the CPU, (batch, *shape), the same at each call."""
+    return inputs_of(shape).sample(batch)[0]

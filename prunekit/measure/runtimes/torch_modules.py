@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.compaction.layout import lies_channels_last
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Session, Setting, Source
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source
 
 CAPTURE_RUNS = 3
 """Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
@@ -22,17 +22,18 @@ FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 def eager() -> Runtime:
     """The module as it is; its layers by their ATen operators."""
 
-    def start(source: Source, sample: Tensor, setting: Setting) -> Session:
+    def start(source: Source, sample: Sample, setting: Setting) -> Session:
         module, placed = _placed(source, sample, setting)
-        return Session(lambda: module(placed), layers=lambda: _layers(module, placed))
+        return Session(lambda: module(*placed), layers=lambda: _layers(module, placed))
 
     return Runtime(start, "module", ("cpu", "cuda", "mps"), times_layers=True)
 
 
-def _layers(module: nn.Module, placed: Tensor) -> LayerClock:
+def _layers(module: nn.Module, placed: Sample) -> LayerClock:
     from prunekit.measure.operators import OperatorTimer, floor  # which other measurements start without
 
-    timer = OperatorTimer(module, (placed,), placed.device, floor(placed.device).clock_ms)
+    device = placed[0].device
+    timer = OperatorTimer(module, placed, device, floor(device).clock_ms)
 
     def passes(count: int) -> list[dict[str | None, float]]:
         return [_by_module(times) for times in timer.passes[-count:]]
@@ -50,13 +51,13 @@ def _by_module(times: Mapping[tuple[str, str], float]) -> dict[str | None, float
 def compiled() -> Runtime:
     """`torch.compile` with its defaults and fixed shapes; compiling is part of starting the session."""
 
-    def start(source: Source, sample: Tensor, setting: Setting) -> Session:
+    def start(source: Source, sample: Sample, setting: Setting) -> Session:
         module, placed = _placed(source, sample, setting)
         compiled = torch.compile(module, dynamic=False)
         # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
         with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
-            compiled(placed)
-        return Session(lambda: compiled(placed))
+            compiled(*placed)
+        return Session(lambda: compiled(*placed))
 
     return Runtime(start, "module", ("cpu", "cuda"), measures_memory=False, forget=torch.compiler.reset)
 
@@ -64,17 +65,17 @@ def compiled() -> Runtime:
 def cuda_graphs() -> Runtime:
     """The eager kernels of one forward, captured as a CUDA graph and replayed."""
 
-    def start(source: Source, sample: Tensor, setting: Setting) -> Session:
+    def start(source: Source, sample: Sample, setting: Setting) -> Session:
         module, placed = _placed(source, sample, setting)
-        side = torch.cuda.Stream(placed.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(placed.device))
+        side = torch.cuda.Stream(placed[0].device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(placed[0].device))
         with torch.cuda.stream(side):
             for _ in range(CAPTURE_RUNS):
-                module(placed)
-        torch.cuda.current_stream(placed.device).wait_stream(side)
+                module(*placed)
+        torch.cuda.current_stream(placed[0].device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            output = module(placed)
+            output = module(*placed)
         return Session(graph.replay, lambda _: output)
 
     return Runtime(start, "module", ("cuda",))
@@ -85,11 +86,17 @@ def layout_of(module: nn.Module, asked: str) -> str:
     return "channels_last" if lies_channels_last(module) else asked
 
 
-def _placed(source: Source, sample: Tensor, setting: Setting) -> tuple[nn.Module, Tensor]:
+def _placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module, Sample]:
     assert source.module is not None
     form = FORMATS[layout_of(source.module, setting.memory_format)]
     device, dtype = torch.device(setting.device), setting.torch_dtype
     module = copy.deepcopy(source.module).to(device, dtype).to(memory_format=form).eval()
     # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
-    layout = form if sample.dim() == 4 else torch.preserve_format
-    return module, sample.to(device, dtype, memory_format=layout)
+    return module, tuple(
+        one.to(
+            device,
+            dtype if one.is_floating_point() else one.dtype,
+            memory_format=form if one.dim() == 4 else torch.preserve_format,
+        )
+        for one in sample
+    )

@@ -1,0 +1,213 @@
+"""Which pieces of memory the operators of a forward pass make, and until which operator each one lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.running import ModuleStack, without_fast_path
+from prunekit.context import paused_garbage_collection, seeded, training_mode
+from prunekit.errors import ModelError
+from prunekit.nested import gather, map_tensors, tensors_in
+
+Place = tuple[int, int]
+"""A tensor: the number of the operator that returned it, and which of its results it is."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A piece of memory, alive while operators `made[0]` to `last` run; `shape` is that of its first tensor."""
+
+    made: Place
+    shape: tuple[int, ...]
+    element_bytes: int
+    bytes: int
+    last: int
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One call of an operator that returned tensors."""
+
+    name: str
+    module: str
+    inputs: tuple[Place | None, ...]  # None: of the model itself, or given to it
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(eq=False)
+class Recording:
+    """One forward pass.
+
+    Attributes:
+        given_bytes: of parameters, buffers and inputs.
+        inputs_bytes: of the inputs among them.
+        pieces: all others, in the order in which they were made.
+    """
+
+    given_bytes: int = 0
+    inputs_bytes: int = 0
+    steps: list[Step] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def alive(self) -> NDArray[np.bool_]:
+        """Which pieces are alive while each operator runs: bool (steps, pieces)."""
+        step = np.arange(len(self.steps))[:, None]
+        made, last = (np.array([value(p) for p in self.pieces], dtype=np.int64) for value in (_made, _last))
+        return (made <= step) & (step <= last)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive at once."""
+        sizes = np.array([piece.bytes for piece in self.pieces], dtype=np.int64)
+        return self.given_bytes + int((self.alive @ sizes).max(initial=0))
+
+
+def _made(piece: Piece) -> int:
+    return piece.made[0]
+
+
+def _last(piece: Piece) -> int:
+    return piece.last
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operator that runs inside it, and is told when a piece of memory is let go."""
+
+    def __init__(self, recording: Recording, stack: ModuleStack, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording, self.stack = recording, stack
+        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self._alive: dict[int, tuple[Piece, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        outs = gather(out)
+        if outs:
+            steps = self.recording.steps
+            known = tuple(getattr(tensor, "_prunekit_place", None) for tensor in gather((args, kwargs)))
+            shapes = tuple(tuple(tensor.shape) for tensor in outs)
+            steps.append(Step(str(func._schema.name).replace("::", "."), self.stack.current, known, shapes))
+            for index, tensor in enumerate(outs):
+                place = tensor._prunekit_place = (len(steps) - 1, index)  # type: ignore[attr-defined]
+                self._note(tensor, place)
+        return out
+
+    def _note(self, tensor: torch.Tensor, place: Place) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._given or key in self._alive:
+            return
+        piece = Piece(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
+        self.recording.pieces.append(piece)
+        self._alive[key] = piece, weakref.ref(storage, self._let_go(key))
+
+    def _let_go(self, key: int) -> Callable[[Any], None]:
+        def gone(_: Any) -> None:
+            piece, _ = self._alive.pop(key)
+            piece.last = len(self.recording.steps) - 1
+
+        return gone
+
+    def finish(self) -> None:
+        """What is still alive is until the end."""
+        for piece, _ in self._alive.values():
+            piece.last = len(self.recording.steps) - 1
+        self._alive.clear()
+
+
+def record(
+    model: nn.Module,
+    example: tuple[Any, ...],
+    batch: int = 1,
+    dtype: str = "fp32",
+    *,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+) -> Recording:
+    """Records a forward pass in eval mode without gradients.
+
+    It computes nothing, unless the model needs values. The operators are those of eager on the CPU, with attention's
+    fused kernels; what a kernel takes besides its results (workspaces, weights in another order) is not seen, and the
+    fast path of `nn.MultiheadAttention`, one operator with much inside, is counted as the operators it stands for.
+
+    Args:
+        model: not changed.
+        example: positional arguments of `forward`. Tensors whose first axis is that of the first tensor count as
+            batches, and are taken in the size of `batch`.
+        dtype: "fp32", "bf16" or "fp16", of all floating-point tensors.
+        prepare: is done to the copy that runs.
+
+    Raises:
+        ModelError: the model does not run on the example.
+    """
+    wanted = _Wanted(batch, DTYPES[dtype], prepare)
+    with seeded(0), torch.no_grad(), without_fast_path(), paused_garbage_collection():
+        try:
+            return _recorded(model, example, wanted, fake=True)
+        except Exception:  # the model looks at values
+            pass
+        try:
+            return _recorded(model, example, wanted, fake=False)
+        except Exception as error:  # a model's own code may raise anything
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise ModelError(
+                f"{type(model).__name__}: the memory of a forward pass cannot be counted: it does not run on a batch "
+                f"of {batch} in {dtype} on the CPU: {reason}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    batch: int
+    dtype: torch.dtype
+    prepare: Callable[[nn.Module], object]
+
+
+def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fake: bool) -> Recording:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        kind = wanted.dtype if tensor.is_floating_point() else tensor.dtype
+        if not fake:
+            there = torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.detach()
+            return there.to("cpu", kind, copy=True)
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
+
+    first = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
+
+    def of_batch(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != first:
+            return tensor
+        return tensor[torch.arange(wanted.batch, device=tensor.device) % first]
+
+    clone = with_tensors(model, {name: stand_in(tensor) for name, tensor in named_tensors(model)})
+    wanted.prepare(clone)
+    inputs = map_tensors(map_tensors(example, of_batch), stand_in)
+    own, taken = [tensor for _, tensor in named_tensors(clone)], gather(inputs)
+    recording = Recording(_bytes([*own, *taken]), _bytes(taken))
+    stack = ModuleStack(clone)
+    recorder = _Recorder(recording, stack, [*own, *taken])
+    with training_mode(clone, False), stack, mode if fake else torch.no_grad(), recorder:
+        output = clone(*inputs)
+    recorder.finish()
+    del output
+    return recording
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of distinct pieces of memory."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,239 @@
+"""Schedules: how much of a model is pruned when, as pure functions of the settings and the length of the training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from prunekit.errors import UsageError
+from prunekit.planning.budgets import asked_for
+from prunekit.planning.settings import LATENCIES, BudgetSettings, PruneSettings, ScheduleKind, ScheduleSettings
+
+ROUNDS = {"oneshot": 1, "iterative": 3, "linear": 10, "exponential": 10, "cubic": 10}
+"""How often is pruned where the settings do not say."""
+FROM_BEGIN = ("oneshot", "iterative")
+"""Kinds that prune at their beginning; the curves of the others leave everything there."""
+
+WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, nothing is there to repair"
+
+
+def share_kept(kind: ScheduleKind, progress: float, final: float) -> float:
+    """How much of a resource is left on the way from all of it to a share.
+
+    With s = 1 - kept, `cubic` is s_t = s_f + (s_i - s_f) (1 - progress)^3 with s_i = 0 (Zhu & Gupta 2017, "To prune,
+    or not to prune", equation 1), and `linear` the same to the power of 1. `exponential` and `iterative` leave the
+    same share of what was left each time, as in Han et al. 2015 and Frankle & Carbin 2019.
+
+    Args:
+        progress: 0..1.
+        final: 0..1, what is left at progress 1; there, exactly. From 1 on nothing has to go.
+    """
+    if progress >= 1 or final >= 1:
+        return final
+    match kind:
+        case "oneshot":
+            return 1.0
+        case "linear":
+            return 1 - (1 - final) * progress
+        case "cubic":
+            return float(final + (1 - final) * (1 - progress) ** 3)
+        case "exponential" | "iterative":
+            return float(final**progress)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One change of the plan.
+
+    Attributes:
+        step: how many steps of the training come before it.
+        progress: 0..1, see `share_kept`.
+    """
+
+    step: int
+    progress: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule laid over a training; made by `timeline`.
+
+    Attributes:
+        steps: of an epoch.
+        epochs: of the training.
+        begin, end: steps before the curve begins, and before the budget is met.
+        stages: every change of the plan, in order; the last is final.
+    """
+
+    settings: ScheduleSettings
+    steps: int
+    epochs: int
+    begin: int
+    end: int
+    stages: tuple[Stage, ...]
+
+    @property
+    def total(self) -> int:
+        """Steps of the training."""
+        return self.steps * self.epochs
+
+    def planned(self, step: float, final: float) -> float:
+        """The share that the schedule's own curve leaves after so many steps; between its stages too."""
+        if self.settings.kind in FROM_BEGIN:
+            progress = max((stage.progress for stage in self.stages if stage.step <= step), default=0.0)
+        else:
+            progress = (step - self.begin) / max(1, self.end - self.begin)
+        return share_kept(self.settings.kind, min(max(progress, 0.0), 1.0), final)
+
+    def restarts(self) -> tuple[int, ...]:
+        """Steps before which the learning-rate schedule begins anew."""
+        return tuple(stage.step for stage in self.stages if stage.step) if self.settings.rewind_lr else ()
+
+    def rows(self, final: Mapping[str, float]) -> Iterator[dict[str, float]]:
+        """Each stage: its step, its epoch, and the share of each resource that it leaves.
+
+        Args:
+            final: share of each resource that is left at the end.
+        """
+        for stage in self.stages:
+            left = {name: share_kept(self.settings.kind, stage.progress, share) for name, share in final.items()}
+            yield {"step": stage.step, "epoch": stage.step / self.steps, **left}
+
+
+def timeline(settings: ScheduleSettings, *, epochs: int, steps: int) -> Timeline:
+    """Lays a schedule over a training.
+
+    Args:
+        epochs: of the training.
+        steps: of the optimizer in an epoch.
+
+    Raises:
+        UsageError: the schedule does not fit the training, or its settings do not fit each other.
+    """
+    problems = [f"prune.schedule.{key}: {text}" for key, text in contradictions(asdict(settings))]
+    if problems:
+        raise UsageError("; ".join(problems))
+    unit = steps if settings.unit == "epoch" else 1
+    total, begin = epochs * steps, round(settings.begin * unit)
+    end = _end(settings, begin, total, unit)
+    last = end if settings.freeze is None else round(settings.freeze * unit)
+    for key, at in (("begin", begin), ("end", end), ("freeze", last)):
+        if at >= total:
+            raise UsageError(
+                f"prune.schedule.{key}: expected less than the {epochs} epochs of finetune ({total} steps), so that "
+                f"something is left to train under the final masks, got {at / unit:g} {settings.unit}s; lower it, or "
+                "raise finetune.epochs"
+            )
+    if not begin <= end <= last or (begin == end and settings.kind not in FROM_BEGIN):
+        order = ", ".join(f"{key} {at}" for key, at in (("begin", begin), ("end", end), ("freeze", last)))
+        raise UsageError(f"prune.schedule: expected begin before end, and freeze not before it, got (in steps) {order}")
+    if settings.score == "movement" and settings.kind in FROM_BEGIN and begin == 0:
+        raise UsageError(
+            "prune.schedule.begin: expected at least one step before the first pruning, because score is 'movement' "
+            f"and nothing has moved yet, got {settings.begin:g}"
+        )
+    return Timeline(settings, steps, epochs, begin, end, tuple(_stages(settings, begin, end, last, unit)))
+
+
+def _end(settings: ScheduleSettings, begin: int, total: int, unit: int) -> int:
+    if settings.kind == "oneshot":
+        return begin
+    if settings.end is not None:
+        return round(settings.end * unit)
+    if settings.kind != "iterative":
+        return (begin + total) // 2
+    if settings.every is not None:
+        return max(begin, total - max(1, round(settings.every * unit)))
+    rounds = settings.rounds or ROUNDS["iterative"]
+    return begin + (total - begin) * (rounds - 1) // rounds
+
+
+def _stages(settings: ScheduleSettings, begin: int, end: int, last: int, unit: int) -> Iterator[Stage]:
+    """Every change once: of several in one step the last."""
+    places = _places(settings, begin, end, unit)
+    after = [] if last == end else _later(settings, places, end, last, unit)
+    found: dict[int, float] = {}
+    for index, place in enumerate(places, 1):
+        step = round(place)
+        found[step] = index / len(places) if settings.kind in FROM_BEGIN else (step - begin) / (end - begin)
+    found |= dict.fromkeys(after, 1.0)
+    yield from (Stage(step, progress) for step, progress in sorted(found.items()))
+
+
+def _places(settings: ScheduleSettings, begin: int, end: int, unit: int) -> list[float]:
+    """Steps of the prunings up to the end, not rounded yet."""
+    first = 0 if settings.kind in FROM_BEGIN else 1
+    if settings.every is None or settings.kind == "oneshot":
+        rounds = settings.rounds or ROUNDS[settings.kind]
+        return [float(at) for at in np.linspace(begin, end, rounds + first)[first:]]
+    every = settings.every * unit
+    found = [begin + every * index for index in range(first, math.floor((end - begin) / every + 1e-9) + 1)]
+    missed = settings.kind != "iterative" and (not found or round(found[-1]) != end)
+    return [*found, float(end)] if missed else found
+
+
+def _later(settings: ScheduleSettings, places: list[float], end: int, last: int, unit: int) -> list[int]:
+    """Steps after the end in which masks of the same budget are chosen anew, as far apart as those before."""
+    even = places[-1] - places[-2] if len(places) > 1 else places[-1]
+    every = max(1.0, even if settings.every is None else settings.every * unit)
+    found = [round(end + every * index) for index in range(1, math.floor((last - end) / every + 1e-9) + 1)]
+    return sorted({*found, last})
+
+
+def contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Keys of a schedule, as plain values, that do not fit its other keys, with what was expected."""
+    kind = values.get("kind", ScheduleSettings.kind)
+    given = {key for key, value in values.items() if value not in (None, False)}
+    if {"rounds", "every"} <= given:
+        yield "every", "expected nothing beside rounds, which says the same, got both; set one to null"
+    if kind == "oneshot":
+        text = "expected nothing, because kind is 'oneshot', which prunes once, at begin"
+        yield from ((key, text) for key in ("end", "rounds") if key in given)
+    if kind == "oneshot" and ("every" in given) != ("freeze" in given):
+        text = "expected it together with {}: a 'oneshot' mask is chosen anew so often, and until then"
+        yield ("every", text.format("freeze")) if "every" in given else ("freeze", text.format("every"))
+    if "freeze" in given and "regrow" not in given:
+        yield "freeze", "expected nothing, because regrow is false: masks that only grow are final at end"
+    if "rewind_lr" in given and kind != "iterative" and kind in tuple(ROUNDS):
+        yield "rewind_lr", f"expected false, because kind is {kind!r} and only 'iterative' has rounds to recover in"
+
+
+def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Keys of a `PruneSettings`, as plain values, that do not fit its schedule, with what was expected."""
+    schedule, budget = prune.get("schedule"), prune.get("budget")
+    if not isinstance(schedule, Mapping):
+        return
+    yield from ((("schedule", key), text) for key, text in contradictions(schedule))
+    timed = [name for name in LATENCIES if isinstance(budget, Mapping) and budget.get(name) is not None]
+    if timed and schedule.get("regrow") is True:
+        text = f"expected false, because prune.budget has {timed[0]}: its final plan is measured before training"
+        yield ("schedule", "regrow"), f"{text}, and another of the same cost may be slower"
+    if schedule.get("score") == "movement" and timed:
+        text = f"expected 'criterion', because prune.budget has {timed[0]}: its final plan is chosen before training"
+        yield ("schedule", "score"), text
+    elif schedule.get("score") == "movement" and prune.get("scope") == "per_mac":
+        text = (
+            "expected 'uniform' or 'global', because prune.schedule.score is 'movement', whose scores may be negative"
+        )
+        yield ("scope",), text
+
+
+def at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) -> PruneSettings:
+    """The settings of one stage: budgets and ratios on their way from the dense model to what is asked for.
+
+    Args:
+        settings: with a schedule, and without budgets of time, which no stage can measure.
+        dense: of each budget what the dense model has, in its unit.
+    """
+    assert settings.schedule is not None
+    kind = settings.schedule.kind
+    budget = {name: _left(kind, stage, dense[name], most) for name, most in asked_for(settings.budget).items()}
+    ratios = {glob: share_kept(kind, stage.progress, share) for glob, share in settings.ratios.items()}
+    return replace(settings, budget=BudgetSettings(**budget), ratios=ratios)
+
+
+def _left(kind: ScheduleKind, stage: Stage, dense: float, asked: float) -> float:
+    return asked if stage.progress >= 1 else dense * share_kept(kind, stage.progress, asked / dense)

@@ -1,0 +1,195 @@
+"""Figures of a latency profile: what layers take by their widths, and what the sum of the layers predicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.ticker import FixedLocator, MaxNLocator
+from numpy.typing import NDArray
+
+from prunekit.planning.latency import up
+from prunekit.report.figures import COLOURS, GREY, INK, canvas, shortened, svg
+
+MAX_PANELS, COLUMNS = 12, 3
+SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Of the other widths, that a fit is drawn at."""
+DEPTH = LinearSegmentedColormap.from_list("depth", ["#f4b266", "#5fb3a8", "#0b4f4a"])
+"""From few of the other widths to all."""
+
+Layer = Mapping[str, Any]
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Layers that do the same at the same widths, and so share a fit.
+
+    Attributes:
+        layers: as in `fits.json`, the slowest first.
+        ms: that they take together in the dense model.
+        main: number of the width that is drawn along: the one that changes their time the most.
+    """
+
+    layers: tuple[Layer, ...]
+    ms: float
+    main: int
+
+    @property
+    def widths(self) -> Sequence[Mapping[str, Any]]:
+        """Name and channels in the dense model of each width."""
+        found: Sequence[Mapping[str, Any]] = self.layers[0]["widths"]
+        return found
+
+    @property
+    def full(self) -> Numbers:
+        """(widths,) in the dense model."""
+        return np.array([width["channels"] for width in self.widths], dtype=float)
+
+    @property
+    def drawn(self) -> str:
+        """How its fit is drawn: in steps where widths count in steps."""
+        return "steps-mid" if any(step > 1 for term in self.layers[0]["terms"] for step in term["steps"]) else "default"
+
+    def at(self, kept: Numbers) -> Numbers:
+        """Milliseconds of the fit, (points,), at (points, widths) kept channels."""
+        return fitted(self.layers[0], kept)
+
+    @property
+    def points(self) -> tuple[Numbers, Numbers]:
+        """(layers * networks, widths) kept channels, each layer's dense network first, and the milliseconds."""
+        rows = [row for layer in self.layers for row in layer["measured"]]
+        return np.array([row["kept"] for row in rows], dtype=float), np.array([row["ms"] for row in rows])
+
+    def others(self, kept: Numbers) -> Numbers:
+        """(points,) shares of the widths that are not drawn along: their geometric mean, 1 where there are none."""
+        rest = [number for number in range(len(self.widths)) if number != self.main]
+        if not rest:
+            return np.ones(len(kept))
+        shares = np.maximum(kept[:, rest], 1) / self.full[rest]
+        return np.asarray(np.exp(np.log(shares).mean(axis=1)), dtype=float)
+
+
+def fitted(layer: Layer, kept: Numbers) -> Numbers:
+    """What a layer's fit says, in milliseconds, (points,), at (points, widths) kept channels."""
+    result = np.full(len(kept), float(layer["constant_ms"]))
+    for term in layer["terms"]:
+        product = np.full(len(kept), float(term["ms"]))
+        for width, step in zip(term["widths"], term["steps"], strict=True):
+            product = product * up(kept[:, width], step)
+        result += product
+    return result
+
+
+def together(layers: Sequence[Layer]) -> list[Alike]:
+    """Layers of at least one width by their fits, those that take the most together first."""
+    groups: dict[str, list[Layer]] = {}
+    for layer in layers:
+        if layer["widths"]:
+            groups.setdefault(repr([layer[key] for key in ("constant_ms", "widths", "terms")]), []).append(layer)
+    found = [
+        Alike(tuple(group), sum(one["measured"][0]["ms"] for one in group), _main(group[0]))
+        for group in groups.values()
+    ]
+    return sorted(found, key=lambda one: -one.ms)
+
+
+def _main(layer: Layer) -> int:
+    full = np.array([width["channels"] for width in layer["widths"]], dtype=float)
+    narrow = np.where(np.eye(len(full), dtype=bool), 1.0, full)
+    return int(np.argmin(fitted(layer, narrow)))
+
+
+def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
+    """Milliseconds of the costliest layers against one width, measured and as fitted, by what is left of the others.
+
+    Returns:
+        The figure, how many panels it has, and how many there would be of all layers.
+    """
+    ranked = together(found)
+    chosen, total = ranked[:MAX_PANELS], sum(layer["measured"][0]["ms"] for layer in found)
+    columns = min(COLUMNS, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    with canvas(columns, rows, 2.2 * rows + 0.6, "staircases") as (figure, panels):
+        for index, (axes, one) in enumerate(zip(panels, chosen, strict=False)):
+            _panel(axes, one, one.ms / total)
+            axes.set_ylabel("ms" if index % columns == 0 else "", fontsize=8)
+        for axes in panels[len(chosen) :]:
+            axes.set_axis_off()
+        figure.legend(handles=_legend(figure), loc="outside upper right", ncols=len(SHARES) + 2)
+        return (
+            svg(figure, "Latency of the costliest layers against their widths, measured and fitted"),
+            len(chosen),
+            len(ranked),
+        )
+
+
+def _panel(axes: Any, one: Alike, share: float) -> None:
+    size = int(one.full[one.main])
+    along = np.arange(1, size + 1, dtype=float)
+    for part in SHARES if len(one.widths) > 1 else SHARES[:1]:
+        kept = np.tile(np.maximum(1, np.round(part * one.full)), (size, 1))
+        kept[:, one.main] = along
+        axes.plot(along, one.at(kept), color=DEPTH(part), linewidth=1.3, drawstyle=one.drawn, zorder=2)
+    kept, ms = one.points
+    axes.scatter(kept[:, one.main], ms, s=11, c=DEPTH(one.others(kept)), edgecolors="white", linewidths=0.4, zorder=3)
+    dense = slice(None, None, len(one.layers[0]["measured"]))
+    axes.scatter(kept[dense, one.main], ms[dense], s=26, facecolors="none", edgecolors=INK, linewidths=1.1, zorder=4)
+    more = f" and {len(one.layers) - 1} alike" if len(one.layers) > 1 else ""
+    name = shortened(one.layers[0]["module"] or "(root)", 34 - len(more))
+    axes.set_title(f"{name}{more}: {100 * share:.1f} %", fontsize=8.5)
+    axes.set_xlabel(one.widths[one.main]["name"], fontsize=8)
+    top = max(ms.max(), *(line.get_ydata().max() for line in axes.get_lines()))
+    axes.set(xlim=(0, 1.04 * size), ylim=(0, 1.1 * top))
+    axes.xaxis.set_major_locator(FixedLocator(sorted({max(1, round(part * size)) for part in SHARES})))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.tick_params(labelsize=7.5)
+
+
+def _legend(figure: Any) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], color=DEPTH(part), linewidth=1.6, label=f"{part:.0%}".replace("%", " %"))
+        for part in SHARES[::-1]
+    ]
+    lines[0].set_label("other widths at 25 %")
+    ring: dict[str, Any] = {"marker": "o", "linestyle": "none", "markerfacecolor": "none", "markeredgecolor": INK}
+    dot: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": DEPTH(1.0), "markersize": 3.5}
+    return [*lines, Line2D([], [], **dot, label="measured"), Line2D([], [], **ring, markersize=5, label="dense")]
+
+
+KINDS = {"fitted to": ("o", GREY, 20), "held out": ("o", COLOURS["pruned"], 34), "dense": ("D", INK, 34)}
+"""How networks are marked: shape, colour, size."""
+
+
+def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
+    """Whole networks: predicted against measured milliseconds, and the error against the MACs that are left.
+
+    Args:
+        networks: as in `networks.csv`, the dense one first.
+    """
+    kinds = ["dense", *("held out" if row["held_out"] else "fitted to" for row in networks[1:])]
+    with canvas(2, 1, 3.6, "predictions") as (figure, (whole, errors)):
+        for kind, (marker, colour, size) in KINDS.items():
+            rows = [row for row, of in zip(networks, kinds, strict=True) if of == kind]
+            style: dict[str, Any] = {"marker": marker, "color": colour, "s": size, "edgecolors": "white", "zorder": 3}
+            whole.scatter(
+                [one["measured_ms"] for one in rows], [one["predicted_ms"] for one in rows], label=kind, **style
+            )
+            errors.scatter([100 * one["macs_left"] for one in rows], [100 * one["error"] for one in rows], **style)
+        most = 1.06 * max(max(row["measured_ms"], row["predicted_ms"]) for row in networks)
+        whole.plot([0, most], [0, most], color=GREY, linewidth=0.9, zorder=2)
+        whole.set(title="Latency of whole networks", xlabel="measured, ms", ylabel="predicted, ms")
+        whole.set(xlim=(0, most), ylim=(0, most))
+        errors.axhline(0, color=GREY, linewidth=0.9, zorder=2)
+        reach = 1.15 * max(5.0, *(100 * abs(row["error"]) for row in networks))
+        errors.set(title="Error of the prediction (above 0: too slow)", ylim=(-reach, reach), xlim=(0, 104))
+        errors.set(xlabel="multiply-accumulates left, %", ylabel="percent of the measured time")
+        figure.legend(loc="outside upper right", ncols=3)
+        return svg(figure, "Predicted against measured latency of whole networks, and the error of the prediction")

@@ -1,0 +1,83 @@
+"""The parts that a run's settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from prunekit.channels import ChannelMap
+from prunekit.data import Splits, batches
+from prunekit.errors import UsageError
+from prunekit.planning import Plan
+from prunekit.training.averaging import Average
+from prunekit.training.distillation import Distillation
+from prunekit.training.features import PlanInForce
+from prunekit.training.parts import Part
+from prunekit.training.regularisers import Sparsifying
+from prunekit.training.settings import TrainSettings
+
+STATISTICS_IMAGES = 2048
+"""Training images that an average's BatchNorm statistics are taken from, at most; the calibration's many times over."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What parts need beside settings.
+
+    Attributes:
+        splits: the images.
+        batch: images in a batch.
+        teacher: the dense model, with its weights, for distillation.
+        channel_map: of the model, for regularisers.
+        removed: the plan whose channels `growing` shrinks; the model is not masked by it.
+        masks: the plan that masks the model.
+    """
+
+    splits: Splits
+    batch: int
+    teacher: nn.Module | None = None
+    channel_map: ChannelMap | None = None
+    removed: Plan | None = None
+    masks: PlanInForce = lambda: None
+
+
+def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
+    """Distillation, regulariser and average, as far as the settings ask for them; enter them after masks.
+
+    Raises:
+        UsageError: there is no teacher, channel map or plan for what is asked for.
+    """
+    parts: list[Part] = []
+    if settings.distill is not None:
+        if sources.teacher is None:
+            raise UsageError("distill: expected a trained model to learn from, and there is none here; leave it out")
+        parts.append(Distillation(sources.teacher, settings.distill, sources.masks))
+    if settings.regularise is not None:
+        if sources.channel_map is None:
+            raise UsageError("regularise: expected the channel map of the model (prunekit.trace), got none")
+        parts.append(Sparsifying(settings.regularise, sources.channel_map, sources.removed))
+    if settings.average is not None:
+        train = sources.splits.train
+        chosen = torch.linspace(0, len(train) - 1, min(STATISTICS_IMAGES, len(train))).long()
+        images = batches(train, sources.batch, shuffle_seed=None, indices=chosen)
+        parts.append(Average(settings.average, images, sources.masks))
+    return parts
+
+
+def needs_plan(settings: TrainSettings) -> bool:
+    """Whether training shrinks what a plan removes, and so comes after the plan."""
+    return settings.regularise is not None and settings.regularise.method == "growing"
+
+
+def require_asked(settings: TrainSettings, parts: Sequence[Part]) -> None:
+    """Checks that nothing which settings ask for is silently left out.
+
+    Raises:
+        UsageError: the part for it is not among the parts.
+    """
+    for name, kind in (("distill", Distillation), ("regularise", Sparsifying), ("average", Average)):
+        if getattr(settings, name) is not None and not any(isinstance(part, kind) for part in parts):
+            raise UsageError(f"{name} is set, and no {kind.__name__} is among the parts: see training.asked_parts")

@@ -1,0 +1,148 @@
+"""Checkpoints of a training run: whole or not there, checked when they are read, and only the last few of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prunekit.artifacts import remove_leftovers
+from prunekit.errors import ArtifactError, ResumeError
+from prunekit.states import differences, read_state, write_state
+from prunekit.training.settings import CheckpointSettings
+
+SHARE = 0.05
+"""Of the time, at most, that checkpoints by the clock may take."""
+_NAME = re.compile(r"epoch-(\d+)-batch-(\d+)")
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint could not be written; training goes on."""
+
+
+class Checkpoints:
+    """Where a run's checkpoints go, and where it goes on from: the newest whole one that is there.
+
+    A checkpoint is a folder `epoch-<epoch>-batch-<batch>`, named by where it goes on, of safetensors and JSON. One that
+    cannot be written, because the disk is full, is no reason to lose a run: those before the last make room, and if
+    that does not help, the last stays, training goes on, and `log` is told, or a `CheckpointWarning` given.
+
+    Args:
+        folder: of this run alone.
+        settings: how often, and how many are kept.
+        facts: plain data that must be the same where a run is resumed, besides what `fit` knows itself.
+        log: gets a line when a run is resumed, and when something is wrong with a checkpoint; None says only the
+            latter, as a warning.
+
+    Attributes:
+        last: the last checkpoint that was written or resumed from.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        settings: CheckpointSettings | None = None,
+        *,
+        facts: Mapping[str, Any] | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.folder, self.settings, self.facts = Path(folder), settings or CheckpointSettings(), dict(facts or {})
+        self.last: Path | None = None
+        self._log = log
+        self._begun, self._pause, self._step = time.monotonic(), 0.0, 0
+
+    def due(self, step: int) -> bool:
+        """Whether it is time for one, `step` steps into the run."""
+        steps, seconds = self.settings.every_steps, self.settings.every_seconds
+        if steps is not None and step - self._step >= steps:
+            return True
+        return seconds is not None and time.monotonic() - self._begun >= max(seconds, self._pause)
+
+    def write(self, state: Mapping[str, Any], *, epoch: int, batch: int, step: int) -> None:
+        """Writes one, and removes those that are too old; says so when it cannot be written."""
+        begun, path = time.monotonic(), self.folder / f"epoch-{epoch:04d}-batch-{batch:06d}"
+        try:
+            self._write(path, state)
+        except OSError as error:
+            self.warn(f"checkpoint {path} cannot be written ({error}); going on; the last good one: {self.last}")
+        else:
+            self.last = path
+            self._keep(self.settings.keep)
+        self._begun, self._step = time.monotonic(), step
+        self._pause = (self._begun - begun) / SHARE
+
+    def _write(self, path: Path, state: Mapping[str, Any]) -> None:
+        try:
+            write_state(path, state)
+        except OSError:
+            self._keep(1)
+            write_state(path, state)
+
+    def _keep(self, count: int) -> None:
+        for path in self._found()[:-count]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _found(self) -> list[Path]:
+        """All in the folder, the oldest first."""
+        named = [(match, path) for path in self.folder.glob("epoch-*") if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(named, key=lambda pair: (int(pair[0][1]), int(pair[0][2])))]
+
+    def newest(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The state to go on from; None where there is none. What is damaged is said and set aside.
+
+        Args:
+            identity: plain data about the run, which the checkpoint must be of.
+
+        Raises:
+            ResumeError: it is of another run or format; says what differs.
+        """
+        remove_leftovers(self.folder)
+        for path in reversed(self._found()):
+            try:
+                state = read_state(path)
+            except ArtifactError as error:
+                self.warn(f"checkpoint {error}; looking for the one before")
+                with suppress(OSError):
+                    path.rename(path.with_name(f"damaged-{path.name}"))
+                continue
+            require_same(path, state["identity"], identity)
+            self.last, self._step, self._begun = path, state["position"]["step"], time.monotonic()
+            self._keep(self.settings.keep)  # a run may have been killed between writing one and removing another
+            return state
+        return None
+
+    def say(self, message: str) -> None:
+        """Tells whoever listens."""
+        if self._log is not None:
+            self._log(message)
+
+    def warn(self, message: str) -> None:
+        """Tells everyone."""
+        if self._log is not None:
+            self._log(message)
+        else:
+            warnings.warn(message, CheckpointWarning, stacklevel=2)
+
+
+def require_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Checks that what is to be resumed is what it was.
+
+    Args:
+        path: what is to be resumed.
+        there: plain data about what it was, as it was read.
+        here: as it is now.
+
+    Raises:
+        ResumeError: it is not; says what differs.
+    """
+    found = list(differences(there, here))
+    if found:
+        raise ResumeError(
+            "\n  ".join([f"{path}: cannot be resumed with this, it is of another recipe, plan or version:", *found])
+            + "\n  resume it with what it was started with, or start anew"
+        )

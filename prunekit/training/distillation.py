@@ -1,0 +1,169 @@
+"""Knowledge distillation: a student that is trained towards its teacher's logits and features."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prunekit.context import training_mode
+from prunekit.errors import ModelError
+from prunekit.hooks import HookOwner, recomputing
+from prunekit.models import logits
+from prunekit.training.features import Features, PlanInForce, feature_paths, not_alike
+from prunekit.training.parts import Part, Training
+from prunekit.training.settings import DistillSettings
+from prunekit.training.stopwatch import Stopwatch
+
+
+def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher / T || student / T), mean over the batch (Hinton et al. 2015, "Distilling the knowledge").
+
+    The factor T^2 keeps gradients as large as those of the cross entropy, whatever the temperature.
+
+    Args:
+        student, teacher: logits (B, classes); halves are computed with in float32.
+        temperature: T, above 0.
+    """
+    given, wanted = (F.log_softmax(_wide(values) / temperature, dim=1) for values in (student, teacher))
+    return F.kl_div(given, wanted, reduction="batchmean", log_target=True) * temperature**2
+
+
+def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+    """Mean over layers of |student - teacher|^2 / |teacher|^2: hints (Romero et al. 2015, "FitNets") of equal say.
+
+    Args:
+        student, teacher: one tensor for each layer, in the same shapes.
+    """
+    errors = []
+    for given, wanted in zip(map(_wide, student), map(_wide, teacher), strict=True):
+        size = wanted.square().sum().clamp_min(torch.finfo(wanted.dtype).tiny)
+        errors.append((given - wanted).square().sum() / size)
+    return torch.stack(errors).mean()
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype.itemsize < 4 else values
+
+
+@dataclass(frozen=True)
+class TeacherCost:
+    """What the teacher took.
+
+    Attributes:
+        seconds: of all its forward passes.
+        step_share: of the time of the training steps, reading of images left out, 0..1.
+    """
+
+    seconds: float
+    step_share: float
+
+
+class Distillation(Part):
+    """Adds `weight` times `soft_targets`, and where the settings name modules `features.weight` times `feature_error`.
+
+    The teacher runs in eval mode without gradients on the images that the student sees, augmented as those are, and in
+    the same precision. It is not changed. Features are compared call by call, and only in the channels that the plan
+    in force keeps: what is pruned of a masked student is zero, and is not to be learnt.
+
+    Args:
+        teacher: gives logits as the student does, and has the modules that the globs name; moved to the student's
+            device for as long as training takes.
+        settings: what is added.
+        plan: what masks the student.
+
+    Raises:
+        UsageError: on enter, when a glob matches no module.
+        ModelError: in a step, when a module gives no tensor, or one that carries no gradient.
+    """
+
+    def __init__(self, teacher: nn.Module, settings: DistillSettings, plan: PlanInForce = lambda: None) -> None:
+        self._teacher, self._settings, self._plan = teacher, settings, plan
+        self._outputs: tuple[Features, Features] | None = None
+        self._watch = Stopwatch(torch.device("cpu"))
+        self._start: float | None = None
+        self._steps_s = 0.0
+
+    @property
+    def cost(self) -> TeacherCost:
+        """What the teacher took so far."""
+        seconds = self._watch.seconds
+        return TeacherCost(seconds, seconds / self._steps_s if self._steps_s else 0.0)
+
+    @contextmanager
+    def active(self, training: Training) -> Iterator[None]:
+        teacher, before = self._teacher, next(self._teacher.parameters()).device
+        self._watch = Stopwatch(training.device)
+        clock = _Clock(training.model, self._begin)
+        try:
+            teacher.to(training.device)
+            with training_mode(teacher, False), clock, self._features(training.model):
+                yield
+        finally:
+            teacher.to(before)
+
+    @contextmanager
+    def _features(self, student: nn.Module) -> Iterator[None]:
+        wanted = self._settings.features
+        if wanted is None:
+            yield
+            return
+        paths = feature_paths(student, self._settings)
+        given = Features(student, paths, self._plan, trained=True)
+        with given, Features(self._teacher, paths, self._plan, trained=False) as taught:
+            self._outputs = given, taught
+            yield
+        self._outputs = None
+
+    def _begin(self) -> None:
+        if self._start is None:
+            self._start = time.perf_counter()
+
+    def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor:
+        with self._watch.timing(), torch.no_grad():
+            wanted = logits(self._teacher(images))
+        settings = self._settings
+        loss = settings.weight * soft_targets(logits(output), wanted, settings.temperature)
+        if self._outputs is not None and settings.features is not None:
+            given, taught = (outputs.taken() for outputs in self._outputs)
+            if given.keys() != taught.keys() or not given:
+                raise ModelError(not_alike(given, taught))
+            error = feature_error(list(given.values()), [taught[key] for key in given])
+            loss = loss + settings.features.weight * error
+        return loss
+
+    def after_step(self, step: int, made: bool) -> None:
+        if self._start is not None:
+            self._steps_s += time.perf_counter() - self._start
+            self._start = None
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"teacher": f"{self.cost.step_share:.0%}"} if self._steps_s else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self._watch.seconds, "steps_s": self._steps_s}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._watch.add(state["seconds"])
+        self._steps_s += state["steps_s"]
+
+
+class _Clock(HookOwner):
+    """Says when a forward pass of training begins."""
+
+    def __init__(self, model: nn.Module, begin: Callable[[], None]) -> None:
+        super().__init__()
+        self._model, self._begin = model, begin
+
+    def register(self) -> None:
+        self.own_forward_pre(self._model, self._before, again=True)
+
+    def _before(self, module: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled() and not recomputing():
+            self._begin()

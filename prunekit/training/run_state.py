@@ -1,0 +1,151 @@
+"""Everything that a training run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from prunekit.channels.copying import named_tensors
+from prunekit.context import random_state, set_random_state
+from prunekit.data import Splits
+from prunekit.errors import NonFiniteError
+from prunekit.training.best import BestWeights
+from prunekit.training.checkpoints import Checkpoints
+from prunekit.training.clamping import Clamps
+from prunekit.training.nonfinite import non_finite_tensor
+from prunekit.training.parts import Parts
+from prunekit.training.position import Position
+from prunekit.training.settings import TrainSettings
+
+
+@dataclass(frozen=True, eq=False)
+class RunState:
+    """What changes from step to step; between two steps no gradient is among it.
+
+    Attributes:
+        schedule: torch's own, as are the optimizer and the scaler.
+        identity: plain data that must be the same where the run is resumed.
+        checkpoints: where it is kept; None: nowhere.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    scaler: torch.amp.GradScaler | None
+    clamps: Clamps
+    parts: Parts
+    best: BestWeights
+    splits: Splits
+    position: Position
+    identity: Mapping[str, Any]
+    checkpoints: Checkpoints | None
+
+    def resume(self) -> None:
+        """Goes on from the newest checkpoint, if there is one.
+
+        Raises:
+            ResumeError: it is of another run; says what differs.
+        """
+        if self.checkpoints is None or (state := self.checkpoints.newest(self.identity)) is None:
+            return
+        self._load(state)
+        over = state["training"] is None
+        self.checkpoints.say(f"resumed from {self.checkpoints.last}: {'finished' if over else self.position}")
+
+    def keep_if_due(self) -> None:
+        """Writes a checkpoint when it is time.
+
+        Raises:
+            NonFiniteError: a weight is NaN or Inf: nobody could go on from there.
+        """
+        if self.checkpoints is not None and self.checkpoints.due(self.position.step):
+            if (tensor := non_finite_tensor(self.model)) is not None:
+                last = self.checkpoints.last or "none yet"
+                raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
+            self._write(self.checkpoints, over=False)
+
+    def keep_result(self) -> None:
+        """Writes down that the run is over, and what came of it."""
+        if self.checkpoints is not None:
+            self._write(self.checkpoints, over=True)
+
+    def _write(self, checkpoints: Checkpoints, *, over: bool) -> None:
+        at = self.position
+        checkpoints.write(self._state(over), epoch=at.epoch, batch=at.batch, step=at.step)
+
+    def _state(self, over: bool) -> dict[str, Any]:
+        corrupt = {name: dict(part.corrupt.found) for name, part in self._parts_of_data()}
+        return {
+            "identity": self.identity,
+            "position": self.position.state_dict(),
+            "best": self.best.state_dict(),
+            "parts": self.parts.state_dict(),
+            "clamps": self.clamps.state_dict(),
+            "corrupt": corrupt,
+            "training": None if over else self._training(),
+        }
+
+    def _training(self) -> dict[str, Any]:
+        """What the result of a run does not need."""
+        return {
+            "model": self.model.state_dict(),
+            "buffers": _unsaved_buffers(self.model),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "random": random_state(),
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.position.load_state_dict(state["position"])
+        self.best.load_state_dict(state["best"])
+        self.clamps.load_state_dict(state["clamps"])
+        for name, part in self._parts_of_data():
+            part.corrupt.merge(state["corrupt"][name])
+        self.parts.load_state_dict(state["parts"])
+        training = state["training"]
+        if training is not None:
+            self.model.load_state_dict(training["model"])
+            for name, tensor in training["buffers"].items():
+                owner, _, own_name = name.rpartition(".")
+                buffers = self.model.get_submodule(owner)._buffers
+                buffers[own_name] = tensor.to(next(self.model.parameters()).device)
+            self.optimizer.load_state_dict(training["optimizer"])
+            self.schedule.load_state_dict(training["schedule"])
+            if self.scaler is not None:
+                self.scaler.load_state_dict(training["scaler"])
+            set_random_state(training["random"])  # last: nothing may draw after it
+
+    def _parts_of_data(self) -> tuple[tuple[str, Any], ...]:
+        return ("train", self.splits.train), ("validation", self.splits.validation)
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that the model does not put into its state dict; a forward pass may have changed them."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def identity_of(model: nn.Module, splits: Splits, settings: TrainSettings, parts: Parts, **more: Any) -> dict[str, Any]:
+    """What must be the same where a run is resumed, as plain data.
+
+    Args:
+        model, splits, settings, parts: as for `fit`.
+        more: further facts.
+    """
+    return {
+        **more,
+        "training": asdict(settings),
+        "data": splits.fingerprint,
+        "images": [len(splits.train), len(splits.validation)],
+        "model": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in named_tensors(model)},
+        "parts": [type(part).__name__ for part in parts.all],
+        "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
+    }

@@ -1,0 +1,90 @@
+"""A budget of time and all that is needed to plan for it and to measure what a plan takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from prunekit.channels import ChannelMap
+from prunekit.deploy.transform import AS_IT_IS, Transform
+from prunekit.errors import UsageError
+from prunekit.measure.runtimes import Inputs, inputs_like
+from prunekit.planning import PruneSettings
+from prunekit.planning.latency import LatencyTable
+from prunekit.planning.settings import LATENCIES
+from prunekit.workflow.profiled import Profile
+from prunekit.workflow.profiling import profile
+from prunekit.workflow.runs import Log
+
+
+@dataclass(frozen=True, eq=False)
+class LatencyGoal:
+    """What is asked of a model, where, by what it is predicted, and what is timed.
+
+    Attributes:
+        model: dense; on the CPU. Its weights make no difference to time.
+        channel_map: of it, traced.
+        inputs: that it takes.
+        settings: budgets, of which at least one is of time, and the target.
+        profile: of the target, or of the runtime that stands in for it.
+        transform: what is done to the dense model and to every compact one before they are timed.
+    """
+
+    model: nn.Module
+    channel_map: ChannelMap
+    inputs: Inputs
+    settings: PruneSettings
+    profile: Profile
+    transform: Transform = AS_IT_IS
+
+    @property
+    def table(self) -> LatencyTable:
+        """By which plans are predicted."""
+        return self.profile.table
+
+    @property
+    def asked(self) -> dict[str, float]:
+        """The budgets of time that are given."""
+        given = {name: getattr(self.settings.budget, name) for name in LATENCIES}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @cached_property
+    def dense(self) -> nn.Module:
+        """What compact models are timed beside: the dense one with all that is done to them but pruning."""
+        return self.transform(self.model)
+
+
+def goal_for(
+    model: nn.Module,
+    example_inputs: Sequence[Any],
+    channel_map: ChannelMap,
+    settings: PruneSettings,
+    *,
+    transform: Transform = AS_IT_IS,
+    log: Log,
+) -> LatencyGoal | None:
+    """Profiles a model on the target of the settings; None where no budget is one of time.
+
+    Args:
+        model, channel_map, settings, transform: as in `LatencyGoal`.
+        example_inputs: positional arguments of `forward`.
+        log: gets a line for each network.
+
+    Raises:
+        UsageError: the model takes something else than tensors with a batch, or as for `profile`.
+    """
+    if not settings.budget.measured:
+        return None
+    try:
+        inputs = inputs_like(example_inputs)
+    except UsageError as error:
+        raise UsageError(
+            f"budget latency_ms or speedup: {error}; give macs, params, channels or size_mb instead"
+        ) from error
+    found = profile(model, channel_map, inputs, settings.target, settings, transform=transform, log=log)
+    log(f"profile: {found}")
+    return LatencyGoal(model, channel_map, inputs, settings, found, transform)

@@ -1,0 +1,155 @@
+"""Stages of a run that are over, as they are kept for when it is resumed: none is done a second time."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prunekit.artifacts import read_json, write_json
+from prunekit.channels.copying import named_tensors
+from prunekit.compaction import compact
+from prunekit.errors import ArtifactError, ResumeError
+from prunekit.planning import Plan, load_plan
+from prunekit.repair import LayerRepair, RepairReport
+from prunekit.repair.report import RepairMemory
+from prunekit.states import read_state, write_state
+from prunekit.workflow.attempts import Attempt, Timing
+from prunekit.workflow.delivered import Frozen
+from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.planned import Planned
+from prunekit.workflow.runs import RunFolder
+
+
+class Clock:
+    """Seconds of each stage of a run, those before it was resumed included; what a kill lost of a stage is not.
+
+    Args:
+        path: JSON file where they are kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.stages: dict[str, float] = {}
+        with suppress(ArtifactError):  # not there yet
+            self.stages = read_json(path)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times what runs in it."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
+            with suppress(OSError):  # figures must not hide what failed
+                write_json(self._path, self.stages)
+
+
+def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
+    """Keeps the plan and what was found out about it; a schedule writes another into the run's folder at its end."""
+    planned.plan.save(run.resume / "planned")
+    write_state(
+        run.resume / "plan",
+        {
+            "plan": digest_of(planned.plan),
+            "scores": torch.as_tensor(planned.scores),
+            "max_relative_difference": planned.max_relative_difference,
+            "locked_by_trial": planned.locked_by_trial,
+            "frozen": None if frozen is None else _plain(frozen),
+        },
+    )
+
+
+def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tuple[Planned, Frozen | None] | None:
+    """What `keep_plan` kept; None where the run had not come so far.
+
+    Args:
+        dense: with its weights.
+        goal: where a budget is one of time.
+
+    Raises:
+        ResumeError: the plan in the folder is not the one that the run made.
+    """
+    state = _read(run, "plan")
+    if state is None:
+        return None
+    plan = load_plan(run.resume / "planned")
+    if state["plan"] != digest_of(plan):
+        raise ResumeError(
+            f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {digest_of(plan)}, "
+            f"expected {state['plan']}); put that back, or start anew"
+        )
+    small = compact(dense, plan)
+    planned = Planned(
+        plan, state["scores"].numpy(), small, state["max_relative_difference"], tuple(state["locked_by_trial"])
+    )
+    run.log("plan: that of the run, from its folder")
+    return planned, _frozen(state["frozen"], planned, None if goal is None else replace(goal, model=dense))
+
+
+def digest_of(plan: Plan) -> str:
+    """SHA-256 of what a plan keeps."""
+    found = hashlib.sha256(plan.keep.tobytes())
+    for name, mask in sorted(plan.element_masks.items()):
+        found.update(name.encode() + mask.numpy().tobytes())
+    return found.hexdigest()
+
+
+def _plain(frozen: Frozen) -> dict[str, Any]:
+    attempts = [asdict(attempt) for attempt in frozen.attempts]
+    return {"attempts": attempts, "binding": frozen.binding}
+
+
+def _frozen(state: dict[str, Any] | None, planned: Planned, goal: LatencyGoal | None) -> Frozen | None:
+    if state is None or goal is None:
+        return None
+    attempts = tuple(Attempt(**{**one, "timing": Timing(**one["timing"])}) for one in state["attempts"])
+    return Frozen(goal, planned, attempts, state["binding"])
+
+
+def keep_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:
+    """Keeps the weights of the repaired model, and what was done."""
+    weights = {name: tensor.detach() for name, tensor in named_tensors(model)}
+    write_state(run.resume / "repair", {"weights": weights, "report": None if report is None else asdict(report)})
+
+
+def kept_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairReport | None] | None:
+    """What `keep_repair` kept; None where the run had not come so far.
+
+    Args:
+        dense: on the CPU; only copied.
+    """
+    state = _read(run, "repair")
+    if state is None:
+        return None
+    model = copy.deepcopy(dense)
+    with torch.no_grad():
+        for name, tensor in named_tensors(model):
+            tensor.copy_(state["weights"][name])
+    run.log("repair: that of the run, from its folder")
+    found = state["report"]
+    if found is None:
+        return model, None
+    layers = tuple(LayerRepair(**layer) for layer in found["layers"])
+    return model, RepairReport(**{**found, "layers": layers, "memory": RepairMemory(**found["memory"])})
+
+
+def _read(run: RunFolder, name: str) -> dict[str, Any] | None:
+    """A stage's state; None when it is not there, or damaged, which is said."""
+    folder = run.resume / name
+    if not folder.exists():
+        return None
+    try:
+        return read_state(folder)
+    except ArtifactError as error:
+        run.log(f"{name}: {error}; made again")
+        return None

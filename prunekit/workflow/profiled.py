@@ -1,0 +1,186 @@
+"""What a latency profile found: the table, how well it predicts, and what every layer took in every network."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from prunekit.channels import ChannelMap
+from prunekit.channels.labels import Labels
+from prunekit.measure.profile import Sample
+from prunekit.planning.latency import LatencyTable, LayerLatency
+
+OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a table from all networks but those that were held out says of a network, and what that took.
+
+    Attributes:
+        measured_ms: scaled, as the table is, by what the dense model took beside it.
+        macs_left: share of the dense model's; 1 for the dense model itself.
+        held_out: whether the table was not fitted to it.
+    """
+
+    predicted_ms: float
+    measured_ms: float
+    macs_left: float
+    held_out: bool
+
+    @property
+    def error(self) -> float:
+        """Relative: above 0 where the prediction is too slow."""
+        return self.predicted_ms / self.measured_ms - 1
+
+    def row(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self) | {"error": self.error}
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """A latency table and what it was made from.
+
+    Attributes:
+        table: fitted to all networks.
+        predictions: of every network, the dense one first, by a table that was not fitted to those that were held out.
+        samples: the networks, in the same order.
+        notes: what to know about the figures.
+        seconds: that it took.
+    """
+
+    table: LatencyTable
+    predictions: tuple[Check, ...]
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """The networks that were held out."""
+        return tuple(check for check in self.predictions if check.held_out)
+
+    @property
+    def error(self) -> float:
+        """Median of the relative errors, without their signs, on networks that were held out."""
+        return float(np.median([abs(check.error) for check in self.checks]))
+
+    def summary(self) -> dict[str, Any]:
+        """As plain data: how well the table predicts, and what every layer takes in the dense model."""
+        return {
+            "setting": dict(self.table.setting),
+            "networks": len(self.samples),
+            "seconds": self.seconds,
+            "dense_ms": self.table.dense_ms,
+            "error": self.error,
+            "layers": self.rows(),
+            "checks": [check.row() for check in self.checks],
+            "notes": list(self.notes),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every module that takes time, the slowest first: in the dense model, and in what steps its widths count."""
+        times = self.samples[0].times.modules_ms
+        total = sum(times.values())
+        return [
+            {
+                "module": layer.module,
+                "dense_ms": times[layer.module],
+                "share": times[layer.module] / total,
+                "constant_ms": layer.constant,
+                "steps": " ".join(map(str, sorted({step for term in layer.terms for step in term.steps}))),
+                "error": layer.error,
+            }
+            for layer in self._slowest()
+        ]
+
+    def fits(self, model: nn.Module, channel_map: ChannelMap) -> list[dict[str, Any]]:
+        """What every module that takes time took in every network, and the fit, by the module's widths; slowest first.
+
+        Args:
+            model: that was profiled; says what is an output and what an input.
+            channel_map: of it, that the table was fitted with.
+        """
+        final = channel_map.traced.final
+        kept = [sample.keep[final] for sample in self.samples]
+        scales = [self.table.dense_ms / sample.times.dense_ms for sample in self.samples]
+        found = []
+        for layer in self._slowest():
+            widths = _Widths(layer, final)
+            times = [sample.times.modules_ms.get(layer.module, 0.0) for sample in self.samples]
+            measured = [
+                {"kept": [int(np.count_nonzero(one[width])) for width in widths.free], "ms": scale * ms}
+                for one, scale, ms in zip(kept, scales, times, strict=True)
+            ]
+            found.append(
+                {
+                    "module": layer.module,
+                    "constant_ms": layer.constant,
+                    "widths": [
+                        {"name": _name(layer.module, final[width], model, channel_map), "channels": width.size}
+                        for width in widths.free
+                    ],
+                    "terms": widths.terms,
+                    "measured": measured,
+                }
+            )
+        return found
+
+    def _slowest(self) -> list[LayerLatency]:
+        """The layers that take time, the one that takes most first."""
+        times = self.samples[0].times.modules_ms
+        taking = (layer for layer in self.table.layers if times.get(layer.module, 0.0) > 0)
+        return sorted(taking, key=lambda layer: -times[layer.module])
+
+    def __str__(self) -> str:
+        worst = max(abs(check.error) for check in self.checks)
+        notes = "".join(f"; {note}" for note in self.notes)
+        return (
+            f"{len(self.samples)} networks in {self.seconds:.0f} s; the sum of the layers predicts those held out with "
+            f"a median error of {self.error:.1%}, at most {worst:.1%}{notes}"
+        )
+
+
+class _Widths:
+    """The widths of a layer that plans change, each once, and the terms of its fit in them.
+
+    Attributes:
+        free: labels of each width, in the numbering of the trace.
+        terms: milliseconds for a product of 1, the widths that multiply by their number, and the step of each; widths
+            that no plan changes are in the milliseconds.
+    """
+
+    def __init__(self, layer: LayerLatency, final: Labels) -> None:
+        self.free: list[Labels] = []
+        self.terms: list[dict[str, Any]] = []
+        numbers: dict[bytes, int] = {}
+        for term in layer.terms:
+            ms, widths, steps = term.ms, [], []
+            for factor, step in zip(term.factors, term.steps, strict=True):
+                if not final[factor].any():
+                    ms *= -(-factor.size // step) * step
+                    continue
+                key = np.sort(final[factor]).tobytes()
+                if key not in numbers:
+                    numbers[key] = len(self.free)
+                    self.free.append(factor)
+                widths.append(numbers[key])
+                steps.append(step)
+            self.terms.append({"ms": ms, "widths": widths, "steps": steps})
+
+
+def _name(module: str, width: Labels, model: nn.Module, channel_map: ChannelMap) -> str:
+    """What a width is to a module, by the axes of its weight."""
+    axes = channel_map.labels.get(f"{module}.weight".lstrip("."), ())
+    names = (INPUTS, OUTPUTS) if isinstance(model.get_submodule(module), _ConvTransposeNd) else (OUTPUTS, INPUTS)
+    same = [name for name, axis in zip(names, axes, strict=False) if axis is not None and _alike(axis, width)]
+    return same[0] if len(same) == 1 and len(axes) > 1 else OTHERS
+
+
+def _alike(axis: Labels, width: Labels) -> bool:
+    return np.array_equal(np.sort(axis.reshape(-1)), np.sort(width))

@@ -1,0 +1,109 @@
+"""Which run a job goes on with, and whether it is the same job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prunekit.artifacts import read_json, write_json
+from prunekit.errors import ArtifactError, ResumeError
+from prunekit.states import differences
+from prunekit.training.checkpoints import require_same
+from prunekit.workflow.dense import Prepared, digest, weights_digest
+from prunekit.workflow.runs import RESUME, Log, RunFolder, alive
+
+AUTO = "auto"
+WITHOUT_EFFECT = ("output", "checkpoint")
+"""Keys of a recipe that change nothing in what comes out."""
+
+
+def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:
+    """What a run is of, as plain data: it can only be resumed by the same."""
+    recipe = {key: value for key, value in asdict(prepared.job).items() if key not in WITHOUT_EFFECT}
+    facts = {
+        "command": "finetune" if training else "prune",
+        "recipe": recipe,
+        "data": prepared.splits.fingerprint,
+        "model": {"structure": digest(prepared.structure), "weights": weights_digest(prepared.model)},
+        "device": prepared.device.type,
+        "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return plain
+
+
+def note(run: RunFolder, identity: Mapping[str, Any]) -> None:
+    """Writes into a run's folder what it is of."""
+    write_json(run.resume / "run.json", identity)
+
+
+def find_run(asked: str | Path, runs: Path, identity: Mapping[str, Any], log: Log) -> Path | None:
+    """The folder of the run to go on with; None: there is none, and the log says so.
+
+    Args:
+        asked: its folder, or `auto` for the newest of the same recipe that has not finished.
+        runs: folder of all runs of this name.
+        identity: of the job.
+        log: told what was found.
+
+    Raises:
+        ResumeError: it is of another recipe, model, version or data (what differs), it still runs, or has finished.
+    """
+    if asked != AUTO:
+        return _named(Path(asked), identity)
+    for folder, there in _unfinished(runs):
+        if list(differences(there.get("recipe"), identity["recipe"])) or there.get("command") != identity["command"]:
+            continue
+        if alive(_status(folder)):
+            log(f"resume: {folder} is of this recipe, and still runs")
+            continue
+        require_same(folder, there, identity)
+        return folder
+    log(f"resume: no run of this recipe in {runs} is left unfinished; starting anew")
+    return None
+
+
+def _named(folder: Path, identity: Mapping[str, Any]) -> Path:
+    status = _status(folder)
+    if not status:
+        raise ResumeError(f"{folder}: expected the folder of a run, with a status.json, or 'auto'; found none")
+    if status.get("state") == "finished":
+        raise ResumeError(f"{folder}: the run has finished; there is nothing to resume")
+    if alive(status):
+        raise ResumeError(f"{folder}: the run is still running, as process {status['pid']}; end that first")
+    there = _identity(folder)
+    if there is None:
+        raise ResumeError(f"{folder}: the run ended before it had anything to go on with; start it anew")
+    require_same(folder, there, identity)
+    return folder
+
+
+def _unfinished(runs: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folders of runs that have not finished, and what they are of; the newest first."""
+    found = [folder.parent for folder in runs.glob(f"*/{RESUME}") if _status(folder.parent).get("state") != "finished"]
+    for folder in sorted(found, key=lambda folder: (str(_status(folder).get("started")), folder.name), reverse=True):
+        if (there := _identity(folder)) is not None:
+            yield folder, there
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    return _object(folder / "status.json") or {}
+
+
+def _identity(folder: Path) -> dict[str, Any] | None:
+    return _object(folder / RESUME / "run.json")
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """None for a file that is not there or cannot be read."""
+    try:
+        found = read_json(path)
+    except ArtifactError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,132 @@
+"""The training runs of a job: how each is made from settings, and what is written down of it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import nn
+
+from prunekit.channels import ChannelMap
+from prunekit.planning import Plan
+from prunekit.training import (
+    Checkpoints,
+    ClampRow,
+    Distillation,
+    EpochRow,
+    LearningRateRewinding,
+    Part,
+    PlanInForce,
+    Sources,
+    TrainSettings,
+    asked_parts,
+    fit,
+)
+from prunekit.workflow import results
+from prunekit.workflow.dense import Baseline, Prepared
+from prunekit.workflow.kept import digest_of
+from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.settings import JobSettings
+from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
+
+
+def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
+    """Where one of a job's trainings goes on from; None where the job wants no checkpoints."""
+    if job.checkpoint is None:
+        return None
+
+    def log(message: str) -> None:
+        run.log(f"{name}: {message}")
+
+    return Checkpoints(run.resume / name, job.checkpoint, facts=facts, log=log)
+
+
+class Trainings:
+    """Trains models of a job and keeps the tables of all runs up to date.
+
+    Args:
+        prepared: what the job works on.
+        run: where it writes.
+        progress: shows bars on stderr.
+        baseline: the dense model, which teaches where settings say `distill`.
+    """
+
+    def __init__(self, prepared: Prepared, run: RunFolder, baseline: Baseline, *, progress: bool) -> None:
+        self._prepared, self._run, self._progress = prepared, run, progress
+        self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
+        self._history: list[dict[str, Any]] = []
+        self._clamps: list[dict[str, Any]] = []
+        self._teaching: dict[str, dict[str, float]] = {}
+        self._note("baseline", baseline.rows, baseline.clamps)
+
+    def summary(self) -> dict[str, Any]:
+        """What `metrics.json` holds of them."""
+        return {"clamps": clamp_summary(self._clamps), "teacher": self._teaching or None}
+
+    def control(self, dense: nn.Module) -> nn.Module:
+        """The dense model after as much training as the pruned one had, with the same settings but no regulariser."""
+        model = copy.deepcopy(dense)
+        if self._job.sparsify is not None:
+            model = self.train("control_before", model, replace(self._job.sparsify, regularise=None))
+        return self.train("control", model, replace(self._job.finetune, regularise=None), *self.rewinding())
+
+    def rewinding(self) -> list[Part]:
+        """What the pruned model and its control share of a schedule."""
+        schedule = self._job.prune.schedule
+        return [] if schedule is None else [LearningRateRewinding(schedule)]
+
+    def train(
+        self,
+        name: str,
+        model: nn.Module,
+        settings: TrainSettings,
+        *parts: Part,
+        masks: PlanInForce = lambda: None,
+        chart: ChannelMap | None = None,
+        removed: Plan | None = None,
+    ) -> nn.Module:
+        """Trains a model in place; it is on the CPU afterwards.
+
+        Args:
+            name: of the run, in tables, logs and file names.
+            parts: entered before those that the settings ask for.
+            masks, chart, removed: see `Sources`.
+        """
+        sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks)
+        asked = asked_parts(settings, sources)
+        plan = masks() if removed is None else removed
+        facts = {} if plan is None else {"plan": digest_of(plan)}
+        history = fit(
+            model,
+            self._prepared.splits,
+            settings,
+            device=self._prepared.device,
+            seed=self._job.seed,
+            batch=self._job.data.batch,
+            workers=self._job.data.reading,
+            parts=[*parts, *asked],
+            own_optimizer=self._prepared.optimizer_for(settings),
+            progress=self._progress,
+            label=name,
+            checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
+            checkpoints=checkpoints_of(self._run, self._job, name, **facts),
+        )
+        self._note(name, history.rows, history.clamps)
+        for part in asked:
+            if isinstance(part, Distillation):
+                cost = part.cost
+                self._teaching[name] = asdict(cost)
+                self._log(f"{name}: the teacher took {cost.seconds:.1f} s, {cost.step_share:.1%} of the training steps")
+        return model.cpu()
+
+    def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
+        skipped = sum(row.skipped for row in rows)
+        if skipped:
+            self._log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
+        self._clamps += clamp_rows(name, clamps)
+        if self._clamps:
+            write_csv(self._run.path / "clamps.csv", self._clamps)
+        self._history += history_rows(name, rows)
+        write_csv(self._run.path / "history.csv", self._history, ("run", *EpochRow.__dataclass_fields__))
+        results.write_events(self._run.path / "tensorboard" / name, rows)

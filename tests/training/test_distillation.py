@@ -1,0 +1,197 @@
+"""Distillation: losses by hand, a teacher that is left alone, features in the kept channels."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training_models import CPU, net, splits
+
+import prunekit
+from prunekit.context import training_mode
+from prunekit.errors import ModelError, UsageError
+from prunekit.hooks import count_hooks
+from prunekit.masking import masked
+from prunekit.planning import Plan
+from prunekit.training import (
+    Distillation,
+    DistillSettings,
+    FeatureSettings,
+    Training,
+    TrainSettings,
+    Within,
+    fit,
+)
+from prunekit.training.distillation import feature_error, soft_targets
+
+BOTH = DistillSettings(weight=0.7, temperature=3.0, features=FeatureSettings(("0", "1", "5"), weight=0.4))
+
+
+def pruned(model: nn.Module) -> Plan:
+    chart = prunekit.trace(model, (torch.zeros(2, 3, 8, 8),))
+    keep = np.ones(chart.n_labels, bool)
+    keep[chart.groups[0].labels[:3]] = False
+    return Plan(chart, keep)
+
+
+def training(model: nn.Module) -> Training:
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, 4, 2)
+
+
+def test_logits_follow_the_formula() -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64)
+    t = 2.5
+    by_hand = 0.0
+    for s, q in zip(student.tolist(), teacher.tolist(), strict=True):
+        p = [np.exp(v / t) / sum(np.exp(w / t) for w in q) for v in q]
+        r = [np.exp(v / t) / sum(np.exp(w / t) for w in s) for v in s]
+        by_hand += sum(a * np.log(a / b) for a, b in zip(p, r, strict=True)) / 5
+    assert soft_targets(student, teacher, t).item() == pytest.approx(t**2 * by_hand, rel=1e-12)
+    assert soft_targets(teacher, teacher, t).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_factor_keeps_the_gradient_of_logits_as_large_at_any_temperature() -> None:
+    """At a high temperature the gradient is (s - q) / classes for centred logits (Hinton et al. 2015, section 2.1)."""
+    torch.manual_seed(0)
+    student = (values := torch.randn(1, 6, dtype=torch.float64)).sub(values.mean()).requires_grad_()
+    teacher = (values := torch.randn(1, 6, dtype=torch.float64)).sub(values.mean())
+    soft_targets(student, teacher, 1e4).backward()  # type: ignore[no-untyped-call]
+    assert student.grad is not None
+    torch.testing.assert_close(student.grad, (student - teacher).detach() / 6, rtol=1e-3, atol=0)
+
+
+def test_features_follow_the_formula() -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
+    wanted = [torch.randn(2, 3, 4, dtype=torch.float64), 100 * torch.randn(5, dtype=torch.float64)]
+    by_hand = sum(((a - b) ** 2).sum() / (b**2).sum() for a, b in zip(given, wanted, strict=True)) / 2
+    torch.testing.assert_close(feature_error(given, wanted), by_hand, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_a_step_adds_both_losses_in_the_kept_channels(halved: bool) -> None:
+    student, teacher = net(1).double(), net(2).double()
+    plan = pruned(net()) if halved else None
+    images, labels = torch.randn(6, 3, 8, 8, dtype=torch.float64), torch.arange(6) % 4
+    student[3].eval()
+    part = Distillation(teacher, BOTH, lambda: plan)
+    with part.active(training(student)):
+        output = student(images)
+        loss = part.loss(images, output, labels)
+    with torch.no_grad(), training_mode(teacher, False):
+        conv = teacher[0](images)
+        norm = teacher[1](conv)
+        wanted = teacher[5](teacher[4](torch.relu(norm)))
+    keep = plan.keep[plan.channel_map.activations["0", "output", 0]] if plan is not None else np.ones(8, bool)
+    assert keep.sum() == (5 if halved else 8)
+    at = torch.from_numpy(keep)
+    given = student[0](images)
+    pairs = [(given[:, at], conv[:, at]), (student[1](given)[:, at], norm[:, at]), (output, wanted)]
+    features = sum(((a - b) ** 2).sum() / (b**2).sum() for a, b in pairs) / 3
+    p, q = torch.softmax(wanted / 3, 1), torch.softmax(output / 3, 1)
+    expected = 0.7 * 9 * (p * (p / q).log()).sum(1).mean() + 0.4 * features
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    assert loss.requires_grad
+
+
+def test_the_teacher_is_unchanged_and_nothing_is_left_behind() -> None:
+    student, teacher = net(1), net(2)
+    teacher[1].eval()
+    before = copy.deepcopy(teacher.state_dict())
+    part = Distillation(teacher, BOTH)
+    settings = TrainSettings(epochs=2, lr=0.05, distill=BOTH, accumulate=2)
+    history = fit(student, splits(), settings, device=CPU, seed=1, batch=16, parts=[part])
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert (teacher.training, teacher[1].training) == (True, False)
+    assert count_hooks(student) == count_hooks(teacher) == 0
+    assert 0 < part.cost.seconds < sum(row.seconds for row in history.rows)
+    assert 0 < part.cost.step_share < 1
+    again = Distillation(teacher, BOTH)
+    again.load_state_dict(part.state_dict())
+    assert again.cost == part.cost
+
+
+def test_a_student_comes_closer_to_its_teacher() -> None:
+    """Trained against labels that say nothing, a student learns what the teacher knows from its logits alone."""
+    teacher = net(2)
+    fit(teacher, splits(), TrainSettings(epochs=5, lr=0.1), device=CPU, seed=1, batch=16)
+    reached = []
+    for weight in (0.0, 2.0):
+        settings = TrainSettings(epochs=3, lr=0.02, label_smoothing=0.999, distill=DistillSettings(weight))
+        student = net(1)
+        part = Distillation(teacher, DistillSettings(weight))
+        rows = fit(student, splits(), settings, device=CPU, seed=1, batch=16, parts=[part]).rows
+        reached.append(rows[-1].validation_loss)
+    assert reached[1] < 0.8 * reached[0]
+
+
+def test_masks_and_checkpointing_go_with_features() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.body, self.reentrant = net(1), reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.body, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    settings = DistillSettings(features=FeatureSettings(("body.1",)))
+    teacher = Checkpointed(False)
+    for reentrant in (False, True):
+        student = Checkpointed(reentrant)
+        part = Distillation(teacher, settings)
+        images = torch.randn(4, 3, 8, 8, requires_grad=True)
+        with part.active(training(student)):
+            output = student(images)
+            if reentrant:  # its first pass records nothing
+                with pytest.raises(
+                    ModelError, match=r"distill\.features: body.1 did not run as often.*use_reentrant=True"
+                ):
+                    part.loss(images, output, torch.arange(4))
+                continue
+            part.loss(images, output, torch.arange(4)).backward()  # type: ignore[no-untyped-call]
+        assert student.body[0].weight.grad.abs().sum() > 0
+    model, plan = net(1), pruned(net(1))
+    steps = Within(lambda run: masked(model, plan, run.optimizer))
+    part = Distillation(net(2), BOTH, lambda: plan)
+    run = TrainSettings(epochs=1, lr=0.05, distill=BOTH)
+    fit(model, splits(), run, device=CPU, seed=1, batch=16, parts=[steps, part])
+    assert not model[0].weight[~torch.from_numpy(plan.keep[plan.channel_map.labels["0.weight"][0]])].any()
+
+
+def test_globs_and_modules_that_do_not_fit_are_named() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.pair = Pair()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.pair(self.inner(x))[0])  # type: ignore[no-any-return]
+
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, x
+
+    def added(model: nn.Module, *globs: str, teacher: nn.Module | None = None) -> Any:
+        part = Distillation(teacher or Two(), DistillSettings(features=FeatureSettings(globs)))
+        with part.active(training(model)):
+            return part.loss(x := torch.randn(3, 2), model(x), torch.zeros(3).long())
+
+    with pytest.raises(UsageError, match=r"distill\.features\.modules: 'iner' matches no module path.*'inner'"):
+        added(Two(), "iner")
+    with pytest.raises(ModelError, match="pair gives a tuple; expected one tensor"):
+        added(Two(), "pair")
+    frozen = Two()
+    frozen.inner.requires_grad_(False)
+    with pytest.raises(ModelError, match="the output of inner carries no gradient"):
+        added(frozen, "inner")
+    assert count_hooks(frozen) == 0
+    with pytest.raises(UsageError, match="distill is set, and no Distillation is among the parts"):
+        fit(net(), splits(), TrainSettings(distill=DistillSettings()), device=CPU, seed=0, batch=16)

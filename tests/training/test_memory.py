@@ -1,0 +1,65 @@
+"""No part of a training run keeps more with every step."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import torch
+from torch import nn
+from training_models import CPU, net, splits
+
+import prunekit
+from prunekit.masking import ClampSettings, masked
+from prunekit.planning import Plan
+from prunekit.training import (
+    AverageSettings,
+    DistillSettings,
+    FeatureSettings,
+    Part,
+    RegulariserSettings,
+    Sources,
+    TrainSettings,
+    Within,
+    asked_parts,
+    fit,
+)
+
+
+class Live(Part):
+    """Counts tensors, their bytes and all objects after each epoch's last step."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.found = steps, []  # type: tuple[int, list[tuple[int, int, int]]]
+
+    def after_step(self, step: int, made: bool) -> None:
+        if step % self.steps == 0:
+            gc.collect()
+            objects = gc.get_objects()
+            tensors = [found for found in objects if issubclass(type(found), torch.Tensor)]
+            self.found.append((len(tensors), sum(t.untyped_storage().nbytes() for t in tensors), len(objects)))
+
+
+def test_nothing_grows_with_steps() -> None:
+    model: nn.Module = net()
+    chart = prunekit.trace(model, (torch.zeros(2, 3, 8, 8),))
+    keep = np.ones(chart.n_labels, bool)
+    keep[chart.groups[0].labels[:3]] = False
+    plan = Plan(chart, keep)
+    settings = TrainSettings(
+        epochs=8,
+        lr=0.01,
+        distill=DistillSettings(features=FeatureSettings(("0", "1"))),
+        regularise=RegulariserSettings("group_lasso"),
+        average=AverageSettings(),
+        clamp_activation_grad=ClampSettings(1e-3),
+        clamp_weight_grad=ClampSettings(1e-3, "norm"),
+    )
+    sources = Sources(splits(), 16, net(2), chart, masks=lambda: plan)
+    live = Live(steps=4)
+    parts = [Within(lambda run: masked(model, plan, run.optimizer)), *asked_parts(settings, sources), live]
+    fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=parts)
+    tensors, sizes, objects = zip(*live.found[2:], strict=True)  # what is kept once is there by the third epoch
+    assert len(set(tensors)) == 1
+    assert len(set(sizes)) == 1
+    assert max(objects) - min(objects) < live.steps * (len(objects) - 1)  # less than one object a step

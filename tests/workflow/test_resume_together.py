@@ -1,0 +1,117 @@
+"""What sparsifies, prunes while training, teaches and averages is resumed together, in every training of a job."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import safetensors.torch
+import torch
+from killing import die, forked, patched
+from resume_jobs import folder_of, job
+
+from prunekit import artifacts, states
+from prunekit.artifacts import read_json
+from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.training import (
+    AverageSettings,
+    CheckpointSettings,
+    DistillSettings,
+    FeatureSettings,
+    RegulariserSettings,
+    TrainSettings,
+)
+from prunekit.workflow import JobSettings, finetune
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+TRAININGS = ("sparsified", "pruned", "control_before", "control")
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process has written is there without waiting for the disk."""
+    monkeypatch.setattr(artifacts, "_sync", lambda path: None)
+
+
+def together(output: Path) -> JobSettings:
+    schedule = ScheduleSettings(
+        "iterative", begin=0.3, end=1.0, rounds=2, score="movement", regrow=True, freeze=1.8, rewind_lr=True
+    )
+    features = FeatureSettings(modules=("layer2",))
+    return job(
+        output,
+        sparsify=TrainSettings(epochs=1, lr=0.02, regularise=RegulariserSettings("growing", every=2)),
+        prune=PruneSettings(budget=BudgetSettings(macs=0.5), scope="global", schedule=schedule),
+        repair=None,
+        finetune=TrainSettings(
+            epochs=2, lr=0.02, nesterov=True, distill=DistillSettings(features=features), average=AverageSettings()
+        ),
+        activations=None,
+        checkpoint=CheckpointSettings(every_steps=2),
+    )
+
+
+def run(output: Path, dying: str = "", resume: str | None = "auto") -> None:
+    """Runs the job, and is killed in the third checkpoint of a training, or when the report is due."""
+    left, write = [3], states.save_tensors
+
+    def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        write(path, tensors)
+        if path.parent.parent.name == dying:
+            left[0] -= 1
+            if not left[0]:
+                path.write_bytes(path.read_bytes()[:100])
+                die()
+
+    with patched() as patch:
+        patch.setattr(states, "save_tensors", save)
+        finish = (lambda _: die()) if dying == "report" else None
+        finetune(together(output), log=lambda _: None, resume=resume, finish=finish)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody killed."""
+    output = tmp_path_factory.mktemp("whole_together")
+    assert forked(partial(run, output, resume=None)) == 0
+    return folder_of(output)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, killed in most trainings once, and when all was done."""
+    output = tmp_path_factory.mktemp("resumed_together")
+    for stage in ("sparsified", "pruned", "control", "report"):
+        assert forked(partial(run, output, stage)) == 9, stage
+    assert forked(partial(run, output)) == 0
+    return folder_of(output)
+
+
+def test_weights_and_plan_are_bit_identical(whole: Path, resumed: Path) -> None:
+    for name in ("model/model", "plan", *(f"checkpoints/{name}" for name in ("dense", *TRAININGS))):
+        one, other = (safetensors.torch.load_file(folder / f"{name}.safetensors") for folder in (whole, resumed))
+        assert one.keys() == other.keys()
+        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+
+
+def test_every_figure_but_time_is_the_same(whole: Path, resumed: Path) -> None:
+    for name in ("history", "schedule", "scores", "coupling", "layers"):
+        one, other = (
+            pd.read_csv(folder / f"{name}.csv").drop(columns=["images_per_s", "seconds"], errors="ignore")
+            for folder in (whole, resumed)
+        )
+        pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
+    before, after = (read_json(folder / "metrics.json") for folder in (whole, resumed))
+    for key in ("dense", "control", "pruned", "accuracy", "sparsity", "plan", "parity", "schedule"):
+        assert before[key] == after[key], key
+    assert before["plan"]["budgets"]["macs"]["left"] <= 0.5 * before["plan"]["budgets"]["macs"]["dense"]
+    assert (before["resumed"], after["resumed"]) == (0, 4)
+
+
+def test_plans_changed_while_training(whole: Path) -> None:
+    changes = pd.read_csv(whole / "schedule.csv")
+    assert len(changes) >= 2
+    assert (changes["pruned"] > 0).any()
