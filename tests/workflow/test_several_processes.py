@@ -18,11 +18,12 @@ from prunekit.calibration import CalibrationSettings, ChannelStats
 from prunekit.data import DataSettings
 from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import rank
-from prunekit.errors import PeerError, RunError
+from prunekit.errors import PeerError, RunError, UsageError
 from prunekit.masking import ActivationSettings
 from prunekit.measure import LatencySettings, isolated, latency, measuring
 from prunekit.models import ModelSettings, load_factory
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.planning.settings import ScheduleSettings
 from prunekit.repair import RepairSettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, Own, finetune
