@@ -104,6 +104,7 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
     in_force = Within(lambda run: masked(run.model, plan, run.optimizer))
     average, lasso = TrainSettings(average=AverageSettings()), RegulariserSettings("group_lasso", 1e-6)
     logits, features = DistillSettings(), DistillSettings(features=FeatureSettings(("layer[1-4]",)))
+    yield Case("plain", lambda model: [])  # how far two like steps are apart
     yield Case("masked", lambda model: [in_force])
     yield Case("masks/weights", lambda model: around(lambda run: WeightMasks(run.model, plan, run.optimizer)))
     yield Case("masked+clamps", lambda model: [in_force, Within(clamps)])

@@ -77,17 +77,18 @@ def _pixels(settings: AugmentSettings, size: int) -> Iterator[v2.Transform]:
         yield v2.TrivialAugmentWide(interpolation=bilinear)
 
 
-def augmented(image: Pixels, transform: v2.Transform | None, *draw: int) -> Pixels:
+def augmented(image: Pixels, transform: v2.Transform | None, draw: Draw | None, *which: int) -> Pixels:
     """One image changed at random; torch's random state is afterwards what it was.
 
     Args:
         image: (C, H, W) or a Pillow image.
         transform: which change; None for none.
-        draw: seed, epoch, the image's index in its data set, and what tells one change of it from another.
+        draw: seed and epoch; None changes nothing.
+        which: the image's index in its data set, and what tells one change of it from another.
     """
-    if transform is None:
+    if transform is None or draw is None:
         return image
-    with drawn_from(*draw):
+    with drawn_from(*draw, *which):
         return transform(image)  # type: ignore[no-any-return]
 
 

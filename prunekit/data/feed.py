@@ -45,9 +45,9 @@ class Feed:
         change = self._augmentation(draw)
         if not change.resizes and image.size != (self.size, self.size):
             image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
-        image = augmented(image, change.pixels, *(draw or ()), index)
+        image = augmented(image, change.pixels, draw, index)
         normalised = self.normalised(pil_to_tensor(image).float() / 255)
-        return augmented(normalised, change.normalised, *(draw or ()), index, ERASING)
+        return augmented(normalised, change.normalised, draw, index, ERASING)
 
     def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
         """Images (B, C, H, W) with values in 0..1 as (B, 3, size, size); bilinear, antialiased when they shrink."""
@@ -71,7 +71,7 @@ class Feed:
 
 def _each(images: Tensor, transform: v2.Transform | None, draw: Draw | None, indices: Tensor, *which: int) -> Tensor:
     """Images (B, C, H, W) changed one by one."""
-    if transform is None or draw is None:
+    if transform is None:
         return images
     pairs = zip(images, indices.tolist(), strict=True)
-    return torch.stack([augmented(image, transform, *draw, index, *which) for image, index in pairs])
+    return torch.stack([augmented(image, transform, draw, index, *which) for image, index in pairs])

@@ -110,7 +110,7 @@ class DataSettings:
     prefetch: PositiveInt = 2
     """Batches that each worker reads ahead."""
     persistent_workers: bool = True
-    """Workers stay from one epoch to the next."""
+    """Workers stay from one epoch to the next, those of training and of validation beside each other."""
     pin_memory: bool = True
     """What workers read goes to page-locked memory where the device is CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3

@@ -109,7 +109,8 @@ class ScheduleSettings:
     """In place of `rounds`: the distance."""
     score: ScheduleScore = "criterion"
     """Channels are scored anew each time: by the criterion on the weights of that moment, or by how far training has
-    moved their weights away from zero (Sanh et al. 2020, Movement pruning)."""
+    moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the training
+    is the criterion's in any case."""
     regrow: bool = False
     """Whether channels that were pruned may come back, with the values they had when they were."""
     freeze: Annotated[float, Gt(0)] | None = None

@@ -68,7 +68,7 @@ class Epochs:
         if not self.settings.epochs:
             best.keep()
         self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
-        resumed = at.epoch > self.settings.epochs
+        over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
             row = self._epoch(at)
             at.next_epoch(row, self.steps)
@@ -76,7 +76,7 @@ class Epochs:
                 on_epoch(row)
             if at.epoch <= self.settings.epochs:
                 self.state.keep_if_due()
-        if not resumed:
+        if not over:
             self.state.keep_result()
 
     def _epoch(self, at: Position) -> EpochRow:

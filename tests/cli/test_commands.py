@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -211,9 +212,15 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
             "size_mb": {"asked": 1.5, "left": 1.49, "dense": 3.0},
         }
     }
+    stages = [{"step": 16, "epoch": 0.5, "macs": 0.75}, {"step": 32, "epoch": 1.0, "macs": 0.5}]
+    plan |= {"schedule": {"kind": "linear", "steps_per_epoch": 32, "stages": stages}}
     monkeypatch.setattr(workflow, "dry_run", lambda job, *, log, own: plan)
     text = run("finetune", recipe, "--dry-run").stdout
     assert "name: small\n" in text
+    assert "Schedule linear, 32 steps an epoch" in text
+    assert re.search(r"16 +0\.50 +75\.0 %\n +32 +1\.00 +50\.0 %", text)
+    plan["schedule"] = None
+    assert "Schedule" not in run("finetune", recipe, "--dry-run").stdout
     assert "momentum: 0.9" in text
     assert "MACs 2.00 k -> 990 (−50.5 %)" in text
     assert "Budget macs: 49.50 % left, at most 50.00 % asked for\n" in text

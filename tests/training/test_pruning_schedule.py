@@ -22,7 +22,7 @@ from prunekit.hooks import count_hooks
 from prunekit.masking import masked
 from prunekit.measure.verify import verify
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, make_plan
-from prunekit.planning.schedule import Stage, at_stage
+from prunekit.planning.schedule import Stage, at_stage, share_kept
 from prunekit.planning.select import Between
 from prunekit.training import (
     History,
@@ -159,6 +159,43 @@ def test_regrown_channels_come_back_until_the_masks_freeze() -> None:
     assert len(set(watch.kept[8:])) == 1
     chart = part.plan.channel_map
     assert chart.macs(part.plan.keep) <= 0.4 * chart.macs()
+
+
+@dataclass
+class SingleWeights(Planner):
+    """The smallest weights of every layer, as Zhu & Gupta 2017 prune them; weights that are zero stay so."""
+
+    sparsity: float
+
+    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+        kept = share_kept("cubic", stage.progress, 1 - self.sparsity)
+        found = {}
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                size = weight.detach().abs().flatten()
+                found[name] = torch.zeros(size.shape, dtype=torch.bool)
+                found[name][size.topk(round(kept * size.numel())).indices] = True
+                found[name] = found[name].view(weight.shape)
+        return Plan(before.channel_map, before.keep, element_masks=found)
+
+
+def test_masks_of_single_weights_follow_a_schedule_alike() -> None:
+    schedule = ScheduleSettings("cubic", unit="step", begin=0, end=8, every=2)
+    model = net()
+    planner = SingleWeights(0.9)
+    part = PruningSchedule(schedule, dense(chart_of(model)), planner)
+    watch, zeros = Watch(part, model), []
+
+    class Zeros(Part):
+        def after_step(self, step: int, made: bool) -> None:
+            zeros.append(float((model[0].weight == 0).float().mean()))
+
+    settings = TrainSettings(epochs=4, lr=0.01, optimizer="adam")
+    fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[part, watch, Zeros()])
+    asked = [0.9 * (1 - (1 - step / 8) ** 3) for step in (2, 4, 6, 8)]
+    assert [zeros[at] for at in (1, 4, 5, 8)] == pytest.approx(asked, abs=0.005)  # stages 4 and 8 come after an epoch
+    assert zeros[-1] == pytest.approx(0.9, abs=0.005)
+    assert [change.step for change in part.changes] == [2, 4, 6, 8]
 
 
 def test_stages_between_epochs_come_after_the_validation() -> None:

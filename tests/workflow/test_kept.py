@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from prunekit.repair.report import RepairMemory
 from prunekit.workflow import plan_model
 from prunekit.workflow.attempts import Attempt, Timing
 from prunekit.workflow.delivered import Frozen
+from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.kept import Clock, keep_plan, keep_repair, kept_plan, kept_repair
 from prunekit.workflow.runs import RunFolder
 
@@ -39,11 +41,12 @@ def test_a_plan_comes_back_with_how_it_was_found(run: RunFolder) -> None:
     planned = plan_model(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6)))
     timing = Timing(1.5, 1.4, 1.6, 2.0, 1.9, 2.1, False, ("noisy", "few"))
     attempts = (Attempt(0, 1.0, 1.4, 0.5, 1.01, timing), Attempt(1, 0.97, 1.3, 0.4, 0.99, timing))
-    frozen = Frozen(planned, {"speedup": 2.0}, attempts, True)
-    assert kept_plan(run, dense) is None
-    planned.plan.save(run.path)
+    settings, unused = PruneSettings(BudgetSettings(speedup=2.0)), cast(Any, None)
+    goal = LatencyGoal(net(), planned.plan.channel_map, unused, settings, unused)
+    frozen = Frozen(goal, planned, attempts, True)
+    assert kept_plan(run, dense, goal) is None
     keep_plan(run, planned, frozen)
-    found = kept_plan(run, dense)
+    found = kept_plan(run, dense, goal)
     assert found is not None
     again, how = found
     assert np.array_equal(again.plan.keep, planned.plan.keep)
@@ -56,19 +59,19 @@ def test_a_plan_comes_back_with_how_it_was_found(run: RunFolder) -> None:
     )
     assert torch.equal(again.compact.eval()(*EXAMPLE), planned.compact.eval()(*EXAMPLE))
     assert how is not None
-    assert (how.asked, how.attempts, how.binding) == (frozen.asked, attempts, True)
+    assert (how.asked, how.attempts, how.binding) == ({"speedup": 2.0}, attempts, True)
+    assert how.goal.model is dense
     keep_plan(run, planned, None)
-    assert kept_plan(run, dense)[1] is None  # type: ignore[index]
+    assert kept_plan(run, dense, goal)[1] is None  # type: ignore[index]
 
 
 def test_another_plan_in_the_folder_is_refused(run: RunFolder) -> None:
     dense = net().eval()
     planned = plan_model(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6)))
-    planned.plan.save(run.path)
     keep_plan(run, planned, None)
-    plan_model(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.4))).plan.save(run.path)
-    with pytest.raises(ResumeError, match=r"plan\.safetensors: not the plan that this run was made with"):
-        kept_plan(run, dense)
+    plan_model(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.4))).plan.save(run.resume / "planned")
+    with pytest.raises(ResumeError, match="planned: not the plan that this run was made with"):
+        kept_plan(run, dense, None)
 
 
 @pytest.mark.parametrize("report", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -24,7 +25,7 @@ from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.repair import RepairSettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, finetune, prune_job
-from prunekit.workflow.journey import Journey
+from prunekit.workflow.trainings import Trainings
 
 Finished = tuple[Path, dict[str, Any], list[str]]
 
@@ -50,6 +51,11 @@ def run(output: Path, prune: PruneSettings, **changes: Any) -> Finished:
         job(output, prune, **changes), log=log.append, finish=lambda folder: report.write(folder, state="finished")
     )
     return result.folder, result.metrics, log
+
+
+def without_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense model is measured as it is: its training takes as long as that of the pruned one."""
+    monkeypatch.setattr(Trainings, "control", lambda self, dense: copy.deepcopy(dense))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +119,7 @@ def test_channels_are_scored_anew_and_come_back_until_they_freeze(
     criterion: Any, score: Any, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By gradients, statistics and movement; Gram matrices are those of the dense model, so nothing can come back."""
-    monkeypatch.setattr(Journey, "_rewinding", lambda self: [])
+    without_control(monkeypatch)
     schedule = ScheduleSettings("linear", begin=0.25, end=1, every=0.25, regrow=True, freeze=2, score=score)
     prune = PruneSettings(BudgetSettings(macs=0.4), criterion=criterion, scope="global", schedule=schedule)
     folder, metrics, _ = run(output, prune)
@@ -141,6 +147,7 @@ def test_budgets_of_time_go_by_macs_to_the_plan_that_was_measured(
 ) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
     time_little(monkeypatch, attempts=2)
+    without_control(monkeypatch)
     prune = PruneSettings(
         BudgetSettings(speedup=1.1), scope="per_mac", schedule=ScheduleSettings("exponential", end=1, rounds=3)
     )

@@ -1,0 +1,83 @@
+"""Distillation, regularisers and averages go on from a checkpoint as if nothing had stopped them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_models import CPU, net, splits
+
+import prunekit
+from prunekit import artifacts
+from prunekit.masking import masked
+from prunekit.planning import Plan
+from prunekit.training import (
+    AverageSettings,
+    Checkpoints,
+    CheckpointSettings,
+    Distillation,
+    DistillSettings,
+    FeatureSettings,
+    History,
+    Part,
+    RegulariserSettings,
+    Sources,
+    TrainSettings,
+    Within,
+    asked_parts,
+    fit,
+)
+
+
+class Stopping(Part):
+    """Ends a run before a step, as a crash would; never at 0."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def before_step(self, step: int) -> None:
+        if step == self.at:
+            raise KeyboardInterrupt
+
+
+def trained(folder: Path | None, settings: TrainSettings, stop: int = 0) -> tuple[nn.Module, History, list[Part]]:
+    model, checkpoints = net(), None
+    chart = prunekit.trace(net(), (torch.zeros(2, 3, 8, 8),))
+    keep = np.ones(chart.n_labels, bool)
+    keep[chart.groups[0].labels[:3]] = False
+    plan = Plan(chart, keep)
+    if folder is not None:
+        checkpoints = Checkpoints(folder, CheckpointSettings(every_steps=1))
+    asked = asked_parts(settings, Sources(splits(), 16, net(2), chart, masks=lambda: plan))
+    parts = [Within(lambda run: masked(model, plan, run.optimizer)), *asked, Stopping(stop)]
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=parts, checkpoints=checkpoints)
+    return model, history, asked
+
+
+@pytest.mark.parametrize("stop", [3, 9, 12])  # before there is an average, with it, and before the last step
+@pytest.mark.parametrize("method", ["ema", "swa"])
+def test_a_run_that_was_stopped_ends_bit_by_bit_as_one_that_was_not(
+    method: Any, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(artifacts, "_sync", lambda path: None)
+    settings = TrainSettings(
+        epochs=3,
+        lr=0.05,
+        distill=DistillSettings(features=FeatureSettings(("1",))),
+        regularise=RegulariserSettings("group_lasso", 1e-3),
+        average=AverageSettings(method, start=0.4),
+    )
+    model, history, whole = trained(None, settings)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, settings, stop)
+    again, resumed, parts = trained(tmp_path, settings)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    shown = [[(row.train_loss, row.validation_loss, row.lr) for row in rows] for rows in (history.rows, resumed.rows)]
+    assert shown[0] == shown[1]
+    assert history.best_epoch == resumed.best_epoch
+    costs = [part.cost for part in (*whole, *parts) if isinstance(part, Distillation)]
+    assert all(0 < cost.step_share < 1 for cost in costs)

@@ -1,0 +1,106 @@
+"""A run under a schedule that was killed anywhere goes on bit by bit: plan, values that may come back, and changes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_models import CPU, net, splits
+
+from prunekit import artifacts
+from prunekit.channels import trace
+from prunekit.criteria import score
+from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, make_plan
+from prunekit.planning.schedule import Stage, at_stage
+from prunekit.planning.select import Between
+from prunekit.training import (
+    Checkpoints,
+    CheckpointSettings,
+    LearningRateRewinding,
+    Part,
+    Planner,
+    PruningSchedule,
+    TrainSettings,
+    fit,
+)
+
+
+@dataclass
+class Turning(Planner):
+    """By the l2 norm and against it in turn, so that channels come back."""
+
+    schedule: ScheduleSettings
+    turn: list[int] = field(default_factory=lambda: [1])
+
+    def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
+        chart = before.channel_map
+        asked = PruneSettings(BudgetSettings(macs=0.4), scope="global", schedule=self.schedule)
+        found = score("l2", model, chart)
+        scores = found if self.turn[0] > 0 else np.where(np.isinf(found), found, 10 - found)
+        self.turn[0] = -self.turn[0]
+        most = Between(most=np.ones_like(before.keep))
+        return make_plan(chart, scores, at_stage(asked, stage, {"macs": 1.0}), between=most)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turn": self.turn[0]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.turn[0] = state["turn"]
+
+
+class Stopping(Part):
+    """Ends a run before a step, or in a validation if that is negative, as a crash would; never where it is 0."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.validations = at, 0
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        self.validations += 1
+        if self.validations == -self.at:
+            raise KeyboardInterrupt
+        return nullcontext()
+
+    def before_step(self, step: int) -> None:
+        if step == self.at:
+            raise KeyboardInterrupt
+
+
+def train(folder: Path, kind: Any, optimizer: Any, at: int = 0) -> tuple[nn.Module, PruningSchedule, list[float]]:
+    rounds = {"rounds": 3, "rewind_lr": True} if kind == "iterative" else {"every": 2, "end": 6}
+    schedule = ScheduleSettings(kind, unit="step", regrow=True, freeze=10, **rounds)
+    model = net()
+    chart = trace(model, (torch.zeros(2, 3, 8, 8),))
+    part = PruningSchedule(schedule, Plan(chart, np.ones(chart.n_labels, bool)), Turning(schedule))
+    history = fit(
+        model,
+        splits(),
+        TrainSettings(epochs=3, lr=0.02, optimizer=optimizer),
+        device=CPU,
+        seed=1,
+        batch=16,
+        parts=[part, LearningRateRewinding(schedule), Stopping(at)],
+        checkpoints=Checkpoints(folder, CheckpointSettings(every_steps=1), log=lambda _: None),
+    )
+    return model, part, [row.validation_loss for row in history.rows]
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [("linear", "sgd"), ("iterative", "adam")])
+def test_resumed_is_uninterrupted(kind: Any, optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "_sync", lambda path: None)  # a killed process needs no disk to be waited for
+    whole, part, losses = train(tmp_path / "whole", kind, optimizer)
+    assert sum(change.regrown for change in part.changes) > 0
+    for at in (-3, -2, -1, *range(2, 13)):  # of four steps in an epoch
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / str(at), kind, optimizer, at)
+        again, resumed, same = train(tmp_path / str(at), kind, optimizer)
+        assert same == losses, at
+        assert np.array_equal(resumed.plan.keep, part.plan.keep)
+        assert resumed.changes == part.changes
+        pairs = zip(whole.state_dict().values(), again.state_dict().values(), strict=True)
+        assert all(torch.equal(first, second) for first, second in pairs), at
