@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.distributed.group import size
+from prunekit.distributed.launch import local_rank
 from prunekit.errors import UsageError
 
 
@@ -95,13 +97,19 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turns `auto`, `cpu`, `cuda`, `cuda:n` or `mps` into a device that is there.
+    """Turns `auto`, `cpu`, `cuda`, `cuda:n` or `mps` into a device that is there; each of several processes has one.
 
     Raises:
-        UsageError: the device does not exist on this machine.
+        UsageError: the device does not exist on this machine, or several processes would share it.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if size() > 1 and name not in ("cpu", "cuda"):
+        raise UsageError(
+            f"device: expected auto, cpu or cuda for {size()} processes, each of which has its own, got {name!r}"
+        )
+    if size() > 1 and name == "cuda":
+        name = f"cuda:{local_rank()}"
     try:
         device = torch.device(name)
     except RuntimeError:

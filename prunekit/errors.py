@@ -45,6 +45,19 @@ class RunError(PrunekitError):
     """A run started correctly and failed: non-finite loss, a full disk, a broken file."""
 
 
+class PeerError(RunError):
+    """Another process of this run failed, and said why itself.
+
+    Args:
+        message: who failed, and why.
+        exit_code: that of the process that failed.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class NonFiniteError(RunError):
     """NaN or Inf where a finite number was needed; the message names the layer."""
 

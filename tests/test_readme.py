@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torchvision
 from click.testing import CliRunner
+from ruamel.yaml import YAML
+from torch.distributed.run import get_args_parser
 
 from prunekit.cli import cli
 from prunekit.recipe import load
@@ -93,6 +95,26 @@ def test_setup_commands_stand_alone_and_match_continuous_integration() -> None:
     pattern = re.search(r"grep -m1 -E '([^']*)' README.md", script)
     assert pattern is not None
     assert [line for line in README.splitlines() if re.search(pattern.group(1), line)] == [setup[1]]
+
+
+def test_examples_for_clusters_are_what_torchrun_takes() -> None:
+    """SLURM's and Kubernetes' lines with their variables filled in; names and numbers fit together."""
+    (slurm,) = (block for block in blocks("bash") if "#SBATCH" in block)
+    service, job = YAML(typ="safe").load_all(blocks("yaml")[0])
+    pods = job["spec"]["template"]["spec"]
+    lines = (re.search(r"(torchrun [^']*)'", slurm)[1].replace("\\\n", " "), pods["containers"][0]["args"][0])  # type: ignore[index]
+    for line in lines:
+        filled = re.sub(r"\$(SLURM_NODEID|JOB_COMPLETION_INDEX)", "1", line).replace("$SLURM_NNODES", "2")
+        parsed = get_args_parser().parse_args(
+            shlex.split(filled.replace("$MASTER_ADDR", "first"))[1:][line is lines[1] :]
+        )
+        assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node, parsed.master_port) == ("2", 1, "8", 29500)
+        assert (parsed.module, parsed.training_script, parsed.training_script_args[0]) == (True, "prunekit", "finetune")
+    assert f"--master-addr={job['metadata']['name']}-0.{pods['subdomain']} " in lines[1]
+    assert pods["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    assert f"--nproc-per-node={pods['containers'][0]['resources']['limits']['nvidia.com/gpu']} " in lines[1]
 
 
 def test_links_of_the_readme_exist() -> None:

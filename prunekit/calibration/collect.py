@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.collector import StatsCollector
 from prunekit.calibration.moments_collector import MomentsCollector
-from prunekit.calibration.passes import run_passes
+from prunekit.calibration.passes import PassHooks, run_passes
 from prunekit.calibration.ranks import RankCollector
 from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
 from prunekit.calibration.stats import ChannelStats
@@ -27,10 +27,18 @@ class Collectors:
     moments: MomentsCollector | None = None
     ranks: RankCollector | None = None
 
+    @property
+    def _owners(self) -> list[PassHooks]:
+        return [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
+
+    def dealt(self, rank: int, of: int) -> None:
+        """Says that what `run` is given is every `of`-th batch of a data set, from number `rank`."""
+        for owner in self._owners:
+            owner.dealt(rank, of)
+
     def run(self, model: nn.Module, batches: Iterable[Any], device: torch.device) -> ChannelStats:
         """Runs the model as `collect` does, and returns all that was seen so far."""
-        owners = [owner for owner in (self.stats, self.moments, self.ranks) if owner is not None]
-        run_passes(model, batches, device, *owners)
+        run_passes(model, batches, device, *self._owners)
         return replace(
             self.stats.stats(),
             moments={} if self.moments is None else self.moments.moments(),

@@ -187,7 +187,7 @@ class StatsCollector(ReadHooks):
             if seen is not None and seen.tensor() is tensor and (seen.version, seen.axis) == (tensor._version, axis):
                 return seen.rows
         rows = summarise(tensor, axis, self._measure)
-        rows[FIRST_NON_FINITE] *= self._passes + 1
+        rows[FIRST_NON_FINITE] *= self.number + 1
         if not tensor.is_inference():
             self._measured[id(tensor)] = _Measured(weakref.ref(tensor), tensor._version, axis, rows)
         return rows

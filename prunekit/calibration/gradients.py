@@ -33,6 +33,18 @@ class TaylorTerms:
     diagonal: Mapping[Axis, FloatArray] | None = None
     """The same of weight squared times the Hessian's diagonal, estimated without bias."""
 
+    def merge(self, other: TaylorTerms) -> TaylorTerms:
+        """Terms of the batches of both; second-order ones where both have them."""
+        return TaylorTerms(
+            _joined(self.terms, other.terms),
+            None if self.curvature is None or other.curvature is None else _joined(self.curvature, other.curvature),
+            None if self.diagonal is None or other.diagonal is None else _joined(self.diagonal, other.diagonal),
+        )
+
+
+def _joined(ours: Mapping[Axis, FloatArray], theirs: Mapping[Axis, FloatArray]) -> dict[Axis, FloatArray]:
+    return {axis: np.concatenate((rows, theirs[axis])) for axis, rows in ours.items()}
+
 
 def collect_gradients(
     model: nn.Module,
@@ -42,6 +54,7 @@ def collect_gradients(
     *,
     second_order: bool = False,
     seed: int = 0,
+    dealt: tuple[int, int] = (0, 1),
 ) -> TaylorTerms:
     """Taylor terms of every axis of every parameter, batch by batch, in eval mode.
 
@@ -58,6 +71,7 @@ def collect_gradients(
         loss: such as `torch.nn.functional.cross_entropy`, where the model returns its logits.
         second_order: whether to collect `curvature` and `diagonal` too.
         seed: of the random signs.
+        dealt: number, from 0, of the first batch and the step to the next, where they are a share of a data set's.
 
     Raises:
         UsageError: there are no batches, one is not images with labels, or the loss is not one number with a gradient;
@@ -69,7 +83,8 @@ def collect_gradients(
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
     with training_mode(model, False), torch.enable_grad(), plain, _all_trainable(model) as parameters:
         weights = list(parameters.values())
-        for number, batch in enumerate(batches, 1):
+        for index, batch in enumerate(batches):
+            number = 1 + dealt[0] + dealt[1] * index
             _require_labels(batch, number)
             value = _checked(loss(model(batch[0].to(device)), batch[1].to(device)))
             gradients = torch.autograd.grad(value, weights, allow_unused=True, create_graph=second_order)

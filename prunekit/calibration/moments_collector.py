@@ -115,7 +115,7 @@ class MomentsCollector(ReadHooks):
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not self.inside:
             rows = None if self.positions is None else self.positions * _images(arguments, named)
-            self._sampling = Sampling(rows, self._passes)
+            self._sampling = Sampling(rows, self.number)
         super()._enter(module, arguments, named)
 
     def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:

@@ -26,6 +26,17 @@ class PassHooks(HookOwner):
         self._model = model
         self._depth = 0
         self._passes = 0
+        self._dealt = 0, 1
+
+    def dealt(self, rank: int, of: int) -> None:
+        """Says that the passes are every `of`-th of a data set's, from number `rank`: they are numbered accordingly."""
+        self._dealt = rank, of
+
+    @property
+    def number(self) -> int:
+        """Of the running pass, or the next one, from 0."""
+        rank, of = self._dealt
+        return rank + of * self._passes
 
     def watch(self) -> None:
         """Registers the hooks that look into the pass."""

@@ -19,6 +19,7 @@ from prunekit.cli.options import (
     split_overrides,
 )
 from prunekit.cli.output import Console, check_folder, save
+from prunekit.distributed.launch import leads
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def evaluate_command(
         target = _target(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
         result = measure(target, images, where, Own(data=given.data))
-    save(result, output, "evaluate.json", console)
+    if leads():
+        save(result, output, "evaluate.json", console)
     console.result(result, _text(result))
 
 

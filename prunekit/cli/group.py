@@ -8,7 +8,9 @@ from typing import Any
 
 import click
 
-from prunekit.errors import PrunekitError
+from prunekit.cli.processes import as_one, require_alone
+from prunekit.distributed.launch import leads
+from prunekit.errors import PeerError, PrunekitError
 
 INTERRUPTED = 130
 FAILED = 1
@@ -21,15 +23,27 @@ class ErrorGroup(click.Group):
         """Commands in the order of a user's journey."""
         return list(self.commands)
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds a command; one for a single process is refused to several."""
+        name, command, rest = super().resolve_command(context, args)
+        require_alone(name)
+        return name, command, rest
+
     def invoke(self, context: click.Context) -> Any:
         """Runs the command; errors end it with their exit code."""
         try:
-            return super().invoke(context)
+            with as_one():
+                return super().invoke(context)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt:
-            click.echo("prunekit: interrupted", err=True)
+            if leads():
+                click.echo("prunekit: interrupted", err=True)
             context.exit(INTERRUPTED)
+        except PeerError as error:  # the one that failed says why
+            context.exit(error.exit_code)
         except PrunekitError as error:
             _report(context, str(error))
             context.exit(error.exit_code)

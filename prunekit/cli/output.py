@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import click
 
 from prunekit.artifacts import write_json
+from prunekit.distributed.launch import leads
 from prunekit.errors import UsageError
 
 # For terminals and pipes whose encoding has no such characters.
@@ -26,17 +27,21 @@ class Console:
 
     Args:
         as_json: the result is one JSON object on stdout, and whatever else would print there goes to stderr.
+
+    Of several processes only the first writes.
     """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         # A program started without a stderr (`2>&-`) has None there.
-        self.progress = sys.stderr is not None and sys.stderr.isatty()
+        self._speaks = leads()
+        self.progress = self._speaks and sys.stderr is not None and sys.stderr.isatty()
         self._stdout: TextIO = sys.stdout
 
     def log(self, message: str) -> None:
         """One line for people, on stderr."""
-        click.echo(message, err=True)
+        if self._speaks:
+            click.echo(message, err=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -46,6 +51,8 @@ class Console:
 
     def result(self, payload: Mapping[str, Any], text: str) -> None:
         """The result: the object with `--json`, else the text."""
+        if not self._speaks:
+            return
         shown = json.dumps(plain(payload), allow_nan=False) if self.as_json else text.rstrip("\n")
         click.echo(writable(shown, getattr(self._stdout, "encoding", None) or "utf-8"), file=self._stdout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,9 +16,26 @@ from prunekit.data.datasets import ImageDataset
 from prunekit.data.mixing import Mixing
 from prunekit.data.settings import Workers
 from prunekit.data.workers import Readers
+from prunekit.distributed.exchange import everyone
 from prunekit.errors import DataError, UsageError
 
 Batch = tuple[Tensor, Tensor]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which share of the batches a process has.
+
+    Attributes:
+        rank: its number, from 0.
+        of: how many processes share them.
+        split: whether each has some images of every batch; else it has some batches, whole.
+    """
+
+    rank: int = 0
+    of: int = 1
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,10 +79,23 @@ class Batches:
     readers: Readers[Chunk] | None = None  # shared by the batches of all epochs
     epoch: int = 0
     start: int = 0  # batches that are left out, and their images not read
+    share: Share = Share()
 
     def at_epoch(self, epoch: int, start: int = 0) -> Batches:
         """The batches of another epoch, other order, same images; those from number `start` on, counted from 0."""
         return replace(self, epoch=epoch, start=start)
+
+    def split(self, rank: int, of: int) -> Batches:
+        """A process's part of the images of every batch; they are as many, give or take one, for each process.
+
+        Where images cannot be read, a batch of which one process has too few left is left out by all of them: the
+        processes exchange that, so all must go through their shares together.
+        """
+        return replace(self, share=Share(rank, of, split=True))
+
+    def dealt(self, rank: int, of: int) -> Batches:
+        """Every `of`-th batch, whole, from the one of number `rank`: each batch is in exactly one process's share."""
+        return replace(self, share=Share(rank, of))
 
     def order(self) -> Tensor:
         """The images of this epoch in the order they come: (N,) int64."""
@@ -74,34 +105,47 @@ class Batches:
         return self.indices[torch.from_numpy(generator.permutation(len(self.indices)))]
 
     def __len__(self) -> int:
+        return len(self._shared(range(self._all)))
+
+    @property
+    def _all(self) -> int:
+        """How many batches all processes have together."""
         whole, rest = divmod(len(self.indices), self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
+    def _shared(self, batches: Sequence[T]) -> Sequence[T]:
+        """Those of which this process has a share."""
+        return batches if self.share.split else batches[self.share.rank :: self.share.of]
+
     @property
     def images(self) -> int:
-        """How many images one pass gives when all can be read."""
-        return min(len(self) * self.batch_size, len(self.indices))
+        """How many images one pass gives, over all processes, when all can be read."""
+        return min(self._all * self.batch_size, len(self.indices))
 
     def __iter__(self) -> Iterator[Batch]:
         return (batch for _, batch in self.numbered())
 
     def numbered(self) -> Iterator[tuple[int, Batch]]:
         """The batches with their numbers in the epoch, counted from 0; one that cannot be read leaves a gap."""
-        chunks = list(self._chunks())
+        numbers, chunks = self._shared(range(self.start, self._all)), list(self._chunks())
         # Corrupt images drop out of their batch; a training batch of which one is left has no variance for BatchNorm.
         fewest = 2 if self.drop_last and self.batch_size > 1 else 1
         given = 0
         read = self._here(chunks) if self.readers is None else self._in_workers(self.readers, chunks)
-        for number, (images, labels) in enumerate(read, self.start):
-            if len(labels) >= fewest:
+        for number, (images, labels) in zip(numbers, read, strict=True):
+            enough = len(labels) >= fewest
+            if everyone(enough) if self.share.split else enough:
                 given += 1
                 yield number, (images, labels)
-        if not given and not self.start:
+        if chunks and not given and not self.start:
             raise DataError(f"expected a batch with at least {fewest} images that can be read, got none")
 
     def _chunks(self) -> Iterator[Chunk]:
-        indices = torch.split(self.order(), self.batch_size)[self.start : len(self)]
-        for number, part in enumerate(indices, self.start):
+        indices = torch.split(self.order(), self.batch_size)
+        for number in self._shared(range(self.start, self._all)):
+            part = indices[number]
+            if self.share.split:
+                part = torch.tensor_split(part, self.share.of)[self.share.rank]
             yield Chunk(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing)
 
     def _here(self, chunks: Sequence[Chunk]) -> Iterator[Batch]:

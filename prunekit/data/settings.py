@@ -104,6 +104,7 @@ class DataSettings:
     """Images that cannot be read are skipped and counted up to this many, or this share of all images; one more is an
     error."""
     batch: PositiveInt = 64
+    """Images in a batch; of all processes together, where several train."""
     workers: Count = 0
     """Processes that read ahead; 0: none."""
     prefetch: PositiveInt = 2

@@ -36,6 +36,11 @@ class GradientClamp(HookOwner):
         """Share of the values (by norm: of the gradients) that were beyond the limit so far, by module path, 0..1."""
         return self._beyond.shares()
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """How many of how many were beyond the limit so far, by module path."""
+        totals = self._beyond.totals()
+        return {path: (count, totals[path]) for path, count in self._beyond.counts().items()}
+
     def state_dict(self) -> dict[str, Any]:
         """How often it was needed so far."""
         return self._beyond.state_dict()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.context import training_mode
+from prunekit.distributed.exchange import total
 from prunekit.errors import DataError
 from prunekit.models import logits
 
@@ -27,13 +28,17 @@ class Accuracy:
     high: float
 
 
-def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Accuracy:
+def accuracy(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, together: bool = False
+) -> Accuracy:
     """Top-1 accuracy of a classifier, in eval mode and without gradients.
 
     Args:
         model: returns logits (B, classes); it is moved to `device`, and its train/eval mode is restored.
         batches: images (B, C, H, W) and labels (B,).
         device: where it runs.
+        together: whether all processes of a group call this, each with its share of the batches: then their images
+            count together, and no image may be in two shares.
 
     Raises:
         DataError: there are no images.
@@ -45,10 +50,11 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device:
             predicted = logits(model(images.to(device))).argmax(1)  # (B,)
             correct += (predicted == labels.to(device)).sum()
             count += len(labels)
+    hits, count = map(int, total(int(correct), count)) if together else (int(correct), count)
     if not count:
         raise DataError("accuracy: expected at least one image, got none")
-    low, high = wilson_interval(int(correct), count)
-    return Accuracy(100 * int(correct) / count, int(correct), count, low, high)
+    low, high = wilson_interval(hits, count)
+    return Accuracy(100 * hits / count, hits, count, low, high)
 
 
 def wilson_interval(correct: int, count: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,18 @@ class Plan:
                 on_axis = torch.from_numpy(self.keep[labels]).reshape(shape)
                 result = on_axis if result is None else result & on_axis
         return result
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of which entries of which tensors are kept: equal where two plans do the same to a model."""
+        result = hashlib.sha256(self.keep.tobytes())
+        for name, axes in sorted(self.channel_map.labels.items()):
+            result.update(f"{name}{self.channel_map.shapes[name]}".encode())
+            for labels in axes:
+                result.update(b"whole" if labels is None else np.ascontiguousarray(labels, np.int64).tobytes())
+        for name, mask in sorted(self.element_masks.items()):
+            result.update(name.encode() + mask.numpy().tobytes())
+        return result.hexdigest()
 
     @property
     def removed(self) -> int:

@@ -1,4 +1,4 @@
-"""The best weights so far: in memory, and in a file where one is named."""
+"""The best weights so far: in memory, and in a file where one is named; the main process keeps them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from prunekit.artifacts import atomic_file
+from prunekit.distributed.exchange import share_tensors
+from prunekit.distributed.group import is_main
 from prunekit.states import save_tensors
 
 
@@ -35,6 +37,8 @@ class BestWeights:
 
     def keep(self) -> None:
         """Copies every parameter and buffer; the file is whole or not there."""
+        if not is_main():
+            return
         # A clone each: safetensors refuses tensors that share memory, as tied weights do.
         self._state = {
             name: value.detach().cpu().clone().contiguous() for name, value in self.model.state_dict().items()
@@ -52,13 +56,15 @@ class BestWeights:
             self._written = True
 
     def restore(self) -> None:
-        """Puts the kept weights back into the model.
+        """Puts the kept weights back into the model, in every process.
 
         Raises:
             OSError: the file cannot be written.
         """
-        self._write()
-        self.model.load_state_dict(self._state)
+        if is_main():
+            self._write()
+            self.model.load_state_dict(self._state)
+        share_tensors(self.model.state_dict().items(), "the model")
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept, and of which epoch."""

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits, batches
+from prunekit.data.datasets import ImageDataset
 from prunekit.errors import ModelError
 from prunekit.models import logits
+
+
+def two_images(dataset: ImageDataset) -> Tensor:
+    """(2, C, H, W) The first two that can be read, or one of them twice.
+
+    Raises:
+        DataError: an image cannot be read, and none may be skipped.
+    """
+    images, _ = next(iter(batches(dataset, 2, shuffle_seed=None)))
+    return images[torch.arange(2) % len(images)]
 
 
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
@@ -19,8 +30,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
         ModelError: the model does not take these images, or does not give one logit for each class.
         DataError: an image cannot be read.
     """
-    images, _ = next(iter(batches(splits.train, 2, shuffle_seed=None)))
-    images = images[torch.arange(2) % len(images)]  # one may be corrupt
+    images = two_images(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
         try:

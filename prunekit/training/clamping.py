@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from prunekit.distributed.exchange import gather
 from prunekit.masking import ClampSettings, clamp_activation_grad, clamp_weight_grad
 from prunekit.masking.clamps import GradientClamp
 from prunekit.training.history import ClampRow
@@ -58,12 +60,22 @@ class Clamps:
             clamp.load_state_dict(state[name])
 
     def rows(self) -> tuple[ClampRow, ...]:
-        """One row for each module whose gradients were looked at."""
+        """One row for each module whose gradients were looked at, over all processes."""
         return tuple(
             ClampRow(name, path, wanted.by, clamp.limits[path], share)
             for name, (clamp, wanted) in self._clamps.items()
-            for path, share in clamp.shares().items()
+            for path, share in _shares(gather(clamp.counts())).items()
         )
+
+
+def _shares(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:
+    """Each module's share over all counts: how many of how many."""
+    beyond: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for count in counts:
+        beyond.update({path: many for path, (many, _) in count.items()})
+        totals.update({path: of for path, (_, of) in count.items()})
+    return {path: beyond[path] / of for path, of in totals.items() if of}
 
 
 def check_clamps(model: nn.Module, settings: TrainSettings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,6 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from prunekit.context import training_mode
 from prunekit.data import Batches
 from prunekit.data.loading import Batch
+from prunekit.distributed.exchange import total
+from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
 from prunekit.models import auxiliary, logits
 from prunekit.training.device import autocast
@@ -31,6 +34,7 @@ from prunekit.training.nonfinite import (
 )
 from prunekit.training.position import Position, Sums
 from prunekit.training.progress import Progress
+from prunekit.training.replicas import kept_apart, share_buffers, share_corrupt
 from prunekit.training.run_state import RunState
 from prunekit.training.settings import TrainSettings
 
@@ -39,9 +43,14 @@ Numbered = tuple[int, Batch]
 
 @dataclass(frozen=True)
 class Epochs:
-    """What stays the same from step to step of a run; model, optimizer and schedule as Accelerate prepared them."""
+    """What stays the same from step to step of a run; optimizer and schedule as Accelerate prepared them.
+
+    Where several processes train together `replica` is what they call to train the model, and `train` and `validation`
+    are this one's shares.
+    """
 
     model: nn.Module
+    replica: nn.Module
     optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     accelerator: Accelerator
@@ -75,7 +84,9 @@ class Epochs:
         self.bar.epoch(at.epoch, self.settings.epochs)
         self._train(at, start)
         training_s = time.perf_counter() - start
+        share_buffers(self.model)
         with self.state.parts.evaluating():
+            share_buffers(self.model)  # those of averaged weights
             validated = self._validate(f"epoch {at.epoch}")
             self.state.best.offer(at.epoch, validated.top1 if self.state.parts.settled() else -1.0)
         return EpochRow(
@@ -119,6 +130,8 @@ class Epochs:
             )
         if (tensor := non_finite_tensor(self.model)) is not None:  # the last step, which no loss was computed after
             raise NonFiniteError(f"{tensor} is NaN or Inf after epoch {at.epoch}; {self._advice()}")
+        share_corrupt(self.train, self.validation)
+        at.sums = at.sums.of_all()
 
     def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
         """Looks at gradients before they spoil the weights, but under a loss scale, which does so itself.
@@ -162,18 +175,19 @@ class Epochs:
 
     def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
         """Makes the gradient of a step."""
-        images = sum(len(labels) for _, labels in batches)
-        for batch in batches:
+        images = int(total(sum(len(labels) for _, labels in batches))[0])
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
             at.trained += 1
-            self._add_gradient(batch, images, at.sums, f"epoch {at.epoch}, step {at.trained}")
-            rate = at.sums.images / (time.perf_counter() - start)
+            with kept_apart(self.replica) if left else nullcontext():
+                self._add_gradient(batch, images, at.sums, f"epoch {at.epoch}, step {at.trained}")
+            rate = size() * at.sums.images / (time.perf_counter() - start)
             self.bar.step(at.sums.mean_loss, at.sums.top1, rate)
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
-        """Adds a batch's part of the gradient of the mean loss over `of` images."""
+        """Adds a batch's part of the gradient of the mean loss over `of` images, those of all processes."""
         images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         with autocast(self.settings.precision, self.device):
-            output = self.model(images)
+            output = self.replica(images)
             loss = self.state.parts.added_to(self._loss(output, labels), images, output, labels)
             value = self._finite(loss, images, f"the loss is {{}} in {when}")
         self.accelerator.backward(loss * (len(labels) / of))
@@ -194,7 +208,7 @@ class Epochs:
                 output = logits(self.model(images))
                 loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
                 sums.add(loss, output, target)
-        return sums
+        return sums.of_all()
 
 
 def _groups(batches: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:

@@ -14,19 +14,22 @@ from torch import nn
 
 from prunekit.context import seeded, training_mode
 from prunekit.data import Mixing, Splits, Workers, batches
+from prunekit.distributed.exchange import wait_for_all
+from prunekit.distributed.group import is_main, rank, size
 from prunekit.models import require_trainable
 from prunekit.training.asked import require_asked
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
-from prunekit.training.device import loss_scaler, one_device
+from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
 from prunekit.training.history import EpochRow, History
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.position import Position
 from prunekit.training.progress import Progress
+from prunekit.training.replicas import has_unused, prepared, require_same_weights, shares
 from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
 from prunekit.training.strides import LongStrides
@@ -51,6 +54,11 @@ def fit(
 ) -> History:
     """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
 
+    In a process group (`prunekit.distributed`) all processes call this alike, and train it together: each has its share
+    of every batch, so that they do what one process would do, up to the order in which floating-point numbers are
+    summed. Not so what is random in each, such as dropout, and BatchNorm, which normalises by the share. Only the main
+    process shows and writes.
+
     On the CPU two runs with the same arguments and thread count give bit-equal weights. The process's random state and
     the modules' train/eval modes are restored; the model stays on `device`.
 
@@ -60,7 +68,8 @@ def fit(
         settings: epochs, optimizer and schedule; zero epochs leave the model as it is.
         device: where to train.
         seed: of the order of images, of dropout and of everything else that is random.
-        batch: images in a batch; a last batch that is not full is left out, and comes in another epoch.
+        batch: images in a batch, over all processes; a last one that is not full is left out, and comes in another
+            epoch.
         workers: processes that read images ahead, their number or how.
         parts: what takes part beside the loss, such as masks, and what the settings ask for (`asked_parts`); entered
             in their order.
@@ -75,8 +84,8 @@ def fit(
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
-        UsageError: a gradient clamp's glob matches nothing, or a part or an optimizer that the settings ask
-            for is missing.
+        UsageError: a gradient clamp's glob matches nothing, a part or an optimizer that the settings ask for is
+            missing, or a batch has too few images for the processes.
         DataError: an image cannot be read.
         ResumeError: the checkpoints are of another run; says what differs.
         NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
@@ -87,14 +96,18 @@ def fit(
     """
     require_asked(settings, parts)
     require_trainable(model)
+    wait_for_all()  # the main process may have worked alone before
     model.to(device)
     check_fits(model, splits, device)
     full = len(splits.train) >= batch
     mixes = settings.mixup > 0 or settings.cutmix > 0
     mixing = Mixing(len(splits.classes), settings.mixup, settings.cutmix) if mixes else None
     reading = partial(batches, batch_size=batch, workers=workers, device=device)
-    train = reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing)
-    validation = reading(splits.validation, shuffle_seed=None)
+    train, validation = shares(
+        reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),
+        reading(splits.validation, shuffle_seed=None),
+    )
+    unused = has_unused(model, train, device)
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
@@ -102,23 +115,27 @@ def fit(
     entered = taking.active(training)
     scaler = loss_scaler(settings.precision, device)
     clamps = Clamps(model, optimizer, settings, scaler)
+    if size() > 1:
+        checkpoints = None  # they hold the random state of one process
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     identity = identity_of(model, splits, settings, taking, device=device.type, seed=seed, batch=batch, **facts)
     best = BestWeights(model, checkpoint, warn)
-    bar = Progress(label, settings.epochs * len(train), taking.describe, progress)
+    bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main())
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with (
-        seeded(seed), training_mode(model, True), one_device(device, scaler) as accelerator, entered, exact, clamps, bar
+        seeded(seed + rank()), training_mode(model, True), this_group(device, scaler) as accelerator, entered, exact,
+        clamps, bar,
     ):  # fmt: skip
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
-        ready = accelerator.prepare(model, optimizer, schedule)
+        ready = prepared(accelerator, model, optimizer, schedule, unused=unused)
         position = Position()
         state = RunState(
             model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
         )
         state.resume()
-        run = Epochs(ready[0], ready[1], ready[2], accelerator, settings, device, train, validation, steps, state, bar)
+        run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, state, bar)
         run.run(on_epoch)
+        require_same_weights(model, f"after {label}")
         best.restore()
     return History(position.rows, best.epoch, clamps.rows())
 

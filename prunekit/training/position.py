@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from prunekit.distributed.exchange import total
 from prunekit.training.history import EpochRow
 
 
@@ -26,6 +27,11 @@ class Sums:
         self.loss += loss * len(labels)
         self.correct += hits.sum().item()
         self.images += len(labels)
+
+    def of_all(self) -> Sums:
+        """The sums over all processes."""
+        loss, correct, images = total(self.loss, self.correct, self.images)
+        return Sums(loss, correct, int(images))
 
     @property
     def mean_loss(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ from prunekit.channels import ChannelMap
 from prunekit.context import seeded, threads
 from prunekit.criteria import get_criterion
 from prunekit.data import Batches, batches, describe_corrupt
+from prunekit.distributed.exchange import from_main, gather_on_main
+from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import ArtifactError
 from prunekit.models import logits
+from prunekit.training import share_corrupt
 from prunekit.workflow.dense import Prepared, digest, prepare, train_baseline, weights_digest
 from prunekit.workflow.evidence import gathered, needs_activations, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
@@ -41,7 +45,7 @@ class CalibrationResult:
     """Channel statistics and where they are.
 
     Attributes:
-        stats: of every leaf module's inputs and outputs.
+        stats: of every leaf module's inputs and outputs; of several processes the main one has them, others none.
         path: the safetensors file.
         csv: the same as a table.
         reused: whether they were there already.
@@ -77,28 +81,49 @@ def calibrate_model(prepared: Prepared, model: nn.Module, *, log: Log) -> Calibr
         "calibration": digest(_settings(job, prepared.device)),
     }
     path = job.output / job.name / "calibration" / f"{digest(facts)}.safetensors"
+    known = _known(path, facts, log) if is_main() else None
+    if from_main(lambda: known is not None):
+        return CalibrationResult(known or ChannelStats({}), path, path.with_suffix(".csv"), reused=True)
+    collected = _collected(prepared, model, log)
+    if not is_main():
+        return CalibrationResult(collected, path, path.with_suffix(".csv"), reused=False)
+    collected.require_finite()
+    _log_too_few(collected, log)
+    stats = replace(collected, provenance={**collected.provenance, **facts})
+    return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
+
+
+def _known(path: Path, facts: dict[str, str], log: Log) -> ChannelStats | None:
+    """Statistics that are there already."""
     if path.is_file():
         try:
             stats = ChannelStats.load(path)
             if facts.items() <= stats.provenance.items():
                 log(f"calibration: reused {path} (same model, weights, data and settings)")
                 _log_too_few(stats, log)
-                return CalibrationResult(stats, path, path.with_suffix(".csv"), reused=True)
+                return stats
         except ArtifactError as error:
             log(f"calibration: {error}; collecting again")
+    return None
+
+
+def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
+    """Statistics collected now; processes share the batches, and the main one merges what all of them saw."""
+    job = prepared.job
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training images")
     collectors = _collectors(job, model.to(prepared.device), images, prepared.device)
     if collectors.moments is not None:
         log(f"calibration: {collectors.moments.memory}")
+    collectors.dealt(rank(), size())
+    mine = images.dealt(rank(), size())
     with threads(job.threads):
-        collected = collectors.run(model, images, prepared.device)
+        seen = collectors.run(model, mine, prepared.device) if len(mine) else None
     model.cpu()
     log(f"calibration: reduction {collectors.stats.form}, {collectors.stats.compile_seconds:.1f} s of compiling")
-    collected.require_finite()
-    _log_too_few(collected, log)
-    stats = replace(collected, provenance={**collected.provenance, **facts})
-    return CalibrationResult(stats, stats.save(path), path.with_suffix(".csv"), reused=False)
+    share_corrupt(images)
+    parts = (part for part in gather_on_main(seen) if part is not None)
+    return reduce(ChannelStats.merge, parts) if is_main() else ChannelStats({})
 
 
 def _settings(job: JobSettings, device: torch.device) -> list[Any]:
@@ -138,6 +163,8 @@ def _log_too_few(stats: ChannelStats, log: Log) -> None:
 def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
     """Taylor terms of the cross entropy on the job's calibration images; None where its criterion needs none.
 
+    Of several processes each looks at its share of the batches, and the main one is given the terms.
+
     Raises:
         NonFiniteError: a gradient is NaN or Inf; names the parameter.
     """
@@ -147,15 +174,19 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     images = calibration_batches(prepared)
     log(f"calibration: gradients of the loss on {images.images} training images")
     with threads(prepared.job.threads):
-        gradients = _gradients(prepared, model.to(prepared.device), images)
+        share, mine = (rank(), size()), images.dealt(rank(), size())
+        model.to(prepared.device)
+        seen = _gradients(prepared, model, mine, share) if len(mine) else None
     model.cpu()
-    return gradients
+    share_corrupt(images)
+    parts = [part for part in gather_on_main(seen) if part is not None]
+    return reduce(TaylorTerms.merge, parts) if parts else None
 
 
-def _gradients(prepared: Prepared, model: nn.Module, images: Batches) -> TaylorTerms:
+def _gradients(prepared: Prepared, model: nn.Module, images: Batches, dealt: tuple[int, int] = (0, 1)) -> TaylorTerms:
     second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
     return collect_gradients(
-        model, images, prepared.device, _cross_entropy, second_order=second, seed=prepared.job.seed
+        model, images, prepared.device, _cross_entropy, second_order=second, seed=prepared.job.seed, dealt=dealt
     )
 
 

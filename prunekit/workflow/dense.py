@@ -18,6 +18,8 @@ from prunekit.channels import trace
 from prunekit.channels.copying import named_tensors
 from prunekit.context import resolve_device, threads
 from prunekit.data import Splits, batches
+from prunekit.distributed.exchange import from_main, in_turn, require_equal
+from prunekit.distributed.group import is_main, size
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.models import ModelSettings, require_trainable
@@ -36,6 +38,7 @@ from prunekit.training import (
     fit,
     needs_plan,
 )
+from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.own import (
     RECIPE_ONLY,
     Own,
@@ -96,7 +99,7 @@ class Baseline:
         model: on the CPU.
         rows: its training, empty when the weights were given.
         clamps: what its gradient clamps did.
-        reused: whether it came from the cache.
+        reused: whether it came from the cache; then `rows` and `clamps` are known to the main process alone.
     """
 
     model: nn.Module
@@ -106,7 +109,22 @@ class Baseline:
 
 
 def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
-    """Reads the data and builds the dense model; everything that can be wrong with either is found here."""
+    """Reads the data and builds the dense model; everything that can be wrong with either is found here.
+
+    Several processes do so one after the other, as far as they would download the same: what they get is the same.
+
+    Raises:
+        UsageError: data, model or budget do not fit.
+        RunError: the processes do not have the same images or model.
+    """
+    with in_turn():
+        prepared = _prepared(job, own)
+    require_equal(prepared.splits.fingerprint, "the images (their fingerprint)")
+    share_model(prepared.model, "the dense model")
+    return prepared
+
+
+def _prepared(job: JobSettings, own: Own) -> Prepared:
     device = resolve_device(job.device)
     require_sources(job, own)
     if job.model.weights is None and job.baseline is None and own.model is None:
@@ -157,10 +175,11 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
     if job.model.weights is not None or job.baseline is None:
         return Baseline(prepared.model, (), (), reused=False)
     path = _baseline_path(prepared)
-    cached = _read_baseline(prepared, path)
-    if cached is not None:
+    cached = _read_baseline(prepared, path) if is_main() else None
+    if from_main(lambda: cached is not None):
+        share_model(prepared.model, "the dense model")
         log(f"baseline: reused {path} (same model, data, settings and seed)")
-        return cached
+        return cached or Baseline(prepared.model, (), (), reused=True)
     log(f"baseline: training {job.model.name} on {len(prepared.splits.train)} images, epochs: {job.baseline.epochs}")
     with threads(job.threads):
         history = fit(
@@ -178,8 +197,9 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
             checkpoints=checkpoints,
         )
     prepared.model.cpu()
-    save_weights(path, prepared.model)
-    write_json(path.with_suffix(".json"), asdict(history))
+    if is_main():
+        save_weights(path, prepared.model)
+        write_json(path.with_suffix(".json"), asdict(history))
     return Baseline(prepared.model, history.rows, history.clamps, reused=False)
 
 
@@ -250,5 +270,6 @@ def _baseline_path(prepared: Prepared) -> Path:
             "device": prepared.device.type,
             "torch": str(torch.__version__),
         }
+        | ({"processes": size()} if size() > 1 else {})
     )
     return cache_folder(job) / f"baseline-{key}.safetensors"

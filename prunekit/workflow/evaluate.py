@@ -8,15 +8,19 @@ from typing import Any
 import torch
 
 from prunekit.data import DataSettings, Splits, batches
+from prunekit.distributed.exchange import in_turn, require_equal
+from prunekit.distributed.group import rank, size
 from prunekit.errors import ModelError, UsageError
 from prunekit.measure import accuracy, count_macs, count_parameters
 from prunekit.models import logits
+from prunekit.training import share_corrupt
+from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
 from prunekit.workflow.targets import Target, probe
 
 
 def evaluate(target: Target, data: DataSettings | None, device: torch.device, own: Own = RECIPE_ONLY) -> dict[str, Any]:
-    """Measures top-1 on the test split.
+    """Measures top-1 on the test split. The processes of a group share its batches; each image counts once.
 
     Args:
         target: the model, with its own images when it came from a job.
@@ -32,14 +36,18 @@ def evaluate(target: Target, data: DataSettings | None, device: torch.device, ow
         UsageError: there are no images to test on.
         ModelError: the model has no trained weights, does not run on the images, or knows other classes.
     """
-    splits = _splits(target, data, own)
+    with in_turn():
+        splits = _splits(target, data, own)
+    require_equal(splits.fingerprint, "the images (their fingerprint)")
+    share_model(target.model, "the model")
     target = replace(target, sample_shape=splits.sample_shape)
     _check(target, len(splits.classes))
     settings = data or DataSettings()
     test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.reading)
-    size = {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
-    result = asdict(accuracy(target.model, test, device))
-    return {"model": target.name, **result, **size, "device": str(device), "corrupt_images": splits.corrupt}
+    costs = {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
+    result = asdict(accuracy(target.model, test.dealt(rank(), size()), device, together=True))
+    share_corrupt(test)
+    return {"model": target.name, **result, **costs, "device": str(device), "corrupt_images": splits.corrupt}
 
 
 def _splits(target: Target, data: DataSettings | None, own: Own) -> Splits:

@@ -10,6 +10,10 @@ from typing import Any
 from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.deploy.transform import transform_of
+from prunekit.distributed.exchange import from_main, wait_for_all
+from prunekit.distributed.failing import one_for_all
+from prunekit.distributed.group import is_main, size
+from prunekit.errors import UsageError
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
@@ -52,7 +56,8 @@ def finetune(
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
     What the job's `repair` says is repaired before fine-tuning. Where `prune.schedule` is given, channels go while the
-    model is fine-tuned.
+    model is fine-tuned. The processes of a group (`prunekit.distributed`) call this alike: they calibrate and train
+    together, the rest is the main one's, which alone writes.
 
     Args:
         job: the settings.
@@ -109,6 +114,7 @@ def _run(
     training: bool,
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
+    _require_one_process(job, resume)
     require_optimizer(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
@@ -117,12 +123,28 @@ def _run(
     again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
     transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
-    goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
-    if goal is None:
-        feasible(chart, job.prune)
-    else:
-        require_reachable(goal, prepared.example_inputs)
-    with run_folder(job.output, job.name, log, resolved, finish, again) as run, threads(job.threads):
-        note(run, identity)
-        metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
-    return RunResult(run.path, metrics)
+    goal = None
+    if is_main():
+        goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
+        if goal is None:
+            feasible(chart, job.prune)
+        else:
+            require_reachable(goal, prepared.example_inputs)
+    with one_for_all():
+        with run_folder(job.output, job.name, log, resolved, finish, again) as run, one_for_all(), threads(job.threads):
+            note(run, identity)
+            metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
+            folder = from_main(lambda: run.path)
+        wait_for_all()  # until the report is written
+    return RunResult(folder, metrics)
+
+
+def _require_one_process(job: JobSettings, resume: Any) -> None:
+    """Refuses to several processes what is made for one.
+
+    Raises:
+        UsageError: channels go while the model is trained, or a run is resumed.
+    """
+    if size() > 1 and (job.prune.schedule is not None or resume is not None):
+        what = "--resume" if resume is not None else "prune.schedule"
+        raise UsageError(f"{what}: expected a single process, got {size()}; start without torchrun, or leave it out")

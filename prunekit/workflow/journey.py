@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,16 @@ from prunekit.channels import ChannelMap
 from prunekit.compaction import compact, load, save
 from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
+from prunekit.distributed.exchange import from_main
+from prunekit.distributed.group import is_main
 from prunekit.masking import ActivationThresholds, masked, sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
+from prunekit.repair import RepairReport
 from prunekit.training import Part, Training, Within, needs_plan
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, masks, measure_masks
+from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
@@ -38,6 +42,18 @@ from prunekit.workflow.trainings import Trainings, checkpoints_of
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Trained:
+    """What a run has trained, and how."""
+
+    dense: nn.Module
+    control: nn.Module | None
+    pruned: nn.Module
+    trainings: Trainings
+    report: RepairReport | None
+    schedule: JobSchedule | None
 
 
 class Journey:
@@ -68,7 +84,7 @@ class Journey:
         self.clock = Clock(run.resume / "seconds.json")
 
     def travel(self) -> dict[str, Any]:
-        """Runs every stage and returns the metrics."""
+        """Runs every stage and returns the metrics; the processes of a group go together."""
         with self.clock.stage("baseline"):
             checkpoints = checkpoints_of(self.run, self.job, "baseline")
             baseline = train_baseline(self.prepared, log=self.log, progress=self.progress, checkpoints=checkpoints)
@@ -77,42 +93,60 @@ class Journey:
             self.log("sparsify: left out, because it is training")
         trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress)
         sparse = self._sparsified(dense, None, trainings)
-        planned, frozen = find_plan(
+        found = find_plan(
             self.prepared, sparse, self.chart, self.run, self.goal, training=self.training, stage=self.clock.stage
         )
-        plan = planned.plan
+        plan = share_plan(None if found is None else found[0].plan)
         sparse = self._sparsified(sparse, plan, trainings)
         report = schedule = None
         if self.job.prune.schedule is not None:
-            schedule, pruned = self._scheduled(planned, frozen), copy.deepcopy(sparse)
+            assert found is not None  # several processes are refused a schedule
+            schedule, pruned = self._scheduled(*found), copy.deepcopy(sparse)
         else:
             with self.clock.stage("repair"):
                 pruned, report = repair_model(self.prepared, sparse, plan, self.run, training=self.training)
         if self.training:
             with self.clock.stage("fine-tune"):
                 pruned = self._finetune_masked(pruned, plan, trainings, schedule)
-        if schedule is not None:
-            planned = schedule.finished()
-            write_plan(planned, self.run)
-            plan = planned.plan
-        small, proof = self._compact(pruned, plan)
-        write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
+        if schedule is not None and found is not None:
+            found = schedule.finished(), found[1]
+            write_plan(found[0], self.run)
+            plan = found[0].plan
+        require_same_plan(plan, "after training")
+        compacted = self._compact(pruned, dense, plan) if is_main() else None
         control = None
         if self.training:
             with self.clock.stage("control"):
                 control = trainings.control(dense)
+
+        def measured() -> dict[str, Any]:
+            assert found is not None
+            assert compacted is not None
+            return self._measure(_Trained(dense, control, pruned, trainings, report, schedule), *found, *compacted)
+
+        return from_main(measured)
+
+    def _measure(
+        self, trained: _Trained, planned: Planned, frozen: Frozen | None, small: nn.Module, proof: Verification
+    ) -> dict[str, Any]:
+        """The stages after training, and the metrics."""
+        dense, plan, schedule = trained.dense, planned.plan, trained.schedule
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
         with self.clock.stage("deploy"):
             deployed = deploy(self.prepared, self.run, dense, plan)
         with self.clock.stage("measure"):
-            share = sparsity(pruned, plan)
+            share = sparsity(trained.pruned, plan)
             ready = None if deployed is None else deployed.model
-            measured = results.measure(self.prepared, self.run, dense, control, ready, log=self.log)
+            measured = results.measure(self.prepared, self.run, dense, trained.control, ready, log=self.log)
             measured = replace(measured, activations=self._measure_activations(small))
             final = None if frozen is None else self._measure_last(dense, frozen)
         metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
-        metrics |= {**trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}
-        metrics |= {"fine_tuned": self.training, "repair": repair_summary(report), "resumed": len(self.run.resumed)}
+        metrics |= {**trained.trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}
+        metrics |= {
+            "fine_tuned": self.training,
+            "repair": repair_summary(trained.report),
+            "resumed": len(self.run.resumed),
+        }
         metrics |= {"schedule": None if schedule is None else schedule.summary()}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
         if self.goal is not None and final is not None:
@@ -143,7 +177,7 @@ class Journey:
     ) -> nn.Module:
         model = model.to(self.prepared.device)
         first = plan if schedule is None else schedule.start
-        thresholds = self._thresholds(compact(model, first))
+        thresholds = from_main(lambda: self._thresholds(compact(model, first)))
         share, epochs = sparsity(model, first), self.job.finetune.epochs
         if schedule is None:
             self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
@@ -188,7 +222,7 @@ class Journey:
         thresholds.save(self.run.path / "activation_thresholds.json")
         return measure_masks(self.prepared, small, thresholds, log=self.log)
 
-    def _compact(self, pruned: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
+    def _compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
         flushed = flush_subnormals(compact(pruned, plan), self.prepared.example_inputs)
         small = flushed.model
         if flushed.counts:
@@ -208,4 +242,5 @@ class Journey:
             build=self.prepared.build,
             extra={"classes": list(self.prepared.splits.classes)},
         )
+        write_csv(self.run.path / "layers.csv", layer_rows(dense, small, plan))
         return small, proof

@@ -12,6 +12,7 @@ from torch import nn
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import ChannelMap
+from prunekit.distributed.group import is_main
 from prunekit.planning import PruneSettings
 from prunekit.workflow import results
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
@@ -36,8 +37,10 @@ def find_plan(
     *,
     training: bool,
     stage: Callable[[str], AbstractContextManager[Any]],
-) -> tuple[Planned, Frozen | None]:
+) -> tuple[Planned, Frozen | None] | None:
     """A plan within the job's budgets, on the dense model's weights; written into the run's folder, or read there.
+
+    Of several processes all collect statistics, and the main one makes the plan.
 
     Args:
         dense: with its weights.
@@ -47,7 +50,7 @@ def find_plan(
         stage: times what runs in it, under a name.
 
     Returns:
-        The plan, and how it was found where a budget is one of time.
+        The plan, and how it was found where a budget is one of time; in the main process alone.
     """
     if (kept := kept_plan(run, dense, goal)) is not None:
         return kept
@@ -56,8 +59,11 @@ def find_plan(
         stats: ChannelStats | None = None
         if training or needs_activations(job.prune.criterion):
             stats = calibrate_model(prepared, dense, log=log).stats
-            stats.save(run.path / "statistics")
         gradients = loss_gradients(prepared, dense, log=log)
+        if not is_main():
+            return None
+        if stats is not None:
+            stats.save(run.path / "statistics")
         patches = job_patches(prepared, dense, chart, log=log)
     with stage("plan"):
         plan = partial(

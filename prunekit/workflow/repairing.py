@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.distributed.group import is_main
 from prunekit.masking import masked
 from prunekit.planning import Plan
 from prunekit.repair import LayerRepair, RepairReport, repair
 from prunekit.training import recalibrate_batchnorm
+from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.calibrate import calibration_batches, calibration_images
 from prunekit.workflow.dense import Prepared
 from prunekit.workflow.kept import keep_repair, kept_repair
@@ -27,6 +29,8 @@ def repair_model(
 ) -> tuple[nn.Module, RepairReport | None]:
     """The masked model on the CPU, and what its repair did; None where the job asks for none. Made once in a run.
 
+    Of several processes the main one repairs, and the others are given its weights.
+
     Without repair BatchNorm statistics are taken anew if training follows, which would take them anew anyway.
 
     Raises:
@@ -35,7 +39,8 @@ def repair_model(
     """
     if (kept := kept_repair(run, dense)) is not None:
         return kept
-    model, report = _repaired(prepared, dense, plan, run, training)
+    model, report = _repaired(prepared, dense, plan, run, training) if is_main() else (copy.deepcopy(dense), None)
+    share_model(model, "the masked model")
     keep_repair(run, model, report)
     return model, report
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import torch
 
 from prunekit.artifacts import read_json, remove_leftovers, write_json, write_text
+from prunekit.distributed.group import is_main, size
 from prunekit.errors import RunError
 from prunekit.measure.machine import cpu_name
 
@@ -78,6 +80,8 @@ def run_folder(
 ) -> Iterator[RunFolder]:
     """Makes `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.
 
+    Of several processes the main one does so; what the others write is gone at the end, and their log goes nowhere.
+
     Args:
         output, name: where.
         log: gets a line for each stage, as the folder's log does.
@@ -89,6 +93,10 @@ def run_folder(
         RunError: the folder cannot be made.
     """
     now = datetime.now(UTC)
+    if not is_main():
+        with TemporaryDirectory(prefix="prunekit-") as scratch:
+            yield RunFolder(Path(scratch), now.isoformat(timespec="seconds"), lambda _: None)
+        return
     path = _make(output / name, now.strftime("%Y%m%d-%H%M%S")) if again is None else again
     started, resumed = _history(path, now.isoformat(timespec="seconds"))
     with (path / "log.txt").open("a", encoding="utf-8", buffering=1) as file:
@@ -178,6 +186,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "processes": size(),
         "cuda": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "torch": str(torch.__version__),
         **{name: version(name) for name in ("prunekit", "torchvision", "numpy")},

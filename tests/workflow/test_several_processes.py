@@ -1,0 +1,245 @@
+"""The whole job in several processes: what one process finds, up to the order of float32 sums; and one folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from process_group import together
+from safetensors.torch import load_file
+
+import prunekit
+from prunekit.calibration import CalibrationSettings, ChannelStats
+from prunekit.data import DataSettings
+from prunekit.distributed.exchange import from_main
+from prunekit.distributed.group import rank
+from prunekit.errors import PeerError, RunError, UsageError
+from prunekit.masking import ActivationSettings
+from prunekit.measure import LatencySettings, isolated, latency, measuring
+from prunekit.models import ModelSettings, load_factory
+from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.planning.settings import ScheduleSettings
+from prunekit.repair import RepairSettings
+from prunekit.training import TrainSettings
+from prunekit.workflow import JobSettings, Own, finetune
+from prunekit.workflow.agreeing import require_same_plan, share_plan
+from prunekit.workflow.calibrate import loss_gradients
+from prunekit.workflow.dense import prepare
+from prunekit.workflow.evaluate import evaluate
+from prunekit.workflow.targets import Target
+from prunekit.workflow.trainings import Trainings
+
+NET = '''
+from torch import nn
+
+
+def net():
+    """Without BatchNorm, which looks at each process's share alone."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )
+'''
+
+
+def job(output: Path, **changes: Any) -> JobSettings:
+    """Calibrates on 320 images in batches of 64: five, which neither 2 nor 4 processes share evenly."""
+    settings = JobSettings(
+        name="small",
+        model=ModelSettings("net", zoo="own"),
+        data=DataSettings(image_size=16, batch=64),
+        baseline=TrainSettings(epochs=2, lr=0.05),
+        calibration=CalibrationSettings(images=320, moments="full", moments_positions=8, fused=False),
+        prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="activation", scope="global"),
+        finetune=TrainSettings(epochs=2, lr=0.02),
+        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
+        device="cpu",
+        threads=1,
+        output=output,
+    )
+    return replace(settings, **changes)
+
+
+def ran(output: Path, factory: str, changes: dict[str, Any]) -> tuple[Path, dict[str, Any], list[str]]:
+    def here(job: measuring.Job, folder: Path) -> tuple[list[isolated.Outcome], str]:
+        return list(measuring.measure(job, own_process=False)), ""
+
+    latency.measure_apart = here
+    log: list[str] = []
+    result = finetune(job(output, **changes), log=log.append, own=Own(model=factory))
+    return result.folder, result.metrics, log
+
+
+@pytest.fixture(scope="module")
+def factory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("own") / "several.py"
+    file.write_text(NET)
+    return f"{file}:net"
+
+
+CHANGES: dict[str, Any] = {
+    "activations": ActivationSettings(modules=("2",), target=0.6),
+    "repair": RepairSettings(rows=2048),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, factory: str) -> tuple[Path, dict[str, Any], list[str]]:
+    before = latency.measure_apart
+    try:
+        return ran(tmp_path_factory.mktemp("alone"), factory, CHANGES)
+    finally:
+        latency.measure_apart = before
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_find_what_one_finds(
+    processes: int, alone: tuple[Path, dict[str, Any], list[str]], factory: str, tmp_path: Path
+) -> None:
+    folder, expected, log = alone
+    found = together(processes, tmp_path / "meet", ran, tmp_path / "runs", factory, CHANGES)
+    path, metrics, told = found[0]
+    assert [each[:2] for each in found] == [(path, metrics)] * processes  # all end alike
+    assert metrics["environment"]["processes"] == processes
+    assert {each.name for each in (tmp_path / "runs" / "small").iterdir()} == {path.name, "calibration"}
+    assert {each.relative_to(path) for each in path.rglob("*") if "tfevents" not in each.name} == {
+        each.relative_to(folder) for each in folder.rglob("*") if "tfevents" not in each.name
+    }
+    assert json.loads((path / "status.json").read_text())["state"] == "finished"
+    assert len(told) == len(log)
+
+    assert prunekit.load_plan(path).digest == prunekit.load_plan(folder).digest
+    for name in ("dense", "control", "pruned"):
+        for key in ("macs", "params", "n_test"):
+            assert metrics[name][key] == expected[name][key]
+        assert metrics[name]["top1"] == pytest.approx(expected[name]["top1"], abs=0.4)  # two of 539 images
+    same_statistics(ChannelStats.load(path / "statistics"), ChannelStats.load(folder / "statistics"))
+    theirs = load_file(folder / "model" / "model.safetensors")
+    for name, weight in load_file(path / "model" / "model.safetensors").items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-2, atol=1e-3, msg=name)
+
+
+def close(found: Any, expected: Any, atol: float) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=atol)
+
+
+def same_statistics(found: ChannelStats, expected: ChannelStats) -> None:
+    """Of dense models that differ by the order of float32 sums: counts are exact."""
+    assert list(found) == list(expected)
+    assert list(found.moments) == list(expected.moments)
+    for key, layer in found.items():
+        assert (layer.count == expected[key].count).all()
+        close(layer.mean, expected[key].mean, 1e-4)
+    for path, moments in found.moments.items():
+        assert moments.count == expected.moments[path].count
+        close(moments.gram, expected.moments[path].gram, 0.1)
+
+
+def taylor_terms(settings: JobSettings, factory: str) -> dict[tuple[str, int], Any] | None:
+    torch.manual_seed(3)
+    prepared = prepare(settings, Own(model=factory))
+    found = loss_gradients(prepared, prepared.model, log=lambda _: None)
+    return None if found is None else {axis: np.sort(rows, axis=0) for axis, rows in found.terms.items()}
+
+
+def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
+    """Five batches of 64, whole: what each process finds in a batch is what a single one finds."""
+    settings = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="taylor"))
+    (expected,) = together(1, tmp_path / "alone", taylor_terms, settings, factory)
+    main, *others = together(4, tmp_path / "meet", taylor_terms, settings, factory)
+    assert others == [None] * 3
+    assert {rows.shape[0] for rows in main.values()} == {5}
+    for axis, rows in expected.items():
+        np.testing.assert_array_equal(main[axis], rows)
+
+
+def counted(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
+    """Correct and tested images, and their share: 539 in batches of 64 are 9 batches, the last of 27."""
+    torch.manual_seed(rank())  # the main process's weights count
+    found = evaluate(Target(load_factory(factory), "net", (3, 16, 16)), recipe.data, torch.device("cpu"))
+    return found["correct"], found["n_test"], found["top1"]
+
+
+def test_test_images_count_once(factory: str, tmp_path: Path) -> None:
+    settings = job(tmp_path)
+    expected = counted(settings, factory)
+    assert expected[1] == 539
+    assert expected[0] > 0
+    assert together(4, tmp_path / "meet", counted, settings, factory) == [expected] * 4
+
+
+def failed(output: Path, factory: str, failing: int) -> tuple[str, str]:
+    train = Trainings.train
+
+    def fails(self: Trainings, *arguments: Any, **named: Any) -> Any:
+        if rank() == failing:
+            raise RunError("the disk is full")
+        return train(self, *arguments, **named)
+
+    Trainings.train = fails  # type: ignore[method-assign]
+    try:
+        ran(output, factory, {})
+    except (RunError, PeerError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_that_fails_ends_the_run(failing: int, factory: str, tmp_path: Path) -> None:
+    found = together(2, tmp_path / "meet", failed, tmp_path / "runs", factory, failing)
+    told = f"process {failing} of 2 failed: the disk is full"
+    assert found[failing] == ("RunError", "the disk is full")
+    assert found[1 - failing] == ("PeerError", told)
+    (status,) = (tmp_path / "runs" / "small").glob("*/status.json")
+    said = json.loads(status.read_text())
+    assert (said["state"], said["error"]) == (
+        "failed",
+        "RunError: the disk is full" if failing == 0 else f"PeerError: {told}",
+    )
+
+
+def alone_only(output: Path, factory: str) -> list[str]:
+    told = []
+    schedule = replace(job(output).prune, schedule=ScheduleSettings(kind="linear"))
+    for changes, resume in (({"prune": schedule}, None), ({}, "auto")):
+        try:
+            finetune(job(output, **changes), log=print, own=Own(model=factory), resume=resume)
+        except UsageError as error:
+            told.append(str(error))
+    return told
+
+
+def test_what_is_for_one_process_is_refused_to_several(factory: str, tmp_path: Path) -> None:
+    for told in together(2, tmp_path / "meet", alone_only, tmp_path / "runs", factory):
+        assert [line.partition(":")[0] for line in told] == ["prune.schedule", "--resume"]
+        assert all("expected a single process, got 2" in line for line in told)
+
+
+def plans() -> tuple[str, int, str]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
+    made: Plan | None = None
+    if rank() == 0:
+        settings = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="l2")
+        made = prunekit.plan_model(net, (torch.zeros(1, 3, 9, 9),), settings).plan
+    plan = share_plan(made)
+    kept = int(prunekit.compact(net, plan)[0].out_channels)
+    other = plan if rank() < 1 else replace(plan, keep=~plan.keep | (plan.keep.cumsum() == 1))
+    try:
+        require_same_plan(other, "after phase 2")
+    except RunError as error:
+        return plan.digest, kept, str(error)
+    return plan.digest, kept, from_main(lambda: "")
+
+
+def test_every_process_has_the_plan_and_another_is_found(tmp_path: Path) -> None:
+    (one, kept, said), *others = together(3, tmp_path, plans)
+    assert kept == 4
+    assert others == [(one, kept, said)] * 2
+    assert said.startswith("the plan after phase 2: expected the same in all 3 processes, but process 1, 2 has")
