@@ -100,7 +100,8 @@ def test_setup_commands_stand_alone_and_match_continuous_integration() -> None:
 def test_examples_for_clusters_are_what_torchrun_takes() -> None:
     """SLURM's and Kubernetes' lines with their variables filled in; names and numbers fit together."""
     (slurm,) = (block for block in blocks("bash") if "#SBATCH" in block)
-    service, job = YAML(typ="safe").load_all(blocks("yaml")[0])
+    (kubernetes,) = (block for block in blocks("yaml") if "kind: Job" in block)
+    service, job = YAML(typ="safe").load_all(kubernetes)
     pods = job["spec"]["template"]["spec"]
     lines = (re.search(r"(torchrun [^']*)'", slurm)[1].replace("\\\n", " "), pods["containers"][0]["args"][0])  # type: ignore[index]
     for line in lines:
