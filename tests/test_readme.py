@@ -100,7 +100,8 @@ def test_setup_commands_stand_alone_and_match_continuous_integration() -> None:
 def test_examples_for_clusters_are_what_torchrun_takes() -> None:
     """SLURM's and Kubernetes' lines with their variables filled in; names and numbers fit together."""
     (slurm,) = (block for block in blocks("bash") if "#SBATCH" in block)
-    service, job = YAML(typ="safe").load_all(blocks("yaml")[0])
+    (kubernetes,) = (block for block in blocks("yaml") if "kind: Job" in block)
+    service, job = YAML(typ="safe").load_all(kubernetes)
     pods = job["spec"]["template"]["spec"]
     lines = (re.search(r"(torchrun [^']*)'", slurm)[1].replace("\\\n", " "), pods["containers"][0]["args"][0])  # type: ignore[index]
     for line in lines:
@@ -123,7 +124,7 @@ def test_links_of_the_readme_exist() -> None:
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    (block,) = blocks("yaml")
+    (block,) = (block for block in blocks("yaml") if "kind: Job" not in block)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"name: shown\nmodel: {{name: resnet34, weights: IMAGENET1K_V1}}\n{block}", encoding="utf-8")
     job = load(recipe)

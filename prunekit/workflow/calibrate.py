@@ -33,7 +33,8 @@ from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import ArtifactError
 from prunekit.models import logits
 from prunekit.training import share_corrupt
-from prunekit.workflow.dense import Prepared, digest, prepare, train_baseline, weights_digest
+from prunekit.workflow.dense import Prepared, prepare, train_baseline
+from prunekit.workflow.digests import digest, weights_digest
 from prunekit.workflow.evidence import gathered, needs_activations, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.runs import Log

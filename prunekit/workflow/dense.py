@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from prunekit.training import (
     needs_plan,
 )
 from prunekit.workflow.agreeing import share_model
+from prunekit.workflow.digests import digest, weights_digest
 from prunekit.workflow.own import (
     RECIPE_ONLY,
     Own,
@@ -238,20 +237,6 @@ def save_weights(path: Path, model: nn.Module) -> None:
 def cache_folder(job: JobSettings) -> Path:
     """Where results are kept by content, shared by all runs of an output folder."""
     return job.output / "cache"
-
-
-def digest(value: Any) -> str:
-    """A short hash of plain data."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 over the names, shapes and bytes of all parameters and buffers."""
-    result = hashlib.sha256()
-    for name, tensor in named_tensors(model):
-        result.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        result.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return result.hexdigest()
 
 
 def _baseline_path(prepared: Prepared) -> Path:
