@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from prunekit.artifacts import read_json, write_json
 from prunekit.channels.copying import named_tensors
 from prunekit.compaction import compact
 from prunekit.errors import ArtifactError, ResumeError
-from prunekit.planning import Plan, load_plan
+from prunekit.planning import load_plan
 from prunekit.repair import LayerRepair, RepairReport
 from prunekit.repair.report import RepairMemory
 from prunekit.states import read_state, write_state
@@ -60,7 +59,7 @@ def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
     write_state(
         run.resume / "plan",
         {
-            "plan": digest_of(planned.plan),
+            "plan": planned.plan.digest,
             "scores": torch.as_tensor(planned.scores),
             "max_relative_difference": planned.max_relative_difference,
             "locked_by_trial": planned.locked_by_trial,
@@ -83,9 +82,9 @@ def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tup
     if state is None:
         return None
     plan = load_plan(run.resume / "planned")
-    if state["plan"] != digest_of(plan):
+    if state["plan"] != plan.digest:
         raise ResumeError(
-            f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {digest_of(plan)}, "
+            f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {plan.digest}, "
             f"expected {state['plan']}); put that back, or start anew"
         )
     small = compact(dense, plan)
@@ -94,14 +93,6 @@ def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tup
     )
     run.log("plan: that of the run, from its folder")
     return planned, _frozen(state["frozen"], planned, None if goal is None else replace(goal, model=dense))
-
-
-def digest_of(plan: Plan) -> str:
-    """SHA-256 of what a plan keeps."""
-    found = hashlib.sha256(plan.keep.tobytes())
-    for name, mask in sorted(plan.element_masks.items()):
-        found.update(name.encode() + mask.numpy().tobytes())
-    return found.hexdigest()
 
 
 def _plain(frozen: Frozen) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from prunekit.training import (
 )
 from prunekit.workflow import results
 from prunekit.workflow.dense import Baseline, Prepared
-from prunekit.workflow.kept import digest_of
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
@@ -96,7 +95,7 @@ class Trainings:
         sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks)
         asked = asked_parts(settings, sources)
         plan = masks() if removed is None else removed
-        facts = {} if plan is None else {"plan": digest_of(plan)}
+        facts = {} if plan is None else {"plan": plan.digest}
         history = fit(
             model,
             self._prepared.splits,
