@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,7 +68,7 @@ def _claim(error: BaseException) -> PeerError | None:
             text = str(error) or type(error).__name__
             code = getattr(error, "exit_code", INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
             told = rank(), code, f"process {rank()} of {size()} failed: {text}"
-            shared.set("failure", pickle.dumps(told))  # type: ignore[arg-type]  # bytes are text to torch's stubs
+            shared.set("failure", json.dumps(told))
             return None
         found = _failure(shared, TOLD_S)
     except (RuntimeError, ValueError):  # torch: the store has gone with the process that held it
@@ -85,5 +85,5 @@ def _failure(shared: Store, seconds: float) -> tuple[int, PeerError] | None:
         if time.monotonic() >= end:
             return None
         time.sleep(0.01)
-    number, code, text = pickle.loads(shared.get("failure"))
+    number, code, text = json.loads(shared.get("failure"))
     return number, PeerError(text, code)

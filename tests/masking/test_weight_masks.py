@@ -20,7 +20,7 @@ from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
 from prunekit.masking.targets import PrunedEntries, evenly
 from prunekit.masking.untouched import Untouched
 from prunekit.planning import Plan
-from prunekit.training.device import one_device
+from prunekit.training.device import this_group
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
@@ -355,7 +355,7 @@ def test_accelerate_wraps_the_optimizer_and_it_still_holds() -> None:
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     warmed(model, optimizer)
     kept = [parameter.detach().clone() for parameter in model.parameters()]
-    with one_device(torch.device("cpu")) as accelerator:
+    with this_group(torch.device("cpu")) as accelerator:
         wrapped = accelerator.prepare(optimizer)
         assert wrapped is not optimizer
         assert inner_optimizer(wrapped) is optimizer
