@@ -29,7 +29,8 @@ class BatchAxes:
     @cached_property
     def _known(self) -> dict[Operator, frozenset[int]]:
         try:
-            larger = trace_model(self._model, [twice(example) for example in self._examples])
+            both_modes = not all(run.repeats for run in self._trace.runs if run.training)
+            larger = trace_model(self._model, [twice(one) for one in self._examples], both_modes=both_modes)
         except (ModelError, RuntimeError):
             return {}
         return dict(_compared(self._trace, larger))
@@ -37,7 +38,11 @@ class BatchAxes:
 
 def _compared(trace: Trace, larger: Trace) -> Iterator[tuple[Operator, frozenset[int]]]:
     """By place and how often it ran before: a larger batch needs other copies in between."""
-    for run, other in zip(trace.runs, larger.runs, strict=False):
+    others = {(run.example, run.training): run for run in larger.runs}
+    for run in trace.runs:
+        other = others.get((run.example, run.training))
+        if other is None or run.repeats:  # nobody asks for operators that came before in the same way
+            continue
         sizes = {key: operator.call[2][0] for key, operator in _by_place(other)}
         for key, operator in _by_place(run):
             axes = enumerate(zip(operator.call[2][0], sizes.get(key, ()), strict=False))

@@ -136,21 +136,26 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             maker.outputs = (self.flow.fields(target),)
 
 
-def trace_model(model: nn.Module, examples: list[tuple[Any, ...]]) -> Trace:
+def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes: bool = True) -> Trace:
     """Traces every example in eval mode, and where the model asks for its mode in train mode too: auxiliary heads.
 
     The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real.
+
+    Args:
+        model: not changed.
+        examples: positional arguments of its forward, a tuple for each.
+        both_modes: whether train mode is looked at.
 
     Raises:
         ModelError: the model does not run on an example, or cannot be copied.
     """
     with seeded(0):
         try:
-            return _trace(model, examples, meta=True)
+            return _trace(model, examples, meta=True, both_modes=both_modes)
         except Exception:  # any failure on meta tensors: the model looks at values, or at its device
             pass
         try:
-            return _trace(model, examples, meta=False)
+            return _trace(model, examples, meta=False, both_modes=both_modes)
         except PrunekitError:
             raise
         except Exception as error:
@@ -160,7 +165,7 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]]) -> Trace:
             ) from error
 
 
-def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> Trace:
+def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool, both_modes: bool) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and tensor.is_floating_point():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -186,7 +191,7 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool) -> 
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
             _run(clone, inputs, Run(index, training=False), trace)
-        if watch.asked:
+        if watch.asked and both_modes:
             try:
                 with mode_for_trace(clone, True):
                     _run(clone, inputs, Run(index, training=True, repeats=True), trace)
