@@ -10,7 +10,6 @@ most `positions` of each image, and `memory_mib` is what they take.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -18,9 +17,9 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torchvision
+from common import ratio
 from torch import Tensor, nn
 
 from prunekit.calibration import MomentsCollector, StatsCollector, collector, first_tensor
@@ -88,7 +87,7 @@ def _model_rows(name: str, wanted: list[str], rounds: int) -> Iterator[dict[str,
     baseline, seconds = _alternated(model, images, forms, rounds)
     setting = {"threads": torch.get_num_threads(), "batch": BATCH, "size": SIZE, "dtype": "float32"}
     for form, times in seconds.items():
-        row = {"name": form, **_ratio(times, baseline), **setting}
+        row = {"name": form, **ratio([1000 * one for one in times], [1000 * one for one in baseline]), **setting}
         moments = second.get(form.rpartition("/")[2])
         if moments is not None:
             row.update(activations=len(moments.bytes), memory_mib=sum(moments.bytes.values()) / MIB)
@@ -122,17 +121,6 @@ def _seconds(model: nn.Module, images: Tensor) -> float:
     start = time.perf_counter()
     model(images)
     return time.perf_counter() - start
-
-
-def _ratio(times: list[float], baseline: list[float]) -> dict[str, float]:
-    low, ratio, high = np.percentile(np.divide(times, baseline), (10, 50, 90))
-    return {
-        "ratio": float(ratio),
-        "low": float(low),
-        "high": float(high),
-        "median_ms": 1000 * statistics.median(times),
-        "baseline_ms": 1000 * statistics.median(baseline),
-    }
 
 
 def _measured(model: nn.Module, images: Tensor) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -60,6 +62,18 @@ def cold(script: str, *arguments: str, limit: float | None = None) -> subprocess
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, least and most of some repetitions."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def ratio(times_ms: Sequence[float], baseline_ms: Sequence[float]) -> dict[str, float]:
+    """Of rounds that timed two things alternately: the one over the other, median and 10th to 90th percentile."""
+    low, median, high = np.percentile(np.divide(times_ms, baseline_ms), (10, 50, 90))
+    return {
+        "ratio": float(median),
+        "low": float(low),
+        "high": float(high),
+        "median_ms": statistics.median(times_ms),
+        "baseline_ms": statistics.median(baseline_ms),
+    }
 
 
 def as_markdown(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import ratio
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -121,19 +122,14 @@ def _row(case: Case, plan: Plan, rounds: int) -> dict[str, Any]:
             for run in runs:
                 warm_up(run)
             times = alternate(runs, rounds if not case.training else max(10, rounds // 3))  # (2, rounds)
-    ratios = times[1] / times[0]
     return {
         "name": f"{case.name}/resnet34",
-        "ratio": float(np.median(ratios)),
-        "low": float(np.quantile(ratios, 0.1)),
-        "high": float(np.quantile(ratios, 0.9)),
-        "median_ms": float(np.median(times[1])),
-        "baseline_ms": float(np.median(times[0])),
+        **ratio(times[1].tolist(), times[0].tolist()),
         "threads": torch.get_num_threads(),
         "batch": batch,
         "size": size,
         "dtype": "float32",
-        "rounds": len(ratios),
+        "rounds": times.shape[1],
     }
 
 

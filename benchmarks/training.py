@@ -23,9 +23,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import numpy as np
 import torch
-from common import keep, show
+from common import keep, ratio, show
 from mask_cases import random_plan, torch_prune
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -148,21 +147,16 @@ def row(case: Case, plan: Plan, setting: Setting) -> dict[str, Any]:
         before = _live_bytes()
         times = alternate(runs, setting.rounds)  # (2, rounds)
         grown = _live_bytes() - before
-    ratios = times[1] / times[0]
     return {
         "name": f"{case.name}/resnet34",
-        "ratio": float(np.median(ratios)),
-        "low": float(np.quantile(ratios, 0.1)),
-        "high": float(np.quantile(ratios, 0.9)),
-        "median_ms": float(np.median(times[1])),
-        "baseline_ms": float(np.median(times[0])),
+        **ratio(times[1].tolist(), times[0].tolist()),
         "grown_bytes": grown,
         "device": str(setting.device),
         "threads": torch.get_num_threads(),
         "batch": setting.batch,
         "size": setting.size,
         "dtype": setting.precision,
-        "rounds": len(ratios),
+        "rounds": times.shape[1],
         "clock": "processor" if setting.cpu_time else "wall",
     }
 

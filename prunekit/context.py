@@ -32,12 +32,25 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seeds Python, NumPy and torch (CPU and CUDA); afterwards their states are what they were."""
-    before = random_state()
-    seed_all(seed)
+    with same_random_state():
+        seed_all(seed)
+        yield
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Whatever draws or seeds inside: afterwards the states of Python's, NumPy's and torch's generators are what they
+    were."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        set_random_state(before)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
 
 
 def random_state() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
+from prunekit.context import same_random_state
 from prunekit.data.settings import Augment, AugmentSettings
 
 Draw = tuple[int, int]
@@ -106,8 +107,7 @@ def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
     """Makes what a data set of the user's draws at random for an image depend on seed, epoch and index alone.
 
     So it is the same for any number of workers, and in a run that goes on in the middle of an epoch. Yields what is
-    called with an image's index before it is read; afterwards the states of Python's, NumPy's and torch's generators
-    (CPU) are what they were.
+    called with an image's index before it is read; afterwards the generators' states are what they were.
 
     Args:
         draw: seed and epoch; None changes nothing.
@@ -122,13 +122,8 @@ def drawing(draw: Draw | None) -> Iterator[Callable[[int], None]]:
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
 
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield begin
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    with same_random_state():
+        yield begin
 
 
 def _seed(*draw: int) -> int:

@@ -13,7 +13,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import prunekit
@@ -64,6 +64,14 @@ def step(model: nn.Module, optimizer: Optimizer, images: Tensor, *, clip: float 
     return loss.item()
 
 
+def steps(model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, images: Tensor, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        losses.append(step(model, optimizer, images))
+        schedule.step()
+    return losses
+
+
 def same(small: nn.Module, masked: nn.Module, plan: Plan) -> None:
     """The compact model is the masked one cut now."""
     for name, value in prunekit.compact(masked, plan).state_dict().items():
@@ -76,31 +84,21 @@ def test_training_goes_on_with_equal_losses(name: str) -> None:
     optimizer = OPTIMIZERS[name](model.parameters())
     schedule = CosineAnnealingLR(optimizer, 8)
     with prunekit.masked(model, plan, optimizer):
-        for _ in range(3):
-            step(model, optimizer, images)
-            schedule.step()
+        steps(model, optimizer, schedule, images, 3)
         on = copy.deepcopy(optimizer.state_dict())
         small = prunekit.compact(model, plan)
-        under_masks = []
-        for _ in range(4):
-            under_masks.append(step(model, optimizer, images))
-            schedule.step()
+        under_masks = steps(model, optimizer, schedule, images, 4)
     rates = optimizer.param_groups[0]["lr"]
     other, _, _ = made()
     again = OPTIMIZERS[name](other.parameters())
     follows = CosineAnnealingLR(again, 8)
     with prunekit.masked(other, plan, again):
-        for _ in range(3):
-            step(other, again, images)
-            follows.step()
+        steps(other, again, follows, images, 3)
     prunekit.carry_over(again, other, small, plan)
     for key, state in on["state"].items():
         assert any(isinstance(value, Tensor) and value.dim() and value.any() for value in state.values()), key
     assert [parameter for group in again.param_groups for parameter in group["params"]] == list(small.parameters())
-    compact = []
-    for _ in range(4):
-        compact.append(step(small, again, images))
-        follows.step()
+    compact = steps(small, again, follows, images, 4)
     assert compact == pytest.approx(under_masks, rel=1e-12)
     assert again.param_groups[0]["lr"] == rates
     same(small, model, plan)

@@ -6,6 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import safetensors.torch
+import torch
+from killing import die, patched
+from torch import Tensor
+
+from prunekit import states
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
 from prunekit.masking import ActivationSettings, ClampSettings
@@ -14,7 +21,7 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.repair import RepairSettings
 from prunekit.training import CheckpointSettings, TrainSettings
-from prunekit.workflow import JobSettings
+from prunekit.workflow import JobSettings, finetune
 
 
 def job(output: Path, **changes: Any) -> JobSettings:
@@ -37,6 +44,58 @@ def job(output: Path, **changes: Any) -> JobSettings:
         output=output,
     )
     return replace(settings, **changes)
+
+
+def run(settings: JobSettings, dying: str = "", resume: str | None = "auto", said: str | None = None) -> None:
+    """Runs a job, and is killed in the third checkpoint of a training, or when something is said, or at the very end.
+
+    Args:
+        dying: which training; `report` for the end.
+        said: how the log's line begins.
+    """
+    left, write = [3], states.save_tensors
+
+    def log(message: str) -> None:
+        if said is not None and message.startswith(said):
+            die()
+
+    def save(path: Path, tensors: dict[str, Tensor]) -> None:
+        write(path, tensors)
+        if path.parent.parent.name == dying:
+            left[0] -= 1
+            if not left[0]:
+                path.write_bytes(path.read_bytes()[:100])
+                die()
+
+    with patched() as patch:
+        patch.setattr(states, "save_tensors", save)
+        finetune(settings, log=log, resume=resume, finish=lambda _: die() if dying == "report" else None)
+
+
+def require_same_tensors(one: Path, other: Path, *names: str) -> None:
+    """Checks that files of two runs hold the same, bit for bit.
+
+    Args:
+        names: without `.safetensors`.
+    """
+    for name in names:
+        first, second = (safetensors.torch.load_file(folder / f"{name}.safetensors") for folder in (one, other))
+        assert first.keys() == second.keys()
+        assert [key for key in first if not torch.equal(first[key], second[key])] == [], name
+
+
+def require_same_tables(one: Path, other: Path, *names: str) -> None:
+    """Checks that tables of two runs are the same, but for what was timed.
+
+    Args:
+        names: without `.csv`.
+    """
+    for name in names:
+        first, second = (
+            pd.read_csv(folder / f"{name}.csv").drop(columns=["images_per_s", "seconds"], errors="ignore")
+            for folder in (one, other)
+        )
+        pd.testing.assert_frame_equal(first, second, check_exact=True, obj=name)
 
 
 def folder_of(output: Path) -> Path:

@@ -6,16 +6,12 @@ import os
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import pytest
-import safetensors.torch
-import torch
-from killing import die, forked, patched
-from resume_jobs import folder_of, job
+from killing import forked
+from resume_jobs import folder_of, job, require_same_tables, require_same_tensors, run
 
-from prunekit import artifacts, states
+from prunekit import artifacts
 from prunekit.artifacts import read_json
-from prunekit.workflow import finetune
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SAID = {
@@ -36,32 +32,16 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "_sync", lambda path: None)
 
 
-def run(output: Path, dying: str = "", resume: str | None = "auto") -> None:
+def begin(output: Path, dying: str = "", resume: str | None = "auto") -> None:
     """Runs the job, and is killed in a stage, in the third checkpoint of a training, or at the very end."""
-    left, write = [3], states.save_tensors
-
-    def log(message: str) -> None:
-        if dying in SAID and message.startswith(SAID[dying]):
-            die()
-
-    def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        write(path, tensors)
-        if path.parent.parent.name == dying:
-            left[0] -= 1
-            if not left[0]:
-                path.write_bytes(path.read_bytes()[:100])
-                die()
-
-    with patched() as patch:
-        patch.setattr(states, "save_tensors", save)
-        finetune(job(output), log=log, resume=resume, finish=lambda _: die() if dying == "report" else None)
+    run(job(output), dying, resume, SAID.get(dying))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody killed."""
     output = tmp_path_factory.mktemp("whole")
-    assert forked(partial(run, output, resume=None)) == 0
+    assert forked(partial(begin, output, resume=None)) == 0
     return folder_of(output)
 
 
@@ -71,28 +51,19 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("resumed")
     stages = ("baseline", "calibrate", "plan", "repair", "thresholds", "pruned", "compact", "control", "measure")
     for stage in (*stages, "report"):
-        assert forked(partial(run, output, stage)) == 9, stage
+        assert forked(partial(begin, output, stage)) == 9, stage
         assert read_json(folder_of(output) / "status.json")["state"] == "running"
-    assert forked(partial(run, output)) == 0
+    assert forked(partial(begin, output)) == 0
     return folder_of(output)
 
 
 def test_weights_are_bit_identical(whole: Path, resumed: Path) -> None:
-    files = ["model/model.safetensors", "plan.safetensors", "statistics/channel_stats.safetensors"]
-    files += [f"checkpoints/{name}.safetensors" for name in ("dense", "pruned", "control")]
-    for name in files:
-        one, other = (safetensors.torch.load_file(folder / name) for folder in (whole, resumed))
-        assert one.keys() == other.keys()
-        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+    files = ["model/model", "plan", "statistics/channel_stats"]
+    require_same_tensors(whole, resumed, *files, *(f"checkpoints/{name}" for name in ("dense", "pruned", "control")))
 
 
 def test_every_figure_but_time_is_the_same(whole: Path, resumed: Path) -> None:
-    for name in ("history", "clamps", "repair", "scores", "locks", "coupling", "layers"):
-        one, other = (
-            pd.read_csv(folder / f"{name}.csv").drop(columns=["images_per_s", "seconds"], errors="ignore")
-            for folder in (whole, resumed)
-        )
-        pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
+    require_same_tables(whole, resumed, "history", "clamps", "repair", "scores", "locks", "coupling", "layers")
     before, after = (read_json(folder / "metrics.json") for folder in (whole, resumed))
     for key in ("dense", "control", "pruned", "accuracy", "sparsity", "plan", "parity", "activations", "repair"):
         assert before[key] == after[key], key

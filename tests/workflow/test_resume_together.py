@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import safetensors.torch
-import torch
-from killing import die, forked, patched
-from resume_jobs import folder_of, job
+from killing import forked
+from resume_jobs import folder_of, job, require_same_tables, require_same_tensors, run
 
-from prunekit import artifacts, states
+from prunekit import artifacts
 from prunekit.artifacts import read_json
 from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.training import (
@@ -24,7 +22,7 @@ from prunekit.training import (
     RegulariserSettings,
     TrainSettings,
 )
-from prunekit.workflow import JobSettings, finetune
+from prunekit.workflow import JobSettings
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 TRAININGS = ("sparsified", "pruned", "control_before", "control")
@@ -54,29 +52,11 @@ def together(output: Path) -> JobSettings:
     )
 
 
-def run(output: Path, dying: str = "", resume: str | None = "auto") -> None:
-    """Runs the job, and is killed in the third checkpoint of a training, or when the report is due."""
-    left, write = [3], states.save_tensors
-
-    def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        write(path, tensors)
-        if path.parent.parent.name == dying:
-            left[0] -= 1
-            if not left[0]:
-                path.write_bytes(path.read_bytes()[:100])
-                die()
-
-    with patched() as patch:
-        patch.setattr(states, "save_tensors", save)
-        finish = (lambda _: die()) if dying == "report" else None
-        finetune(together(output), log=lambda _: None, resume=resume, finish=finish)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody killed."""
     output = tmp_path_factory.mktemp("whole_together")
-    assert forked(partial(run, output, resume=None)) == 0
+    assert forked(partial(run, together(output), resume=None)) == 0
     return folder_of(output)
 
 
@@ -85,25 +65,19 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, killed in most trainings once, and when all was done."""
     output = tmp_path_factory.mktemp("resumed_together")
     for stage in ("sparsified", "pruned", "control", "report"):
-        assert forked(partial(run, output, stage)) == 9, stage
-    assert forked(partial(run, output)) == 0
+        assert forked(partial(run, together(output), stage)) == 9, stage
+    assert forked(partial(run, together(output))) == 0
     return folder_of(output)
 
 
 def test_weights_and_plan_are_bit_identical(whole: Path, resumed: Path) -> None:
-    for name in ("model/model", "plan", *(f"checkpoints/{name}" for name in ("dense", *TRAININGS))):
-        one, other = (safetensors.torch.load_file(folder / f"{name}.safetensors") for folder in (whole, resumed))
-        assert one.keys() == other.keys()
-        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+    require_same_tensors(
+        whole, resumed, "model/model", "plan", *(f"checkpoints/{name}" for name in ("dense", *TRAININGS))
+    )
 
 
 def test_every_figure_but_time_is_the_same(whole: Path, resumed: Path) -> None:
-    for name in ("history", "schedule", "scores", "coupling", "layers"):
-        one, other = (
-            pd.read_csv(folder / f"{name}.csv").drop(columns=["images_per_s", "seconds"], errors="ignore")
-            for folder in (whole, resumed)
-        )
-        pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
+    require_same_tables(whole, resumed, "history", "schedule", "scores", "coupling", "layers")
     before, after = (read_json(folder / "metrics.json") for folder in (whole, resumed))
     for key in ("dense", "control", "pruned", "accuracy", "sparsity", "plan", "parity", "schedule"):
         assert before[key] == after[key], key
