@@ -19,6 +19,7 @@ from prunekit.cli.options import debug_option
 from prunekit.cli.profile import profile_command
 from prunekit.cli.prune import prune_command
 from prunekit.cli.sensitivity import sensitivity_command
+from prunekit.cli.visualise import visualise_group
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -40,6 +41,7 @@ COMMANDS = (
     profile_command,
     bench_command,
     explain_command,
+    visualise_group,
     inspect_command,
     list_command,
 )

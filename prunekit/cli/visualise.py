@@ -1,0 +1,17 @@
+"""`prunekit visualise`: pictures of what a model computes, a subcommand for each kind."""
+
+from __future__ import annotations
+
+import click
+
+from prunekit.cli.visualise_features import features_command
+
+
+@click.group("visualise", short_help="Show what a model computes, as pictures.")
+def visualise_group() -> None:
+    """Pictures of what a model computes, the dense model's beside the pruned one's."""
+
+
+SUBCOMMANDS = (features_command,)
+for command in SUBCOMMANDS:
+    visualise_group.add_command(command)
