@@ -8,7 +8,7 @@ from prunekit.data.loading import Batches, batches
 from prunekit.data.mixing import Mixing
 from prunekit.data.own import load_own
 from prunekit.data.settings import AugmentSettings, DataSettings, Workers
-from prunekit.data.sources import load_splits, missing_data
+from prunekit.data.sources import feed_of, load_splits, missing_data
 from prunekit.data.splits import Splits
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Workers",
     "batches",
     "describe_corrupt",
+    "feed_of",
     "load_own",
     "load_splits",
     "missing_data",

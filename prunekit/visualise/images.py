@@ -57,7 +57,8 @@ class Preprocessing:
             shorter = max(height / image.height, width / image.width) * min(image.size)
             image = center_crop(resize(image, [round(shorter * MARGIN)]), [height, width])
         mean, std = self._normalisation()
-        return (pil_to_tensor(image).float() / 255 - mean) / std
+        pixels: Tensor = pil_to_tensor(image)
+        return (pixels.float() / 255 - mean) / std
 
     def shown(self, values: Tensor) -> Pixels:
         """An input (C, H, W) as the image that it was made of."""
@@ -67,7 +68,8 @@ class Preprocessing:
 
     def _normalisation(self) -> tuple[Tensor, Tensor]:
         both = torch.tensor([self.mean, self.std])[:, :, None, None]  # (2, 3, 1, 1)
-        return tuple(both.mean(1, keepdim=True) if self.shape[0] == 1 else both)  # type: ignore[return-value]
+        mean, std = both.mean(1, keepdim=True) if self.shape[0] == 1 else both
+        return mean, std
 
 
 def read_image(path: Path | str, transform: Transform) -> Tensor:
