@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from prunekit.cli.visualise_cam import cam_command, saliency_command
 from prunekit.cli.visualise_features import features_command
 
 
@@ -12,6 +13,6 @@ def visualise_group() -> None:
     """Pictures of what a model computes, the dense model's beside the pruned one's."""
 
 
-SUBCOMMANDS = (features_command,)
+SUBCOMMANDS = (features_command, cam_command, saliency_command)
 for command in SUBCOMMANDS:
     visualise_group.add_command(command)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -12,25 +10,7 @@ from prunekit.context import training_mode
 from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.visualise.activations import Call, Read, SpatialActivations
 from prunekit.visualise.formulas import FORMULAS, METHODS, CamMethod, cam, eigen_cam
-from prunekit.visualise.scores import Target, chosen, class_scores
-
-
-@dataclass(frozen=True, eq=False)
-class ClassActivationMap:
-    """What `class_activation_map` returns, on the CPU.
-
-    Attributes:
-        layer, method: which.
-        values: (B, h, w), float32 or float64, in the layer's resolution; not negative, but for `cam`.
-        classes: (B,) int64, the class of each map.
-        probabilities: (B,), the softmax of these classes.
-    """
-
-    layer: str
-    method: str
-    values: Tensor
-    classes: Tensor
-    probabilities: Tensor
+from prunekit.visualise.scores import ClassMap, Target, chosen, class_map, class_scores, require_images
 
 
 def class_activation_map(
@@ -40,7 +20,7 @@ def class_activation_map(
     *,
     method: CamMethod = "grad_cam",
     target: Target = None,
-) -> ClassActivationMap:
+) -> ClassMap:
     """Where in each image a model sees a class: one forward pass, and one backward pass down to the layer.
 
     On dense, masked and compact models, convolutional ones and those of tokens, whose tokens are put back into their
@@ -63,24 +43,17 @@ def class_activation_map(
     """
     if method not in METHODS:
         raise UsageError(f"method {method!r}: {nearest(method, METHODS)}")
-    if images.ndim != 4:
-        raise UsageError(f"images: expected (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
+    require_images(images)
     backward = method in FORMULAS
     kept = SpatialActivations(model, layer, images.shape)
     with training_mode(model, False), without_fast_path(), torch.enable_grad() if backward else torch.no_grad(), kept:
-        # With frozen weights, too, there is a gradient; no leaf, which a first layer may overwrite.
-        given = images.detach().clone().requires_grad_().clone() if backward else images
-        scores = class_scores(model(given))
+        # With frozen weights, too, there is a gradient; and a first layer may overwrite what it is given.
+        scores = class_scores(model(images.detach().requires_grad_(backward).clone()))
         classes = chosen(scores, target)
         picked = scores.gather(1, classes[:, None])
         call = kept.backward(picked.sum()) if backward else kept.found()
-    return ClassActivationMap(
-        call.layer,
-        method,
-        _values(call, method, kept.last_linear, scores, classes).cpu(),
-        classes.cpu(),
-        scores.detach().softmax(1).gather(1, classes[:, None])[:, 0].cpu(),
-    )
+        values = _values(call, method, kept.last_linear, scores, classes)
+    return class_map(method, call.layer, values, scores, classes)
 
 
 def _values(call: Call, method: CamMethod, read: Read | None, scores: Tensor, classes: Tensor) -> Tensor:
@@ -101,7 +74,7 @@ def _wide(values: Tensor) -> Tensor:
 def _classifier(call: Call, read: Read | None, scores: Tensor) -> Tensor:
     """Weights (classes, C) of the linear layer that reads the mean of an output and gives the scores."""
     means = _wide(call.values).mean((2, 3))
-    if read is not None and read.given.shape == means.shape and torch.equal(read.returned, scores):
+    if read is not None and read.given.shape == means.shape and torch.equal(read.returned, scores.detach()):
         given = _wide(read.given)
         if bool(torch.allclose(given, means, rtol=1e-3, atol=1e-4 * float(means.abs().max()))):
             return _wide(read.linear.weight.detach())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.context import training_mode
 from prunekit.errors import ModelError, UsageError, nearest
-from prunekit.visualise.scores import Target, chosen, class_scores
+from prunekit.visualise.scores import ClassMap, Target, chosen, class_map, class_scores, require_images
 
 SaliencyMethod = Literal["gradient", "smooth_grad"]
 METHODS: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
@@ -33,23 +33,6 @@ class Smoothing:
     batch: int = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Saliency:
-    """What `saliency` returns, on the CPU.
-
-    Attributes:
-        method: which.
-        values: (B, H, W), float32 or float64, not negative.
-        classes: (B,) int64, the class of each map.
-        probabilities: (B,), the softmax of these classes.
-    """
-
-    method: str
-    values: Tensor
-    classes: Tensor
-    probabilities: Tensor
-
-
 def saliency(
     model: nn.Module,
     images: Tensor,
@@ -57,7 +40,7 @@ def saliency(
     method: SaliencyMethod = "gradient",
     target: Target = None,
     smoothing: Smoothing | None = None,
-) -> Saliency:
+) -> ClassMap:
     """The largest absolute gradient of a class's logit over the channels of each pixel.
 
     `gradient` is that of the image (Simonyan et al. 2014, "Deep inside convolutional networks"), `smooth_grad` the mean
@@ -77,18 +60,16 @@ def saliency(
     """
     if method not in METHODS:
         raise UsageError(f"method {method!r}: {nearest(method, METHODS)}")
-    if images.ndim != 4:
-        raise UsageError(f"images: expected (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
+    require_images(images)
     with training_mode(model, False), torch.enable_grad():
         if method == "gradient":
             gradients, scores, classes = _gradients(model, images, target)
         else:
             with torch.no_grad():
-                scores = class_scores(model(images))
+                scores = class_scores(model(images.clone()))
             classes = chosen(scores, target)
             gradients = _smoothed(model, images, classes, smoothing or Smoothing())
-    probabilities = scores.detach().softmax(1).gather(1, classes[:, None])[:, 0]
-    return Saliency(method, gradients.abs().amax(1).cpu(), classes.cpu(), probabilities.cpu())
+    return class_map(method, None, gradients.abs().amax(1), scores, classes)
 
 
 def _gradients(model: nn.Module, images: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor]:

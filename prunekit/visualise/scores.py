@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,44 @@ from prunekit.models import logits
 
 Target = int | Sequence[int] | Tensor | None
 """A class, or one for each image; None: that of the highest score."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassMap:
+    """Where in each image a model sees a class, on the CPU.
+
+    Attributes:
+        method: how it was found.
+        layer: whose activations it is made of; None: it is of the pixels.
+        values: (B, h, w), float32 or float64; not negative, but for `cam`.
+        classes: (B,) int64, the class of each map.
+        probabilities: (B,), the softmax of these classes.
+        predicted: (B,) int64, the class of the highest score.
+    """
+
+    method: str
+    layer: str | None
+    values: Tensor
+    classes: Tensor
+    probabilities: Tensor
+    predicted: Tensor
+
+
+def class_map(method: str, layer: str | None, values: Tensor, scores: Tensor, classes: Tensor) -> ClassMap:
+    """A map with what the scores (B, classes) say of its classes (B,)."""
+    scores = scores.detach()
+    probabilities = scores.softmax(1).gather(1, classes[:, None])[:, 0]
+    return ClassMap(method, layer, values.cpu(), classes.cpu(), probabilities.cpu(), scores.argmax(1).cpu())
+
+
+def require_images(images: Tensor) -> None:
+    """Checks that there is a batch of images.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if images.ndim != 4 or not len(images):
+        raise UsageError(f"images: expected one or more, (B, C, H, W), got a tensor of shape {tuple(images.shape)}")
 
 
 def class_scores(output: Any) -> Tensor:
