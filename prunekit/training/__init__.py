@@ -8,6 +8,7 @@ from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
 from prunekit.training.distillation import Distillation, TeacherCost
 from prunekit.training.features import PlanInForce, feature_paths
+from prunekit.training.gradient_flow import FlowRow, GradientFlow
 from prunekit.training.history import ClampRow, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
@@ -36,6 +37,8 @@ __all__ = [
     "Distillation",
     "EpochRow",
     "FeatureSettings",
+    "FlowRow",
+    "GradientFlow",
     "History",
     "LearningRateRewinding",
     "MakeOptimizer",

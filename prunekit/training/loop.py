@@ -111,9 +111,10 @@ def fit(
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
-    training = Training(model, optimizer, device, steps, settings.epochs)
-    entered = taking.active(training)
     scaler = loss_scaler(settings.precision, device)
+    scale = (lambda: 1.0) if scaler is None else scaler.get_scale
+    training = Training(model, optimizer, device, steps, settings.epochs, scale)
+    entered = taking.active(training)
     clamps = Clamps(model, optimizer, settings, scaler)
     if size() > 1:
         checkpoints = None  # they hold the random state of one process

@@ -21,6 +21,7 @@ class Training:
         optimizer: torch's own.
         steps: of an epoch in which none is skipped.
         epochs: of the run.
+        scale: what losses are multiplied by now, and so gradients before the optimizer's step: float16's loss scale.
     """
 
     model: nn.Module
@@ -28,6 +29,7 @@ class Training:
     device: torch.device
     steps: int
     epochs: int
+    scale: Callable[[], float] = lambda: 1.0
 
 
 class Part:
