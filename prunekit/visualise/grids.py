@@ -25,7 +25,7 @@ SMALLEST, LARGEST = 56, 112
 """Pixels of a map's longer side, about: smaller ones are enlarged without blurring, larger ones are averaged."""
 LABEL, GAP, MARGIN, HEAD = 15, 5, 14, 46
 WHITE, INK, SOFT, GONE, CROSS = (255, 255, 255), (31, 41, 55), (107, 114, 128), (229, 231, 235), (190, 18, 60)
-BARS, PALE = {"dense": "#64748b", "pruned": "#0f766e"}, "#e5a13d"
+BARS, GONE_BAR = {"dense": "#64748b", "pruned": "#0f766e"}, "#e5a13d"
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "text.color": "#1f2937",
@@ -153,7 +153,7 @@ def _heading(features: LayerFeatures, count: int, settings: GridSettings, title:
         left = int(features.kept.sum())
         parts.append("none pruned" if left == len(features.kept) else f"{left} of {len(features.kept)} kept")
     if features.view == "bars" and features.kept is not None and not features.kept.all():
-        parts.append("pruned ones are pale and crossed out")
+        parts.append("pruned ones are orange and crossed out")
     if features.view != "bars":
         if count < features.channels:
             parts.append(f"{count} shown, evenly spread")
@@ -174,7 +174,7 @@ def _bars(features: LayerFeatures, heading: tuple[str, str]) -> Pixels:
             if features.kept is not None:
                 gone = np.flatnonzero(~features.kept)
                 for index in gone:
-                    bars[index].set_color(PALE)
+                    bars[index].set_facecolor(GONE_BAR)
                 size = min(6.0, max(1.5, 400 / features.channels))
                 axes.plot(gone, np.zeros(len(gone)), "x", color="#be123c", markersize=size)
             axes.set_title(name, loc="left", fontsize=10)
