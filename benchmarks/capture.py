@@ -1,7 +1,7 @@
 """What capturing costs: the outputs of all convolutions of resnet34, reduced and as full copies, beside the forward.
 
 Each row is a forward pass with something captured in it, timed alternately with the plain forward in one run: `ratio`
-is the median over the rounds of the one over the other, `low` and `high` are the 10th and 90th percentile. `hooks` keeps
+is the median over the rounds, `low` and `high` are the 10th and 90th percentile. `hooks` keeps
 nothing and shows what the hooks themselves take; `mean`, `moments` and `extremes` are prunekit's reducers; `copies`
 keeps every output, and `torch/copies` does so by forward hooks of a few lines. For these, `copy_ms` is what cloning the
 same tensors alone takes, in the same rounds, `added_ms` by how much the forward is longer (medians), and `of_copy` the
