@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prunekit.calibration import ChannelStats, StatsCollector, collect_gradients
     from prunekit.calibration import collect as calibrate
+    from prunekit.capturing import capture, intervene
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
@@ -51,6 +52,7 @@ _PLACES = {
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
+    "capture": "prunekit.capturing:capture",
     "carry_average": "prunekit.training:carry_average",
     "carry_over": "prunekit.training:carry_over",
     "channels_last": "prunekit.deploy:channels_last",
@@ -62,6 +64,7 @@ _PLACES = {
     "finetune": "prunekit.workflow:finetune",
     "flush_subnormals": "prunekit.deploy:flush_subnormals",
     "fold_batchnorm": "prunekit.deploy:fold_batchnorm",
+    "intervene": "prunekit.capturing:intervene",
     "load": "prunekit.compaction:load",
     "load_plan": "prunekit.planning:load_plan",
     "masked": "prunekit.masking:masked",
@@ -104,6 +107,7 @@ __all__ = [
     "StatsCollector",
     "calibrate",
     "calibrate_thresholds",
+    "capture",
     "carry_average",
     "carry_over",
     "channels_last",
@@ -115,6 +119,7 @@ __all__ = [
     "finetune",
     "flush_subnormals",
     "fold_batchnorm",
+    "intervene",
     "load",
     "load_plan",
     "masked",

@@ -15,7 +15,7 @@ FLOORS = {
     "catalogue": 0, "vocabulary": 0, "distributed": 0,
     "channels": 1,
     "data": 2, "models": 2, "calibration": 2,
-    "criteria": 3,
+    "criteria": 3, "capturing": 3,
     "planning": 4,
     "masking": 5, "compaction": 5, "repair": 5,
     "measure": 6, "export": 6,

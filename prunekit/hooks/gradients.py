@@ -30,7 +30,10 @@ class OutputGradients:
 
     def __init__(self, owner: Active, change: GradientChange, check: Check | None) -> None:
         self._owner, self._change, self._check = owner, change, check
-        self._first = at(owner, change, 0)
+
+    def change(self) -> GradientChange:
+        """What the gradients of the call that runs now go through."""
+        return self._change
 
     def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
         """Hooks the tensors of a result; a single one, as nearly always, without looking for others."""
@@ -38,11 +41,12 @@ class OutputGradients:
             self._check(result)
         if isinstance(result, Tensor):
             if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
-                catch(result, self._first)
+                catch(result, at(self._owner, self.change(), 0))
             return
-        for index, tensor in differentiable(result):
-            if tensor.grad_fn is not None:
-                catch(tensor, at(self._owner, self._change, index))
+        found = [(index, tensor) for index, tensor in differentiable(result) if tensor.grad_fn is not None]
+        change = self.change() if found else self._change
+        for index, tensor in found:
+            catch(tensor, at(self._owner, change, index))
 
 
 def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
@@ -70,15 +74,21 @@ class InputGradients:
         self._owner, self._change, self._check = owner, change, check
         self._running: list[list[Read]] = []  # a module may call itself
 
+    def change(self) -> GradientChange:
+        """What the gradients of the call that runs now go through."""
+        return self._change
+
     def before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
         """Exchanges the inputs."""
         if self._check is not None:
             self._check((arguments, named))
         reads: dict[int, Read] = {}
         if torch.is_grad_enabled():
-            for index, tensor in differentiable((arguments, named)):
+            found = list(differentiable((arguments, named)))
+            change = self.change() if found else self._change
+            for index, tensor in found:
                 read = reads[id(tensor)] = read_by(module, tensor)
-                catch(read.view, at(self._owner, self._change, index))
+                catch(read.view, at(self._owner, change, index))
         self._running.append(list(reads.values()))  # known to other owners while the module runs
         if not reads:
             return None

@@ -14,6 +14,7 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
+from prunekit.report.features import pictured
 from prunekit.report.gradients import flow_figures
 from prunekit.report.headline import (
     budgeted,
@@ -88,6 +89,7 @@ def render(run: Run, state: str | None = None) -> str:
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
         machine=wording.surroundings(run.metrics.get("machine", {})),
         explained=explained(run.metrics["explanation"]) if run.metrics.get("explanation") else None,
+        features=pictured(run.folder / "features"),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),
     )

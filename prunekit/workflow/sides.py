@@ -42,6 +42,7 @@ class Sides:
         plan: what the pruned model keeps, where it is known.
         rows: module path -> which of its dense outputs are kept, (channels,), of layers whose weights are smaller.
         notes: what to know when looking.
+        run: folder of the run that the pruned model is from.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Sides:
     plan: Plan | None = None
     rows: Mapping[str, Mask] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    run: Path | None = None
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -79,19 +81,17 @@ class Sides:
         if not 0 <= index < len(splits.test):
             raise UsageError(f"expected the number of a test image, 0 to {len(splits.test) - 1}, got {index}")
         values, label = splits.test[index]
-        return values[None], f"test image {index} ({splits.classes[label]})"
+        return values[None], f"test image {index}, class {splits.classes[label]}"
 
-    def kept(self, path: str, call: int, size: int) -> Mask | None:
-        """Which of the dense model's channels the output of a module keeps, (size,); None where nobody knows.
+    def kept(self, path: str, call: int) -> Mask | None:
+        """Which of the dense model's channels the output of a module keeps, (channels,); None where nobody knows.
 
         Args:
             path: of the module.
             call: which of its calls in a forward pass.
-            size: how many channels the dense output has.
         """
         labels = None if self.plan is None else self.plan.channel_map.activations.get((path, "output", call))
-        found = self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
-        return found if found is not None and found.shape == (size,) else None
+        return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
 
 
 def sides_of(target: Target, data: DataSettings | None = None, own_data: str | None = None) -> Sides:
@@ -146,8 +146,17 @@ def both_sides(
     plan = load_plan(run) if (run / "plan.json").is_file() else None
     dense, notes = _dense_beside(run, folder, factory)
     models = {PRUNED: pruned.model} if dense is None else {DENSE: dense, PRUNED: pruned.model}
-    rows = _rows(manifest, pruned.model)
-    return Sides(str(given), models, pruned.sample_shape, data, own_data, None, plan, rows, notes)
+    return Sides(
+        str(given),
+        models,
+        pruned.sample_shape,
+        data,
+        own_data,
+        plan=plan,
+        rows=_rows(manifest, pruned.model),
+        notes=notes,
+        run=run if (run / "status.json").is_file() else None,
+    )
 
 
 def _dense_beside(run: Path, folder: Path, factory: str | None) -> tuple[nn.Module | None, tuple[str, ...]]:

@@ -165,6 +165,25 @@ def test_skipped_steps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path
     assert "Steps that were skipped: baseline 2, pruned 2." in " ".join(text.split())
 
 
+def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Path) -> None:
+    assert "Gradients by layer" not in page.text["curves"]
+    run = write_run(tmp_path / "runs" / "gradients", groups=2)
+    sizes = {"p10": 1e-5, "median": 1e-4, "p90": 1e-3, "zeros": 0.5}
+    rows = [
+        {"run": name, "step": step, "epoch": step / 4, "layer": layer, **sizes}
+        for name in ("pruned", "control")
+        for step in (1, 2, 3)
+        for layer in ("conv1", "<fc>")
+    ]
+    pd.DataFrame(rows).to_csv(run / "gradients.csv", index=False)
+    found = Page(write(run).read_text(encoding="utf-8"))
+    assert (found.open, found.requests, found.svgs) == ([], [], page.svgs + 2)
+    assert len(found.ids) == len(set(found.ids))
+    text = " ".join(found.text["curves"].split())
+    for expected in ("Gradients by layer: pruned", "Gradients by layer: control", "<fc>", "0.0001", "last tenth"):
+        assert expected in text
+
+
 def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:
     assert page.text["activations"] == page.text["clamps"] == ""
     run = write_run(tmp_path / "runs" / "hooks", groups=2)
