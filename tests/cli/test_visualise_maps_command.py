@@ -85,14 +85,16 @@ def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> Non
     with Image.open(here / result["picture"]) as picture:
         assert picture.width > 3 * 336  # three panels
         assert picture.width > 1.5 * picture.height
-    assert json.loads((here / "visualise" / "grad_cam.json").read_text()) == result
+    assert json.loads((here / "run" / "maps" / "grad_cam.json").read_text()) == result
 
 
 @pytest.mark.parametrize("method", ["grad_cam_pp", "layer_cam", "eigen_cam", "cam"])
 def test_every_method_on_a_single_model(here: Path, method: str) -> None:
     done = run("cam", *OWN, "--input-shape", "1x3x16x16", "--image", "image.png", "--method", method, "--output", "out")
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[0].startswith({"grad_cam_pp": "Grad-CAM++", "cam": "CAM"}.get(method, method[:5].title()))
+    assert done.stdout.splitlines()[0].startswith(
+        {"grad_cam_pp": "Grad-CAM++", "cam": "CAM"}.get(method, method[:5].title())
+    )
     assert " at relu (8 x 8), class " in done.stdout
     assert "correlation" not in done.stdout
     assert (here / "out" / f"{method}.png").is_file()
@@ -100,7 +102,19 @@ def test_every_method_on_a_single_model(here: Path, method: str) -> None:
 
 def test_saliency_is_the_same_for_the_same_seed(here: Path) -> None:
     first, again, other = (
-        run("saliency", "run", *OWN, "--image", "image.png", "--method", "smooth_grad", "--samples", "2", *seed, "--json")
+        run(
+            "saliency",
+            "run",
+            *OWN,
+            "--image",
+            "image.png",
+            "--method",
+            "smooth_grad",
+            "--samples",
+            "2",
+            *seed,
+            "--json",
+        )
         for seed in ((), ("--seed", "0"), ("--seed", "1"))
     )
     assert first.exit_code == 0, first.output
@@ -116,7 +130,7 @@ def test_gradients_of_a_training_as_table_and_picture(here: Path) -> None:
     assert result["records"] == 2
     assert [row["layer"] for row in result["layers"]][:2] == ["conv1", "layer1.0.conv1"]
     assert all(0 < row["p10"] < row["last"] < row["p90"] for row in result["layers"])
-    lines = (here / "visualise" / "gradients.csv").read_text().splitlines()
+    lines = (here / "gradients" / "gradients.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * len(result["layers"])
     assert (here / result["picture"]).stat().st_size > 10_000
 
@@ -124,9 +138,15 @@ def test_gradients_of_a_training_as_table_and_picture(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("cam", "run", *OWN, "--image", "own.py"), "own.py: expected an image, such as a PNG or JPEG file, but it is of"),
+        (
+            ("cam", "run", *OWN, "--image", "own.py"),
+            "own.py: expected an image, such as a PNG or JPEG file, but it is of",
+        ),
         (("cam", "run", *OWN, "--image", "none.png"), "none.png: expected an image file, and there is none"),
-        (("cam", "run", *OWN, "--image", "image.png", "--layer", "head"), "head returns (1, 10), a vector of 10 values"),
+        (
+            ("cam", "run", *OWN, "--image", "image.png", "--layer", "head"),
+            "head returns (1, 10), a vector of 10 values",
+        ),
         (("cam", "run", *OWN, "--image", "image.png", "--layer", "innner"), "did you mean 'inner'"),
         (("cam", "run", *OWN, "--image", "image.png", "--class", "10"), "class 10: the model has 10 classes, 0 to 9"),
         (("cam", "run", *OWN, "--image", "image.png", "--method", "gradcam"), "'gradcam' is not one of"),

@@ -54,7 +54,7 @@ class Page(HTMLParser):
         if values.get("id"):
             self.ids.append(values["id"] or "")
         addresses = [values.get(name) for name in ("src", "href", "xlink:href", "action", "data")]
-        self.requests += [address for address in addresses if address and not address.startswith("#")]
+        self.requests += [address for address in addresses if address and not address.startswith(("#", "data:"))]
         if tag not in VOID:
             self.open.append(tag)
 
