@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from prunekit.calibration.read_hooks import WatchedPasses
 from prunekit.capturing.layers import Layers, choose
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
-from prunekit.hooks import recomputing
+from prunekit.hooks import HookWarning, recomputing
 from prunekit.hooks.gradients import GradientChange, InputGradients, OutputGradients, at
 from prunekit.hooks.reading import catch
 from prunekit.nested import gather, map_tensors
@@ -68,6 +70,7 @@ class LayerHooks(WatchedPasses):
         self._begun = 0
         self._calls: Counter[tuple[str, What]] = Counter()
         self._called: set[str] = set()
+        self._idle = True
 
     def seen(self, where: Where, values: Tensor, axis: int) -> Tensor | None:
         """Gets a tensor whose axis `axis` holds the channels; returns the one to use in its place, or None."""
@@ -77,6 +80,19 @@ class LayerHooks(WatchedPasses):
     def paths(self) -> tuple[str, ...]:
         """The layers that are looked at: modules in the order of the model, then weights without one."""
         return (*self._chosen.modules, *sorted(self._chosen.functional - self._chosen.modules.keys()))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and self._begun and self._idle:
+            names = ", ".join(self.paths[:3]) + (", ..." if len(self.paths) > 3 else "")
+            warnings.warn(
+                f"{type(self).__name__.lower()}: none of {names} ran while the model did; where a weight is used "
+                "without its module's being called, choose the weight: 'path.weight'",
+                HookWarning,
+                stacklevel=2,
+            )
 
     def begin(self) -> None:
         """A forward pass of the model begins."""
@@ -110,6 +126,7 @@ class LayerHooks(WatchedPasses):
 
     def _next(self, path: str, what: What) -> Where | None:
         """Where the next tensor of a layer is; None where this forward pass is not looked at."""
+        self._idle = False
         inside = self.inside or recomputing()
         call = self._calls[path, what]
         self._calls[path, what] += 1

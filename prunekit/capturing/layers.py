@@ -17,7 +17,7 @@ from prunekit.hooks import never_called
 Layer = str | type[nn.Module] | ChannelGroup
 Layers = Layer | Iterable[Layer]
 """Globs over module paths, classes of modules, channel groups, or several of these. A glob that matches no module may
-match names of weights that are used without a module's being called."""
+match names of weights, which are then seen where they are used, without a module's being called."""
 
 NEVER_RUN = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -59,7 +59,8 @@ def choose(model: nn.Module, layers: Layers, key: str) -> Chosen:
         if path in found and not never_called(module) and id(module) not in seen:
             seen.add(id(module))
             called[path] = module
-    return Chosen(called, frozenset(found & hidden | found - modules.keys()))
+    functional = found & hidden | found - modules.keys()
+    return Chosen(called, frozenset(name.removesuffix(".weight") for name in functional))
 
 
 def _named(model: nn.Module) -> dict[str, nn.Module]:
@@ -92,8 +93,7 @@ def _paths(layer: Layer, modules: dict[str, nn.Module], hidden: set[str], model:
     try:
         return matching(layer, known, key)
     except UsageError as error:
-        weights = [name for name, tensor in named_tensors(model) if isinstance(tensor, nn.Parameter)]
-        weights = [name for name in weights if not name.endswith((".weight", ".bias"))]
+        weights = [n for n, tensor in named_tensors(model) if isinstance(tensor, nn.Parameter) and tensor.dim() > 1]
         try:
             return matching(layer, weights, key)
         except UsageError:

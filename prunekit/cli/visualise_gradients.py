@@ -62,9 +62,8 @@ def gradients_command(
         rows = [asdict(row) for row in found]
         frame = pd.DataFrame(rows)
         write_csv(folder / "gradients.csv", rows)
-        picture = write_flow(
-            folder / "gradients.png", frame, f"{job.name}: gradients of {frame['layer'].nunique()} layers"
-        )
+        title = f"{job.name}: gradients of {frame['layer'].nunique()} layers"
+        picture = write_flow(folder / "gradients.png", frame, title)
     payload = {
         "model": job.name,
         "records": int(frame["step"].nunique()),

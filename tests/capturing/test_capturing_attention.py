@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.errors import ModelError, UsageError
-from prunekit.hooks import count_hooks
+from prunekit.hooks import HookWarning, count_hooks
 
 TOKENS = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -86,6 +86,24 @@ def test_projections_of_a_swin_block_without_calls_of_their_modules() -> None:
     assert [(entry.path, entry.value) for entry in record] == [
         ("attn.qkv", (4, 4, 24)), ("attn.proj", (4, 4, 8)), ("mlp.0", (1, 4, 4, 32))
     ]  # fmt: skip
+
+
+def test_a_weight_that_is_used_without_its_module() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.table.weight)
+
+    model, x = Tied(), torch.randn(2, 4)
+    with prunekit.capture(model, "table.weight") as record:
+        output = model(x)
+    assert torch.equal(record["table"][0].value, output)
+    message = r"none of table ran while the model did; .* choose the weight: 'path.weight'"
+    with pytest.warns(HookWarning, match=message), prunekit.capture(model, "table"):
+        model(x)
 
 
 def test_values_are_replaced_scaled_or_computed_on_their_way(block: Block) -> None:

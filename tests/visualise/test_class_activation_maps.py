@@ -203,9 +203,9 @@ def test_what_no_gradient_or_no_mean_comes_to_is_said() -> None:
     vit, x = small_vit(), images(32)
     with pytest.raises(ModelError, match="zero at all of its patches, as it is where only the class token is read"):
         class_activation_map(vit, x, "encoder")
-    with pytest.raises(ModelError, match="hooks on nn.MultiheadAttention|did you mean"):
+    with pytest.raises(ModelError, match="did you mean"):
         class_activation_map(vit, x, "encoder.layers.encoder_layer_0.self_attention.out_proj")
-    with pytest.raises(ModelError, match="reads the mean of this layer .* use grad_cam"):
+    with pytest.raises(ModelError, match=r"reads the mean of this layer .* use grad_cam"):
         class_activation_map(build("densenet121"), images(batch=1), method="cam")
     with pytest.raises(UsageError, match="class 4: the model has 4 classes, 0 to 3"):
         class_activation_map(vit, x, target=4)
