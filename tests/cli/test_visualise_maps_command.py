@@ -22,7 +22,7 @@ RECIPE = """
 name: mine
 model: {name: resnet20, zoo: cifar}
 baseline: {epochs: 2, lr: 0.1}
-data: {image_size: 16, batch: 256}
+data: {image_size: 8, batch: 256}
 device: cpu
 threads: 1
 """
