@@ -78,8 +78,8 @@ class LayerHooks(WatchedPasses):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The layers that are looked at: modules in the order of the model, then weights without one."""
-        return (*self._chosen.modules, *sorted(self._chosen.functional - self._chosen.modules.keys()))
+        """The layers that are looked at."""
+        return self._chosen.paths
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
