@@ -60,7 +60,7 @@ class Capture(LayerHooks):
     ) -> None:
         super().__init__(model, layers, what, every)
         self._layers, self._reduced, self._reduce = layers, reduce is not None, reducer_of(reduce)
-        self._store = Store(to, limit_mib)
+        self._store = Store(to, limit_mib, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._entries: list[Captured] = []
         self._whole = self._channels = 0
         self.expected: Size | None = None
