@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prunekit.calibration import ChannelStats, StatsCollector, collect_gradients
     from prunekit.calibration import collect as calibrate
-    from prunekit.capturing import capture, intervene
+    from prunekit.capturing.capture import capture  # not through the package: there mypy finds the module first
+    from prunekit.capturing.intervene import intervene
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
     from prunekit.repair import RepairSettings
-    from prunekit.training import carry_average, carry_over, recalibrate_batchnorm
+    from prunekit.training import GradientFlow, carry_average, carry_over, recalibrate_batchnorm
+    from prunekit.visualise import class_activation_map, saliency
     from prunekit.workflow import plan_model, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
     from prunekit.workflow.finetune import finetune
@@ -43,6 +45,7 @@ _PLACES = {
     "ChangingMasks": "prunekit.masking:ChangingMasks",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
+    "GradientFlow": "prunekit.training:GradientFlow",
     "ModelSettings": "prunekit.models:ModelSettings",
     "Plan": "prunekit.planning:Plan",
     "PruneSettings": "prunekit.planning:PruneSettings",
@@ -59,6 +62,7 @@ _PLACES = {
     "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
     "collect_gradients": "prunekit.calibration:collect_gradients",
+    "class_activation_map": "prunekit.visualise:class_activation_map",
     "compact": "prunekit.compaction:compact",
     "explain": "prunekit.workflow:explain",
     "finetune": "prunekit.workflow:finetune",
@@ -72,6 +76,7 @@ _PLACES = {
     "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
+    "saliency": "prunekit.visualise:saliency",
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
@@ -98,6 +103,7 @@ __all__ = [
     "ChangingMasks",
     "ChannelMap",
     "ChannelStats",
+    "GradientFlow",
     "ModelSettings",
     "Plan",
     "PruneSettings",
@@ -113,6 +119,7 @@ __all__ = [
     "channels_last",
     "clamp_activation_grad",
     "clamp_weight_grad",
+    "class_activation_map",
     "collect_gradients",
     "compact",
     "explain",
@@ -127,6 +134,7 @@ __all__ = [
     "profile",
     "prune",
     "recalibrate_batchnorm",
+    "saliency",
     "save",
     "sensitivity",
     "trace",

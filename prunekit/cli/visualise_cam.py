@@ -15,12 +15,12 @@ from prunekit.cli.sides import find_sides, image_options
 
 if TYPE_CHECKING:
     from prunekit.visualise.overlay import Panel
-    from prunekit.visualise.saliency import SaliencyMethod
+    from prunekit.visualise.saliency_maps import SaliencyMethod
     from prunekit.workflow.seen import Find, Seen
     from prunekit.workflow.sides import Sides
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-OUTPUT = Path("visualise")
+FOLDER = "maps"
 CAMS = {
     "grad_cam": "Grad-CAM",
     "grad_cam_pp": "Grad-CAM++",
@@ -36,7 +36,7 @@ def _shared_options(methods: dict[str, str]) -> Callable[[Decorated], Decorated]
         default = next(iter(methods))
         for option in (
             common_options,
-            output_option("the picture, and its figures as JSON.  [default: visualise]"),
+            output_option("the picture, and its figures as JSON.  [default: maps, for a run in its folder]"),
             seed_option,
             device_option,
             model_options,
@@ -96,9 +96,7 @@ def saliency_command(
         from prunekit.visualise import Smoothing, saliency
 
         how = Smoothing(samples, noise, options["seed"] or 0)
-        return lambda model, image, where, target: saliency(
-            model, image, method=method, target=target, smoothing=how
-        )
+        return lambda model, image, where, target: saliency(model, image, method=method, target=target, smoothing=how)
 
     _show(arguments, f"{method}.png", find, None, **options)
 
@@ -117,8 +115,8 @@ def _show(
     as_json: bool,
     **options: Any,
 ) -> None:
-    console, folder = Console(as_json), output or OUTPUT
-    check_folder(folder)
+    console = Console(as_json)
+    check_folder(output)
     from prunekit.context import resolve_device
     from prunekit.visualise.overlay import write_picture
     from prunekit.workflow.seen import seen
@@ -126,6 +124,8 @@ def _show(
     where = resolve_device(device or "auto")
     with console.running():
         sides = find_sides(arguments, ModelOptions(**options), console)
+        folder = output or (sides.run / FOLDER if sides.run else Path(FOLDER))
+        check_folder(folder)
         values, shown = sides.input(image, index)
         found = seen(sides, values, find(), layer=layer, target=target, device=where)
         title = _title(found)
@@ -133,9 +133,7 @@ def _show(
         path = write_picture(folder / name, list(_panels(sides, values, shown, found)), title, scale)
     payload = {"model": sides.name, "image": shown, **found.figures(), "picture": str(path)}
     save(payload, folder, f"{path.stem}.json", console)
-    rows = [
-        (side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()
-    ]
+    rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
     console.result(payload, f"{title}\n{table(('model', 'probability', 'predicts'), rows)}\nPicture: {path}")
 
 

@@ -10,10 +10,11 @@ import click
 
 from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
 from prunekit.cli.output import Console, check_folder, save, table
-from prunekit.cli.visualise_cam import OUTPUT
 
 if TYPE_CHECKING:
     import pandas as pd
+
+FOLDER = "gradients"
 
 
 @click.command("gradients", short_help="Show the gradients of each layer while a model trains.")
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @own_options
 @device_option
 @seed_option
-@output_option("the picture, and its figures as CSV and JSON.  [default: visualise]")
+@output_option("the picture, and its figures as CSV and JSON.  [default: gradients]")
 @common_options
 def gradients_command(
     recipe: str,
@@ -45,7 +46,7 @@ def gradients_command(
     As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the plain loss; the
     trained model is dropped. Gradients are those of weights, before clamps; exact zeros are counted apart.
     """
-    console, folder = Console(as_json), output or OUTPUT
+    console, folder = Console(as_json), output or Path(FOLDER)
     check_folder(folder)
     job = load_job(recipe, overrides, factory=factory, data=data, **options)
     import pandas as pd
@@ -57,13 +58,12 @@ def gradients_command(
 
     with console.running():
         own = Own(factory, data, optimizer)
-        found = gradient_flow(
-            job, epochs=epochs, records=records, log=console.log, progress=console.progress, own=own
-        )
+        found = gradient_flow(job, epochs=epochs, records=records, log=console.log, progress=console.progress, own=own)
         rows = [asdict(row) for row in found]
         frame = pd.DataFrame(rows)
         write_csv(folder / "gradients.csv", rows)
-        picture = write_flow(folder / "gradients.png", frame, f"{job.name}: gradients of {frame['layer'].nunique()} layers")
+        title = f"{job.name}: gradients of {frame['layer'].nunique()} layers"
+        picture = write_flow(folder / "gradients.png", frame, title)
     payload = {
         "model": job.name,
         "records": int(frame["step"].nunique()),

@@ -15,6 +15,7 @@ from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
 from prunekit.report.features import pictured
+from prunekit.report.gradients import flow_figures
 from prunekit.report.headline import (
     budgeted,
     compared,
@@ -74,6 +75,7 @@ def render(run: Run, state: str | None = None) -> str:
         coupling=figures.figure_or_none(figures.coupling, run.coupling),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(figures.curves, run.history),
+        gradients=flow_figures(run.gradients),
         skipped=_skipped(run.history),
         schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),
         taught=list(taught(run.metrics)),

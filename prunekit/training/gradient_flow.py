@@ -107,20 +107,17 @@ def gradient_percentiles(weights: Sequence[nn.Parameter], scale: float = 1.0) ->
     Returns:
         (weights, 4) float64, on the CPU.
     """
-    return torch.stack([_percentiles(weight.grad, scale) for weight in weights]).double().cpu()
+    return torch.stack([_percentiles(weight, scale) for weight in weights]).double().cpu()
 
 
-def _percentiles(gradient: Tensor | None, scale: float) -> Tensor:
-    if gradient is None:
-        return torch.tensor([math.nan] * 3 + [1.0])
-    flat = gradient.detach().flatten()
+def _percentiles(weight: nn.Parameter, scale: float) -> Tensor:
+    """(4,) on the weight's device."""
+    flat = (weight.new_zeros(1) if weight.grad is None else weight.grad.detach()).flatten()
     if len(flat) > MOST:
         flat = flat[torch.arange(MOST, device=flat.device) * len(flat) // MOST]
-    values = flat.abs().float()
-    ordered = (values / scale).sort().values
+    ordered = (flat.abs().float() / scale).sort().values
     zeros = int((ordered == 0).sum())
     left = len(ordered) - zeros
-    if not left:
-        return torch.tensor([math.nan] * 3 + [1.0], device=values.device)
     places = [zeros + round(share * (left - 1)) for share in SHARES]
-    return torch.cat((ordered[places], ordered.new_tensor([zeros / len(ordered)])))
+    found = ordered[places] if left else ordered.new_full((len(SHARES),), math.nan)
+    return torch.cat((found, ordered.new_tensor([zeros / len(ordered)])))

@@ -94,7 +94,9 @@ def correlation(first: Tensor, second: Tensor) -> list[float | None]:
         UsageError: they are not of one shape.
     """
     if first.shape != second.shape or first.ndim != 3:
-        raise UsageError(f"expected two maps of one shape (B, h, w), got {tuple(first.shape)} and {tuple(second.shape)}")
+        raise UsageError(
+            f"expected two maps of one shape (B, h, w), got {tuple(first.shape)} and {tuple(second.shape)}"
+        )
     rows = torch.stack((first, second)).double().flatten(2)  # (2, B, h w)
     largest = rows.abs().amax(2)
     rows = rows - rows.mean(2, keepdim=True)

@@ -79,7 +79,7 @@ def write_flow(path: Path, rows: pd.DataFrame, title: str) -> Path:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
         draw_flow(figure, rows)
         with atomic_file(path) as temporary:
-            canvas.print_png(temporary)
+            canvas.print_png(temporary)  # type: ignore[no-untyped-call]
     return path
 
 

@@ -56,7 +56,8 @@ def eigen_cam(activations: Tensor) -> Tensor:
     left, values, _ = torch.linalg.svd(rows, full_matrices=False)
     first = left[..., 0] * values[..., :1]  # (B, h w)
     sign = torch.where(first.sum(1, keepdim=True) < 0, -1, 1)
-    return (first * sign).unflatten(1, activations.shape[2:]).relu()
+    maps: Tensor = (first * sign).reshape(len(first), *activations.shape[2:])
+    return maps.relu()
 
 
 FORMULAS: dict[CamMethod, Formula] = {"grad_cam": grad_cam, "grad_cam_pp": grad_cam_pp, "layer_cam": layer_cam}

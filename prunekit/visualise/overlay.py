@@ -112,5 +112,5 @@ def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -
         bar.set_label(scale, color=FAINT)
         bar.outline.set_visible(False)
         with atomic_file(path) as temporary:
-            canvas.print_png(temporary)
+            canvas.print_png(temporary)  # type: ignore[no-untyped-call]
     return path

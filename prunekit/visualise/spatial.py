@@ -38,7 +38,7 @@ class Layout:
         if self.order == "channels_first":
             return values
         if self.order == "tokens":
-            values = values[:, self.prefix :].unflatten(1, (self.height, self.width))
+            values = values[:, self.prefix :].reshape(len(values), self.height, self.width, -1)
         return values.movedim(-1, 1)
 
 
@@ -61,8 +61,8 @@ def layout_of(shape: Sequence[int], image: Sequence[int]) -> Layout | None:
     if len(shape) == 4:
         first, last = _fits(shape[2:], size), _fits(shape[1:3], size)
         if last and not first:
-            return Layout("channels_last", *shape[1:3])
-        return Layout("channels_first", *shape[2:], fits=first) if shape[2] * shape[3] > 1 else None
+            return Layout("channels_last", shape[1], shape[2])
+        return Layout("channels_first", shape[2], shape[3], fits=first) if shape[2] * shape[3] > 1 else None
     grid = _grid(shape[1], size) if len(shape) == 3 else None
     return None if grid is None else Layout("tokens", *grid, prefix=shape[1] - grid[0] * grid[1])
 
@@ -77,13 +77,10 @@ def spatial_output(result: Any, image: Sequence[int]) -> tuple[Tensor, Layout] |
 
 @lru_cache(maxsize=8)
 def _sizes(size: tuple[int, int]) -> frozenset[tuple[int, int]]:
-    """Heights and widths that strides make of an image, patches at its edge dropped or padded; of two places or more."""
-    found = {
-        (divide(size[0], stride), divide(size[1], stride))
-        for stride in range(1, max(size) + 1)
-        for divide in (lambda length, by: length // by, lambda length, by: math.ceil(length / by))
-    }
-    return frozenset((height, width) for height, width in found if height >= 1 and width >= 1 and height * width > 1)
+    """Heights and widths that strides make of an image, patches at its edges dropped or padded; no single place."""
+    found = {(size[0] // stride, size[1] // stride) for stride in range(1, max(size) + 1)}
+    found |= {(math.ceil(size[0] / stride), math.ceil(size[1] / stride)) for stride in range(1, max(size) + 1)}
+    return frozenset((height, width) for height, width in found if height * width > 1)
 
 
 def _fits(shape: Sequence[int], size: tuple[int, int]) -> bool:

@@ -41,9 +41,10 @@ def gradient_flow(
     """
     require_optimizer(job, own)
     prepared = prepare(job, own)
-    section = "baseline" if job.model.weights is None and job.baseline is not None else "finetune"
-    given = job.baseline if section == "baseline" and job.baseline is not None else job.finetune
-    settings = replace(given, epochs=given.epochs if epochs is None else epochs, distill=None, regularise=None, average=None)
+    section, given = "finetune", job.finetune
+    if job.model.weights is None and job.baseline is not None:
+        section, given = "baseline", job.baseline
+    settings = replace(given, epochs=epochs or given.epochs, distill=None, regularise=None, average=None)
     if not settings.epochs:
         raise UsageError(f"{section}.epochs: expected at least one to record gradients in, got 0; give --epochs")
     log(f"gradients: training {job.model.name} as `{section}` says, epochs: {settings.epochs}")

@@ -15,6 +15,8 @@ from prunekit.training import (
     ClampRow,
     Distillation,
     EpochRow,
+    FlowRow,
+    GradientFlow,
     LearningRateRewinding,
     Part,
     PlanInForce,
@@ -56,6 +58,7 @@ class Trainings:
         self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
         self._history: list[dict[str, Any]] = []
         self._clamps: list[dict[str, Any]] = []
+        self._flow: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
         self._note("baseline", baseline.rows, baseline.clamps)
 
@@ -96,6 +99,7 @@ class Trainings:
         asked = asked_parts(settings, sources)
         plan = masks() if removed is None else removed
         facts = {} if plan is None else {"plan": plan.digest}
+        flows = [GradientFlow()] if self._job.gradient_flow and settings.epochs else []
         history = fit(
             model,
             self._prepared.splits,
@@ -104,7 +108,7 @@ class Trainings:
             seed=self._job.seed,
             batch=self._job.data.batch,
             workers=self._job.data.reading,
-            parts=[*parts, *asked],
+            parts=[*parts, *asked, *flows],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,
@@ -112,6 +116,9 @@ class Trainings:
             checkpoints=checkpoints_of(self._run, self._job, name, **facts),
         )
         self._note(name, history.rows, history.clamps)
+        for flow in flows:
+            self._flow += [{"run": name, **asdict(row)} for row in flow.rows()]
+            write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))
         for part in asked:
             if isinstance(part, Distillation):
                 cost = part.cost

@@ -22,7 +22,7 @@ RECIPE = """
 name: mine
 model: {name: resnet20, zoo: cifar}
 baseline: {epochs: 2, lr: 0.1}
-data: {image_size: 16, batch: 256}
+data: {image_size: 8, batch: 256}
 device: cpu
 threads: 1
 """
@@ -44,6 +44,7 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 """
 OWN = ("--model", "own.py:Net")
+IMAGE = ("--image", "image.png")
 
 
 def run(*arguments: str) -> Result:
@@ -71,7 +72,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> None:
-    done = run("cam", "run", *OWN, "--image", "image.png", "--layer", "inner", "--class", "3", "--json")
+    done = run("cam", "run", *OWN, *IMAGE, "--layer", "inner", "--class", "3", "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert (result["method"], result["layer"], result["class"]) == ("grad_cam", "inner", 3)
@@ -85,22 +86,33 @@ def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> Non
     with Image.open(here / result["picture"]) as picture:
         assert picture.width > 3 * 336  # three panels
         assert picture.width > 1.5 * picture.height
-    assert json.loads((here / "visualise" / "grad_cam.json").read_text()) == result
+    assert json.loads((here / "run" / "maps" / "grad_cam.json").read_text()) == result
 
 
 @pytest.mark.parametrize("method", ["grad_cam_pp", "layer_cam", "eigen_cam", "cam"])
 def test_every_method_on_a_single_model(here: Path, method: str) -> None:
-    done = run("cam", *OWN, "--input-shape", "1x3x16x16", "--image", "image.png", "--method", method, "--output", "out")
+    done = run("cam", *OWN, "--input-shape", "1x3x16x16", *IMAGE, "--method", method, "--output", "out")
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[0].startswith({"grad_cam_pp": "Grad-CAM++", "cam": "CAM"}.get(method, method[:5].title()))
-    assert " at relu (8 x 8), class " in done.stdout
+    name = {"grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM", "cam": "CAM"}[method]
+    assert done.stdout.startswith(f"{name} at relu (8 x 8), class ")
     assert "correlation" not in done.stdout
     assert (here / "out" / f"{method}.png").is_file()
 
 
 def test_saliency_is_the_same_for_the_same_seed(here: Path) -> None:
     first, again, other = (
-        run("saliency", "run", *OWN, "--image", "image.png", "--method", "smooth_grad", "--samples", "2", *seed, "--json")
+        run(
+            "saliency",
+            "run",
+            *OWN,
+            *IMAGE,
+            "--method",
+            "smooth_grad",
+            "--samples",
+            "2",
+            *seed,
+            "--json",
+        )
         for seed in ((), ("--seed", "0"), ("--seed", "1"))
     )
     assert first.exit_code == 0, first.output
@@ -116,7 +128,7 @@ def test_gradients_of_a_training_as_table_and_picture(here: Path) -> None:
     assert result["records"] == 2
     assert [row["layer"] for row in result["layers"]][:2] == ["conv1", "layer1.0.conv1"]
     assert all(0 < row["p10"] < row["last"] < row["p90"] for row in result["layers"])
-    lines = (here / "visualise" / "gradients.csv").read_text().splitlines()
+    lines = (here / "gradients" / "gradients.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * len(result["layers"])
     assert (here / result["picture"]).stat().st_size > 10_000
 
@@ -124,12 +136,18 @@ def test_gradients_of_a_training_as_table_and_picture(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("cam", "run", *OWN, "--image", "own.py"), "own.py: expected an image, such as a PNG or JPEG file, but it is of"),
+        (
+            ("cam", "run", *OWN, "--image", "own.py"),
+            "own.py: expected an image, such as a PNG or JPEG file, but it is of",
+        ),
         (("cam", "run", *OWN, "--image", "none.png"), "none.png: expected an image file, and there is none"),
-        (("cam", "run", *OWN, "--image", "image.png", "--layer", "head"), "head returns (1, 10), a vector of 10 values"),
-        (("cam", "run", *OWN, "--image", "image.png", "--layer", "innner"), "did you mean 'inner'"),
-        (("cam", "run", *OWN, "--image", "image.png", "--class", "10"), "class 10: the model has 10 classes, 0 to 9"),
-        (("cam", "run", *OWN, "--image", "image.png", "--method", "gradcam"), "'gradcam' is not one of"),
+        (
+            ("cam", "run", *OWN, *IMAGE, "--layer", "head"),
+            "head returns (1, 10), a vector of 10 values",
+        ),
+        (("cam", "run", *OWN, *IMAGE, "--layer", "innner"), "did you mean 'inner'"),
+        (("cam", "run", *OWN, *IMAGE, "--class", "10"), "class 10: the model has 10 classes, 0 to 9"),
+        (("cam", "run", *OWN, *IMAGE, "--method", "gradcam"), "'gradcam' is not one of"),
         (("cam", "run", *OWN), "run: expected an image to look at"),
         (("gradients", "mine.yaml", "baseline.epochs=0"), "baseline.epochs: expected at least one to record gradients"),
     ],

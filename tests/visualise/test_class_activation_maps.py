@@ -17,6 +17,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 import prunekit
 from prunekit.errors import ModelError, UsageError
 from prunekit.hooks import count_hooks
+from prunekit.models import ModelSettings, build_model
 from prunekit.visualise import class_activation_map, correlation
 from prunekit.visualise.formulas import FORMULAS, eigen_cam
 
@@ -153,10 +154,8 @@ def test_one_forward_and_one_backward_down_to_the_layer(layer: str | None, behin
 
 
 def test_dense_masked_and_compact_models() -> None:
-    model, x = build("resnet18"), images()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
+    torch.manual_seed(0)
+    model, x = build_model(ModelSettings("resnet20", "cifar"), num_classes=4).double().eval(), images(16)
     settings = prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5), criterion="l2")
     planned = prunekit.plan_model(model, (x[:1],), settings)
     plan, small = planned.plan, planned.compact.double()
@@ -165,7 +164,7 @@ def test_dense_masked_and_compact_models() -> None:
         with prunekit.masked(model, plan, restore=True):
             masked = class_activation_map(model, x, method=method, target=1)
         compact = class_activation_map(small, x, method=method, target=1)
-        assert dense.layer == masked.layer == compact.layer == "layer4"
+        assert dense.layer == masked.layer == compact.layer == "layer3"
         top = float(masked.values.abs().max())
         torch.testing.assert_close(compact.values, masked.values, rtol=1e-9, atol=1e-9 * top)
         assert not torch.allclose(dense.values, masked.values, rtol=1e-3)
@@ -203,9 +202,9 @@ def test_what_no_gradient_or_no_mean_comes_to_is_said() -> None:
     vit, x = small_vit(), images(32)
     with pytest.raises(ModelError, match="zero at all of its patches, as it is where only the class token is read"):
         class_activation_map(vit, x, "encoder")
-    with pytest.raises(ModelError, match="hooks on nn.MultiheadAttention|did you mean"):
+    with pytest.raises(ModelError, match="did you mean"):
         class_activation_map(vit, x, "encoder.layers.encoder_layer_0.self_attention.out_proj")
-    with pytest.raises(ModelError, match="reads the mean of this layer .* use grad_cam"):
+    with pytest.raises(ModelError, match=r"reads the mean of this layer .* use grad_cam"):
         class_activation_map(build("densenet121"), images(batch=1), method="cam")
     with pytest.raises(UsageError, match="class 4: the model has 4 classes, 0 to 3"):
         class_activation_map(vit, x, target=4)

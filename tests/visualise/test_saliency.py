@@ -51,9 +51,7 @@ def test_smooth_grad_averages_gradients_of_noisy_copies() -> None:
         mean += 2 * (x + spread * torch.randn(x.shape, generator=draw, dtype=x.dtype)) / 3
     torch.testing.assert_close(found.values, mean[:, 1].abs())
     assert torch.equal(x, images(8))
-    together = saliency(
-        Squares(), x, method="smooth_grad", target=1, smoothing=Smoothing(samples=3, noise=0.2, seed=5)
-    )
+    together = saliency(Squares(), x, method="smooth_grad", target=1, smoothing=Smoothing(samples=3, noise=0.2, seed=5))
     torch.testing.assert_close(together.values, found.values)
     assert not torch.equal(saliency(Squares(), x, target=1).values, found.values)
 

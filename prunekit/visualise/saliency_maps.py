@@ -96,6 +96,8 @@ def _smoothed(model: nn.Module, images: Tensor, classes: Tensor, how: Smoothing)
     total = torch.zeros_like(images)
     for _ in range(how.samples):
         noise = torch.randn(images.shape, generator=draw, dtype=images.dtype).to(images.device)
-        for part in torch.arange(len(images)).split(how.batch):
-            total[part] += _gradients(model, (images + deviation * noise)[part], classes[part])[0]
+        noisy = images + deviation * noise
+        for start in range(0, len(images), how.batch):
+            part = slice(start, start + how.batch)
+            total[part] += _gradients(model, noisy[part], classes[part])[0]
     return total / how.samples
