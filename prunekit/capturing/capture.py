@@ -180,7 +180,8 @@ def capture(
     registered; when the `with` ends, also by an exception, no hook is left.
 
     Projections of attention modules, whose weights are used without their modules' being called, are captured where
-    they are chosen: `*.out_proj`, `*.in_proj_weight`. Attention modules are then computed by their equivalents, which
+    they are chosen: `*.out_proj`, `*.in_proj_weight` (one call where queries, keys and values are of one tensor, else
+    three in this order). Attention modules are then computed by their equivalents, which
     differ from them in rounding at most. The second forward of activation checkpointing is not captured again.
 
     Args:

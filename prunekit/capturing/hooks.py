@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.read_hooks import WatchedPasses
+from prunekit.capturing.functional import WeightUses
 from prunekit.capturing.layers import Layers, choose
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
@@ -108,7 +109,7 @@ class LayerHooks(WatchedPasses):
         for path, module in self._chosen.modules.items():
             self._hook(path, module)
         if self._chosen.functional:
-            self.watch_reads(self._read, self._made)
+            self.watch_reads(self._read, self._made, WeightUses)
 
     def _hook(self, path: str, module: nn.Module) -> None:
         if path in self._chosen.functional:
