@@ -19,7 +19,7 @@ class WatchedPasses(PassHooks):
     _reads: ReadWatch | None = None
     _reading = False
 
-    def watch_reads(self, before: See, after: See) -> None:
+    def watch_reads(self, before: See, after: See, watch: type[ReadWatch] = ReadWatch) -> None:
         """Watches torch's functions while the model runs.
 
         Until this owner has left, attention modules that hide their projections from torch's functions are their
@@ -27,7 +27,7 @@ class WatchedPasses(PassHooks):
         """
         self.own(_SlowAttention())
         self.own(_Substituted(self._model))
-        self._reads = ReadWatch(self._model, before, after)
+        self._reads = watch(self._model, before, after)
 
     def remove(self) -> None:
         """Removes every hook of this owner, also when a pass was interrupted."""

@@ -60,7 +60,7 @@ class Capture(LayerHooks):
     ) -> None:
         super().__init__(model, layers, what, every)
         self._layers, self._reduced, self._reduce = layers, reduce is not None, reducer_of(reduce)
-        self._store = Store(to, limit_mib)
+        self._store = Store(to, limit_mib, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._entries: list[Captured] = []
         self._whole = self._channels = 0
         self.expected: Size | None = None
@@ -180,7 +180,8 @@ def capture(
     registered; when the `with` ends, also by an exception, no hook is left.
 
     Projections of attention modules, whose weights are used without their modules' being called, are captured where
-    they are chosen: `*.out_proj`, `*.in_proj_weight`. Attention modules are then computed by their equivalents, which
+    they are chosen: `*.out_proj`, `*.in_proj_weight` (one call where queries, keys and values are of one tensor, else
+    three in this order). Attention modules are then computed by their equivalents, which
     differ from them in rounding at most. The second forward of activation checkpointing is not captured again.
 
     Args:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.read_hooks import WatchedPasses
+from prunekit.capturing.functional import WeightUses
 from prunekit.capturing.layers import Layers, choose
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
@@ -78,8 +79,8 @@ class LayerHooks(WatchedPasses):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The layers that are looked at: modules in the order of the model, then weights without one."""
-        return (*self._chosen.modules, *sorted(self._chosen.functional - self._chosen.modules.keys()))
+        """The layers that are looked at."""
+        return self._chosen.paths
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -108,7 +109,7 @@ class LayerHooks(WatchedPasses):
         for path, module in self._chosen.modules.items():
             self._hook(path, module)
         if self._chosen.functional:
-            self.watch_reads(self._read, self._made)
+            self.watch_reads(self._read, self._made, WeightUses)
 
     def _hook(self, path: str, module: nn.Module) -> None:
         if path in self._chosen.functional:

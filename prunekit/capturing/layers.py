@@ -35,6 +35,11 @@ class Chosen:
     modules: dict[str, nn.Module]
     functional: frozenset[str]
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of them: modules in the order of the model, then weights without one."""
+        return (*self.modules, *sorted(self.functional - self.modules.keys()))
+
 
 def choose(model: nn.Module, layers: Layers, key: str) -> Chosen:
     """Finds the layers that are meant.
@@ -47,7 +52,7 @@ def choose(model: nn.Module, layers: Layers, key: str) -> Chosen:
     Raises:
         UsageError: one of them matches nothing; the message gives near spellings.
     """
-    modules = {path: module for path, module in _named(model).items() if not isinstance(module, NEVER_RUN)}
+    modules = {path: module for path, module in _named(model).items() if type(module) not in NEVER_RUN}
     hidden = _hidden(model)
     several = [layers] if isinstance(layers, (str, type, ChannelGroup)) else list(layers)
     if not several:

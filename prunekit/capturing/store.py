@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,12 +39,13 @@ class Store:
     Args:
         to: `cpu`; `device`, where the tensors are; or a folder, which is made.
         limit_mib: how much is kept at most; None: half of what is free.
+        device: of the model.
 
     Raises:
         UsageError: the folder holds files already, or is a file; the limit is negative.
     """
 
-    def __init__(self, to: str | Path, limit_mib: float | None) -> None:
+    def __init__(self, to: str | Path, limit_mib: float | None, device: torch.device) -> None:
         self.folder = None if to in ("cpu", "device") else Path(to)
         self._cpu = to == "cpu"
         self._numbers = itertools.count()
@@ -54,11 +56,14 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
         if limit_mib is not None and not limit_mib > 0:
             raise UsageError(f"limit_mib: expected a number above 0, got {limit_mib}")
-        self.limit = self._free() if limit_mib is None else int(limit_mib * MIB)
+        self.limit = int(SHARE * self._free(device)) if limit_mib is None else int(limit_mib * MIB)
 
-    def _free(self) -> int:
-        free = psutil.virtual_memory().available if self.folder is None else shutil.disk_usage(self.folder).free
-        return int(SHARE * free)
+    def _free(self, device: torch.device) -> int:
+        if self.folder is not None:
+            return shutil.disk_usage(self.folder).free
+        if not self._cpu and device.type == "cuda":
+            return int(torch.cuda.mem_get_info(device)[0])
+        return int(psutil.virtual_memory().available)
 
     def keep(self, value: Any, source: Tensor, name: Callable[[], str], too_much: Callable[[int], Exception]) -> Any:
         """Copies the tensors of a value that a reducer made, so that nothing that is written to `source` changes them.

@@ -86,7 +86,7 @@ def feature_maps(
     """
     first = next(iter(models.values()))
     wanted = [path for path, _ in first.named_children()] if layers is None else layers
-    paths = choose(first, wanted, "layers").modules
+    paths = choose(first, wanted, "layers").paths
     taken = {name: _taken(name, model, image, paths) for name, model in models.items()}
     found = []
     for key in next(iter(taken.values())):
@@ -103,8 +103,8 @@ def feature_maps(
 
 def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Captured]:
     """The first tensor of floating-point numbers that each call returned."""
-    modules = dict(model.named_modules())
-    here = [path for path in paths if path in modules]  # the other model may have folded norms
+    known = {*dict(model.named_modules()), *dict(model.named_parameters())}
+    here = [path for path in paths if path in known]  # the other model may have folded norms
     if not here:
         return {}
     with training_mode(model, False), torch.no_grad(), capture(model, here) as record:

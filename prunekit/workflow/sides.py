@@ -103,7 +103,7 @@ def sides_of(target: Target, data: DataSettings | None = None, own_data: str | N
 
 def is_pruned(folder: Path) -> bool:
     """Whether a path is a run's folder or a model folder."""
-    return folder.is_dir() and any((folder / name).is_file() for name in (MANIFEST, "status.json", "recipe.yaml"))
+    return folder.is_dir() and any((folder / name).is_file() for name in (MANIFEST, f"model/{MANIFEST}", "status.json"))
 
 
 def model_folder(folder: Path) -> Path:

@@ -219,6 +219,28 @@ def test_an_exception_leaves_no_hook_and_what_came_before_it() -> None:
     assert count_hooks(model) == 0
 
 
+def test_a_container_that_runs_gives_each_tensor_of_its_nested_result() -> None:
+    class Both(nn.ModuleDict):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {name: module(x) for name, module in self.items()}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.never = Both({"one": nn.Linear(3, 2), "two": nn.Linear(3, 4)}), nn.ModuleList()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return self.both(x)  # type: ignore[no-any-return]
+
+    model = Outer()
+    with prunekit.capture(model, "both") as record:
+        result = model(torch.ones(1, 3))
+    assert [(entry.path, entry.position) for entry in record] == [("both", 0), ("both", 1)]
+    assert all(torch.equal(entry.value, result[name]) for entry, name in zip(record, ("one", "two"), strict=True))
+    with pytest.raises(UsageError, match="'never' matches no module path"):
+        prunekit.capture(model, "never")
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_forward_is_captured_once(reentrant: bool) -> None:
     torch.manual_seed(0)

@@ -77,6 +77,22 @@ def test_gradients_of_functional_projections(block: Block) -> None:
         torch.testing.assert_close(found[key], value, msg=str(key))
 
 
+def test_queries_keys_and_values_of_cross_attention_are_three_calls(block: Block) -> None:
+    attention, memory = block.attention, TOKENS.flip(1)[:, :4]
+    with prunekit.capture(block, "*.in_proj_weight", ("input", "output")) as record:
+        block.attention(TOKENS, memory, memory)  # outside of a forward pass of the model nothing is watched
+        assert not len(record)
+        block.forward = lambda query: attention(query, memory, memory, need_weights=False)[0]  # type: ignore[method-assign]
+        block(TOKENS)
+    outputs = record.find(what="output")
+    assert [entry.call for entry in outputs] == [0, 1, 2]
+    parts = zip(
+        (TOKENS, memory, memory), attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True
+    )
+    for entry, (read, weight, bias) in zip(outputs, parts, strict=True):
+        assert torch.equal(entry.value, F.linear(read, weight, bias))
+
+
 def test_projections_of_a_swin_block_without_calls_of_their_modules() -> None:
     torch.manual_seed(0)
     model = torchvision.models.swin_transformer.SwinTransformerBlock(8, 2, [2, 2], [0, 0]).eval()
