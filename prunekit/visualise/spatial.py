@@ -107,9 +107,9 @@ def why_not(layer: str, result: Any, image: Sequence[int]) -> str:
             "the block around it"
         )
     elif len(shape) == 2:
-        what = f"a vector of {shape[1]} values for each image, without places in it; {_ELSE}"
+        what = f"a vector of {shape[1]} values for each image, without places in it; {_BARS}, or {_ELSE}"
     elif math.prod(shape[2:]) == 1:
-        what = f"{shape[1]} values at a single place, because all others are pooled already; {_ELSE}"
+        what = f"{shape[1]} values at a single place, because all others are pooled already; {_BARS}, or {_ELSE}"
     elif len(shape) == 5:
         what = "a clip and no image; show its frames one by one to a model of images"
     else:
@@ -117,4 +117,5 @@ def why_not(layer: str, result: Any, image: Sequence[int]) -> str:
     return f"{layer} returns {shape}, {what}"
 
 
+_BARS = "see them as bars: prunekit visualise features"
 _ELSE = "name a layer before it, or see which pixels matter: prunekit visualise saliency"

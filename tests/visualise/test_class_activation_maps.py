@@ -185,7 +185,10 @@ def test_frozen_models_and_modes_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
-        ("fc", "fc returns (1, 4), a vector of 4 values for each image, without places in it; name a layer before it"),
+        (
+            "fc",
+            "fc returns (1, 4), a vector of 4 values for each image, without places in it; see them as bars: prunekit",
+        ),
         ("avgpool", "avgpool returns (1, 512, 1, 1), 512 values at a single place, because all others are pooled"),
         ("layer5", "layer 'layer5': did you mean 'layer"),
     ],
