@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,6 +63,7 @@ def cam_command(arguments: tuple[str, ...], method: str, layer: str | None, **op
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one with the correlation of
     the two maps, so that one sees whether pruning moved what the model looks at; or a recipe or the name of a model.
     Class and layer are the dense model's where none is given. For models of tokens these go back to their places.
+    Pictures of a run are in its report too.
     """
 
     def find() -> Find:
@@ -75,7 +77,7 @@ def cam_command(arguments: tuple[str, ...], method: str, layer: str | None, **op
             target=target,
         )
 
-    _show(arguments, f"{method}.png", find, layer, **options)
+    _show(arguments, find, layer, **options)
 
 
 @click.command("saliency", short_help="Show which pixels of an image a class depends on.")
@@ -89,7 +91,8 @@ def saliency_command(
 ) -> None:
     """The gradient of a class's score with respect to every pixel; smooth_grad averages it over noisy copies.
 
-    MODEL is as for `visualise cam`. Needs no layer, and works for every model of images.
+    MODEL is as for `visualise cam`. Needs no layer, and works for every model of images. Pictures of a run are in its
+    report too.
     """
 
     def find() -> Find:
@@ -98,12 +101,11 @@ def saliency_command(
         how = Smoothing(samples, noise, options["seed"] or 0)
         return lambda model, image, where, target: saliency(model, image, method=method, target=target, smoothing=how)
 
-    _show(arguments, f"{method}.png", find, None, **options)
+    _show(arguments, find, None, **options)
 
 
 def _show(
     arguments: tuple[str, ...],
-    name: str,
     find: Callable[[], Find],
     layer: str | None,
     *,
@@ -117,6 +119,7 @@ def _show(
 ) -> None:
     console = Console(as_json)
     check_folder(output)
+    from prunekit import report
     from prunekit.context import resolve_device
     from prunekit.visualise.overlay import write_picture
     from prunekit.workflow.seen import seen
@@ -130,11 +133,19 @@ def _show(
         found = seen(sides, values, find(), layer=layer, target=target, device=where)
         title = _title(found)
         scale = "share of each map's largest value" if found.first.layer else "share of each map's 99.5th percentile"
-        path = write_picture(folder / name, list(_panels(sides, values, shown, found)), title, scale)
-    payload = {"model": sides.name, "image": shown, **found.figures(), "picture": str(path)}
-    save(payload, folder, f"{path.stem}.json", console)
+        path = write_picture(folder / _name(found, shown), list(_panels(sides, values, shown, found)), title, scale)
+    payload = {"model": sides.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
+    save(payload, folder, path.with_suffix(".json").name, console)
     rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
-    console.result(payload, f"{title}\n{table(('model', 'probability', 'predicts'), rows)}\nPicture: {path}")
+    pages = [report.write(sides.run)] if sides.run is not None and folder == sides.run / FOLDER else []
+    lines = [title, table(("model", "probability", "predicts"), rows), f"Picture: {path}"]
+    console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
+
+
+def _name(found: Seen, shown: str) -> str:
+    """Of the picture's file: another one for each method, layer and image."""
+    parts = [found.first.method, found.first.layer, Path(shown).stem]
+    return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-") + ".png"
 
 
 def _title(found: Seen) -> str:

@@ -44,7 +44,7 @@ def gradients_command(
     """Train the dense model of a recipe and show the median and percentiles of the absolute gradients of each layer.
 
     As the recipe's `baseline` trains it, or with weights from a file as its `finetune` does, by the plain loss; the
-    trained model is dropped. Gradients are those of weights, before clamps; exact zeros are counted apart.
+    trained model is dropped. Gradients are those of weights, before `clamp_weight_grad`; exact zeros are counted apart.
     """
     console, folder = Console(as_json), output or Path(FOLDER)
     check_folder(folder)

@@ -38,18 +38,24 @@ def pictured(folder: Path) -> dict[str, Any] | None:
         raise ArtifactError(f"{path}: expected an object with `layers`; was it written by prunekit?")
     left, layers = LARGEST, []
     for layer in facts["layers"]:
-        data = _read(folder / layer["picture"])
+        data = read_picture(folder / layer["picture"])
         left -= len(data)
-        layers.append({**layer, "data": _data(data) if left >= 0 else None})
-    return {**facts, "folder": folder.name, "input": _data(_read(folder / facts["input"])), "layers": layers}
+        layers.append({**layer, "data": as_data(data) if left >= 0 else None})
+    return {**facts, "folder": folder.name, "input": as_data(read_picture(folder / facts["input"])), "layers": layers}
 
 
-def _read(path: Path) -> bytes:
+def read_picture(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        ArtifactError: it cannot be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _data(picture: bytes) -> str:
+def as_data(picture: bytes) -> str:
+    """A PNG file as an address that holds it."""
     return f"data:image/png;base64,{base64.b64encode(picture).decode('ascii')}"

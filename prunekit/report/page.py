@@ -28,6 +28,7 @@ from prunekit.report.headline import (
     taught,
     tiles,
 )
+from prunekit.report.maps import mapped
 from prunekit.report.run import Run, read_run
 from prunekit.report.schedule import drawn
 
@@ -89,6 +90,7 @@ def render(run: Run, state: str | None = None) -> str:
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
         machine=wording.surroundings(run.metrics.get("machine", {})),
         explained=explained(run.metrics["explanation"]) if run.metrics.get("explanation") else None,
+        maps=mapped(run.folder / "maps"),
         features=pictured(run.folder / "features"),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),

@@ -43,8 +43,8 @@ class FlowRow:
 class GradientFlow(Part):
     """Records percentiles of the absolute gradients of every layer, a number of times over a run.
 
-    Of weights with two or more axes, as they are before gradient clamps and the optimizer, of all processes together
-    and without float16's loss scale. Steps that are skipped are not recorded.
+    Of weights with two or more axes, as they are before `clamp_weight_grad` and the optimizer, of all processes
+    together and without float16's loss scale. Steps that are skipped are not recorded.
 
     Args:
         records: how often, evenly over the run; a short run has a record of every step.

@@ -113,7 +113,7 @@ def fit(
     taking = Parts(parts)
     scaler = loss_scaler(settings.precision, device)
     scale = (lambda: 1.0) if scaler is None else scaler.get_scale
-    training = Training(model, optimizer, device, steps, settings.epochs, scale)
+    training = Training(model, optimizer, device, steps, settings.epochs, scale=scale)
     entered = taking.active(training)
     clamps = Clamps(model, optimizer, settings, scaler)
     if size() > 1:

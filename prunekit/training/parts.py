@@ -21,7 +21,7 @@ class Training:
         optimizer: torch's own.
         steps: of an epoch in which none is skipped.
         epochs: of the run.
-        scale: what losses are multiplied by now, and so gradients before the optimizer's step: float16's loss scale.
+        scale: what gradients are multiplied by before a step: float16's loss scale.
     """
 
     model: nn.Module

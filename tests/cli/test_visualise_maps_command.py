@@ -12,8 +12,10 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 import prunekit
+from prunekit import report
 from prunekit.cli import cli
 from prunekit.compaction import compact
+from prunekit.errors import ArtifactError
 from prunekit.visualise import class_activation_map, correlation
 from prunekit.workflow.dense import save_weights
 from prunekit.workflow.sides import both_sides
@@ -86,7 +88,13 @@ def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> Non
     with Image.open(here / result["picture"]) as picture:
         assert picture.width > 3 * 336  # three panels
         assert picture.width > 1.5 * picture.height
-    assert json.loads((here / "run" / "maps" / "grad_cam.json").read_text()) == result
+    assert json.loads((here / "run" / "maps" / "grad_cam-inner-image.json").read_text()) == result
+    page = (here / "run" / "report.html").read_text()
+    assert f'alt="{result["title"]}; image.png"' in page
+    assert page.count("data:image/png") == 1
+    (here / "run" / "maps" / "grad_cam-inner-image.png").unlink()
+    with pytest.raises(ArtifactError, match=r"grad_cam-inner-image\.png: cannot be read"):
+        report.write(here / "run")
 
 
 @pytest.mark.parametrize("method", ["grad_cam_pp", "layer_cam", "eigen_cam", "cam"])
@@ -96,7 +104,7 @@ def test_every_method_on_a_single_model(here: Path, method: str) -> None:
     name = {"grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM", "cam": "CAM"}[method]
     assert done.stdout.startswith(f"{name} at relu (8 x 8), class ")
     assert "correlation" not in done.stdout
-    assert (here / "out" / f"{method}.png").is_file()
+    assert (here / "out" / f"{method}-relu-image.png").is_file()
 
 
 def test_saliency_is_the_same_for_the_same_seed(here: Path) -> None:
