@@ -44,8 +44,9 @@ def features_command(
     """Feature maps of layers for one image, as PNG files and a page: numbered channels, pruned ones crossed out.
 
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one where the run has kept
-    it, a recipe (its dense model) or the name of a model. The image is a file, or a test image of the recipe. Pictures
-    of a run are in its report too. Vectors are shown as bars, tokens of a transformer in their places.
+    it, a recipe (its dense model, trained first where it has no weights) or the name of a model. The image is a file,
+    or a test image of the recipe. Pictures of a run are in its report too. Vectors are shown as bars, tokens of a
+    transformer in their places.
     """
     console = Console(as_json)
     check_folder(output)
