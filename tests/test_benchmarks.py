@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from equivalence import randomised
+from little_time import measure_little
 
 from prunekit.models.cifar import CifarResNet
+from prunekit.workflow import delivering
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 STRATIFIED = {
@@ -30,7 +37,36 @@ STRATIFIED = {
 """Of each zoo a model of each kind: 25 in all."""
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Done:
+    """What became of a script."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(script: str, *arguments: str) -> Done:
+    """Runs a script in this process: to import torch in another takes longer than most of them."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("default")
+        patch.syspath_prepend(FOLDER)
+        patch.setattr(sys, "argv", [str(FOLDER / script), *arguments])
+        try:
+            runpy.run_path(str(FOLDER / script), run_name="__main__")
+            code = 0
+        except SystemExit as ended:
+            code = 1 if isinstance(ended.code, str) else int(ended.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def run_apart(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script that starts processes from its own."""
     command = [sys.executable, str(FOLDER / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -103,7 +139,7 @@ def test_counted_memory_is_shown_beside_what_a_process_takes() -> None:
 def test_models_of_every_zoo_pass(zoo: str) -> None:
     if zoo != "torchvision":
         pytest.importorskip({"timm": "timm", "hf": "transformers"}[zoo], reason=f"the extra {zoo} is not installed")
-    done = run("coverage.py", "--zoo", zoo, "--models", ",".join(STRATIFIED[zoo]), "--size", "64", "--json")
+    done = run_apart("coverage.py", "--zoo", zoo, "--models", ",".join(STRATIFIED[zoo]), "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["model"] for row in rows] == list(STRATIFIED[zoo])
@@ -117,7 +153,7 @@ def test_models_of_every_zoo_pass(zoo: str) -> None:
 
 
 def test_what_a_model_keeps_beyond_a_quarter_is_said_with_layers_and_operators() -> None:
-    done = run("coverage.py", "--models", "squeezenet1_1,mnasnet0_5", "--size", "64", "--json")
+    done = run_apart("coverage.py", "--models", "squeezenet1_1,mnasnet0_5", "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     squeezenet, mnasnet = [json.loads(line) for line in done.stdout.splitlines()]
     stem = "points in {}: aten.convolution has a width of 3 that stays (aten.convolution its partner in this product"
@@ -138,7 +174,7 @@ def test_what_a_model_keeps_beyond_a_quarter_is_said_with_layers_and_operators()
 
 
 def test_a_model_that_does_not_get_through_is_a_row_with_a_reason() -> None:
-    done = run("coverage.py", "--models", "vit_b_32", "--limit", "0.01", "--size", "64", "--json")
+    done = run_apart("coverage.py", "--models", "vit_b_32", "--limit", "0.01", "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert (row["passed"], row["verdict"]) == (False, "failed")
@@ -162,7 +198,7 @@ def test_a_model_that_cannot_be_built_is_a_row_with_a_reason(monkeypatch: pytest
 
 
 def test_a_name_that_the_zoo_does_not_know_is_refused_before_any_model_runs() -> None:
-    done = run("coverage.py", "--models", "alexnet,resnet19", "--json")
+    done = run_apart("coverage.py", "--models", "alexnet,resnet19", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "torchvision has no model 'resnet19'; did you mean resnet18" in done.stderr
 
@@ -228,52 +264,51 @@ def test_what_cannot_be_measured_is_said(cifar: tuple[str, ...], arguments: tupl
 
 
 SMALL = ("--size", "32", "--networks", "10", "--json")
-FEWER = """
-import runpy, sys
-from prunekit.measure.profile import networks
-from prunekit.workflow import delivering, timed
-networks.LEAST_MS = timed.ROUNDS_MS = 0.0
-delivering.ATTEMPTS, delivering.LAST_REPEATS, delivering.REPEATS, timed.PROCESSES = 2, 5, 5, 1
-sys.argv, sys.path[0] = sys.argv[1:], sys.argv[1].rpartition("/")[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script with so few attempts, processes and rounds that its figures mean nothing, and its rows are made."""
 
 
-def run_fewer(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", FEWER, str(FOLDER / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+@pytest.fixture
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few attempts, processes and rounds that figures mean nothing, and rows are made."""
+    monkeypatch.setattr(delivering, "ATTEMPTS", 2)
+    measure_little(monkeypatch)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of profiles, so that networks are measured once."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.mark.usefixtures("fewer")
 def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PRUNEKIT_CACHE", cache)
     file = tmp_path / "rows.jsonl"
     arguments = ("--models", "resnet18", "--runtimes", "eager", *SMALL, "--out", str(file))
-    done = run_fewer("latency_budget.py", *arguments, "--asked", "1.5,900")
+    done = run("latency_budget.py", *arguments, "--asked", "1.5,900")
     assert done.returncode == 0, done.stderr
     met, refused = (json.loads(line) for line in done.stdout.splitlines())
     assert {"model", "runtime", "device", "batch", "threads", "asked", "ci95", "stable", "within"} <= met.keys()
     assert met["excess"] == pytest.approx(1.5 / met["delivered"])
     assert met["macs_ratio"] > 1
     assert met["attempts"] == len(met["attempts_excess"]) <= 8
-    assert (met["profile_networks"], met["profile_cached"]) == (10, 0)
+    assert met["profile_networks"] == 10
     assert refused["refused"] is True
     assert "delivered" not in refused
     assert "the best that can be had" in refused["reason"]
     assert "2 requests: 1 delivered" in done.stderr
     before = file.read_text()
-    again = run_fewer("latency_budget.py", *arguments, "--asked", "1.5,900")
+    again = run("latency_budget.py", *arguments, "--asked", "1.5,900")
     assert (again.returncode, again.stdout, file.read_text()) == (0, "", before)
     assert "2 requests: 1 delivered" in again.stderr
 
 
-def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("fewer")
+def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", cache)
     arguments = ("--model", "resnet18", "--runtimes", "eager", "--device", "cpu", "--repeats", "5", *SMALL)
-    done = run_fewer("latency.py", *arguments)
+    done = run("latency.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = {row["plan"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert list(rows) == ["uniform", "macs", "macs+time", "fastest"]
@@ -284,6 +319,7 @@ def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(tmp_path: Path, monke
     assert rows["fastest"]["predicted"] >= rows["uniform"]["predicted"]
 
 
+@pytest.mark.usefixtures("fewer")
 def test_plans_of_another_tool_are_brought_to_a_latency(
     cifar: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +327,7 @@ def test_plans_of_another_tool_are_brought_to_a_latency(
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
     methods = ["tp-l2"]  # each takes as many measurements as any budget of time
     arguments = ("--runtimes", "eager", "--batch", "8", "--images", "16", "--networks", "10", "--asked", "1.1")
-    done = run_fewer("latency_frontier.py", *cifar[1:], *arguments, "--method", ",".join(methods))
+    done = run("latency_frontier.py", *cifar[1:], *arguments, "--method", ",".join(methods))
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["method"] for row in rows] == methods

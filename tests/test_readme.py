@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torchvision
 from click.testing import CliRunner
+from little_time import measure_little
 from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
@@ -60,7 +61,7 @@ def test_every_kind_of_command_is_shown() -> None:
 def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(checkout / "cache"))
-    monkeypatch.setattr("prunekit.measure.profile.networks.LEAST_MS", 0.0)
+    measure_little(monkeypatch)
     for arguments in commands():
         runs = sorted((checkout / "runs" / "resnet34").glob("2*"))
         filled = [argument.replace("{time}", runs[0].name if runs else "") for argument in arguments]

@@ -18,6 +18,8 @@ from prunekit.workflow.profiling import as_latency
 
 PROCESSES = 3
 """That measure a plan one after the other."""
+TRIES = 2
+"""How often a plan is measured at most, with twice the rounds each time, while it is unstable in most processes."""
 REPEATS, LAST_REPEATS = 15, 31
 """Rounds of each attempt, and of the figure that counts, in each process, at least."""
 ROUNDS_MS = 2000.0
@@ -34,15 +36,17 @@ def timed(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneS
     """Measures a compact model beside the dense one on the target of the settings, in several processes of their own.
 
     The same model differs by some percent from process to process, whatever its interval in one of them: where its
-    memory lies is a matter of chance. What is unstable in most of them is measured once more, with twice the rounds.
+    memory lies is a matter of chance.
 
     Raises:
         RunError: it cannot be measured there.
     """
-    found = _median([_measured(model, compact, inputs, settings, repeats) for _ in range(PROCESSES)])
-    if found.stable:
-        return found
-    return _median([_measured(model, compact, inputs, settings, 2 * repeats) for _ in range(PROCESSES)])
+    for tried in range(TRIES):
+        rounds = repeats * 2**tried
+        found = _median([_measured(model, compact, inputs, settings, rounds) for _ in range(PROCESSES)])
+        if found.stable:
+            break
+    return found
 
 
 def _median(found: Sequence[Timing]) -> Timing:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -59,6 +62,25 @@ def test_runtimes_of_onnx_files_compute_the_same(runtime: str, files: dict[str, 
     assert isinstance(refused, Failed)
     assert "dense computes something else than in eager float32: outputs differ by " in refused.reason
     assert "of the largest value, expected at most 0.001" in refused.reason
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs Linux's list of a process's memory")
+def test_openvino_frees_no_stack_that_signals_are_handled_on(files: dict[str, Path]) -> None:
+    pytest.importorskip("openvino")
+    source, setting = Source(files={2: files["dense"]}), Setting("openvino", "cpu", 2, 1)
+    kept = [RUNTIMES["openvino"].open(source, inputs_of(SHAPE).sample(2), setting)]
+    last = threading.Thread(target=lambda: (kept.clear(), gc.collect()))  # as a garbage collection may
+    last.start()
+    last.join()
+    stack = _Stack()
+    assert ctypes.CDLL(None).sigaltstack(None, ctypes.byref(stack)) == 0
+    if stack.start is not None:
+        ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        assert any(int(low, 16) <= stack.start < int(high, 16) for low, high in ranges)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

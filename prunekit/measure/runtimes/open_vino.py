@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,23 @@ def open_vino() -> Runtime:
     return Runtime(_start, "onnx", ("cpu",), ("onnx", "onnxscript", "openvino"), "openvino", _refuse, times_layers=True)
 
 
-def _refuse(setting: Setting) -> str:
+@cache
+def _core() -> Any:
+    """OpenVINO, kept until the process ends.
+
+    Its CPU plug-in gives the thread that loads it a stack for signals, and frees it when the last one goes: if a
+    garbage collection in another thread lets go of that, the next signal (a worker of a data loader that ends) kills
+    the process.
+    """
     import openvino
 
+    return openvino.Core()
+
+
+def _refuse(setting: Setting) -> str:
     if setting.memory_format != "contiguous":
         return "it chooses layouts itself"
-    able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    able = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return "" if CAPABILITIES[setting.dtype] in able else f"it has no {setting.dtype} kernels for this CPU"
 
 
@@ -47,9 +59,7 @@ def _start(source: Source, sample: Sample, setting: Setting) -> Session:
 
 
 def _compile(file: Path, setting: Setting, **others: Any) -> Any:
-    import openvino
-
-    core, hint = openvino.Core(), HINTS[setting.dtype]
+    core, hint = _core(), HINTS[setting.dtype]
     options = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": setting.threads,
