@@ -25,24 +25,38 @@ Check = Callable[[Any], object]
 """Looks at what a module returned, or was given, and raises if that is not what its gradients were meant of."""
 
 
+Traced = Callable[[Tensor], Tensor]
+"""Takes a module's first result, and returns the same values with another way back; of operators alone."""
+
+
 class OutputGradients:
     """A forward hook that catches the gradients of a module's results, while its owner is active."""
 
-    def __init__(self, owner: Active, change: GradientChange, check: Check | None) -> None:
-        self._owner, self._change, self._check = owner, change, check
+    def __init__(self, owner: Active, change: GradientChange, check: Check | None, traced: Traced | None) -> None:
+        self._owner, self._change, self._check, self._traced = owner, change, check, traced
         self._first = at(owner, change, 0)
 
-    def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+    def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
         """Hooks the tensors of a result; a single one, as nearly always, without looking for others."""
         if self._check is not None:
             self._check(result)
+        if self._traced is not None and torch.compiler.is_compiling():
+            return _first_replaced(result, self._traced)
         if isinstance(result, Tensor):
             if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
                 catch(result, self._first)
-            return
+            return None
         for index, tensor in differentiable(result):
             if tensor.grad_fn is not None:
                 catch(tensor, at(self._owner, self._change, index))
+        return None
+
+
+def _first_replaced(result: Any, traced: Traced) -> Any:
+    if isinstance(result, Tensor):
+        return traced(result)
+    first = next(iter(tensors_in(result)), None)
+    return map_tensors(result, lambda tensor: traced(tensor) if tensor is first else tensor)
 
 
 def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
