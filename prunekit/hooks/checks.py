@@ -70,6 +70,12 @@ def refuse_compiled(model: nn.Module, owner: str) -> None:
             )
 
 
+def not_traced(what: str) -> None:
+    """Has `torch.compile` leave what follows out of its graph, and say why where it must be one; otherwise nothing."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=what)
+
+
 def require_not_compiled(model: nn.Module, owner: str) -> None:
     """Checks that `torch.compile` has compiled no code that this model runs, of this model or another of its class.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.hooks.checks import not_traced
 from prunekit.hooks.owned import Active
 from prunekit.hooks.reading import Change, Read, catch, read_by
 from prunekit.nested import map_tensors, tensors_in
@@ -42,6 +43,7 @@ class OutputGradients:
             self._check(result)
         if self._traced is not None and torch.compiler.is_compiling():
             return _first_replaced(result, self._traced)
+        not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         if isinstance(result, Tensor):
             if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
                 catch(result, self._first)
@@ -88,6 +90,7 @@ class InputGradients:
         """Exchanges the inputs."""
         if self._check is not None:
             self._check((arguments, named))
+        not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         reads: dict[int, Read] = {}
         if torch.is_grad_enabled():
             for index, tensor in differentiable((arguments, named)):

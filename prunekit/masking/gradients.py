@@ -15,7 +15,6 @@ from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
 from prunekit.masking.targets import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors, widest_masks
 from prunekit.planning import Plan
 
-
 SMALL = 64
 """Positions of a channel below which a mask has an entry for each of them."""
 

@@ -17,6 +17,7 @@ from prunekit.report.explain import explained
 from prunekit.report.headline import (
     budgeted,
     compared,
+    compiled,
     deployed,
     masked,
     models,
@@ -76,6 +77,7 @@ def render(run: Run, state: str | None = None) -> str:
         skipped=_skipped(run.history),
         schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),
         taught=list(taught(run.metrics)),
+        compiled=list(compiled(run.metrics)),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         on_time=list(on_time(run.metrics)),
         masked=list(masked(run.metrics)),

@@ -24,6 +24,7 @@ from prunekit.models import ModelSettings, require_trainable
 from prunekit.training import (
     Checkpoints,
     ClampRow,
+    Compilation,
     EpochRow,
     MakeOptimizer,
     Part,
@@ -99,12 +100,14 @@ class Baseline:
         rows: its training, empty when the weights were given.
         clamps: what its gradient clamps did.
         reused: whether it came from the cache; then `rows` and `clamps` are known to the main process alone.
+        compilation: what came of compiling its training, where it was trained now and that was asked for.
     """
 
     model: nn.Module
     rows: tuple[EpochRow, ...]
     clamps: tuple[ClampRow, ...]
     reused: bool
+    compilation: Compilation | None = None
 
 
 def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
@@ -199,7 +202,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
     if is_main():
         save_weights(path, prepared.model)
         write_json(path.with_suffix(".json"), asdict(history))
-    return Baseline(prepared.model, history.rows, history.clamps, reused=False)
+    return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
 
 
 def _parts(prepared: Prepared, settings: TrainSettings) -> list[Part]:
