@@ -3,7 +3,8 @@
 Each row is a step of training with something in it beside the same step of the same model without, the two timed
 alternately in one run. `ratio` is the median over rounds of the one over the other; `low` and `high` are the 10th and
 90th percentile. `masked` is what fine-tuning runs under: weight masks and gradient masks. `torch/prune` are the same
-zeros by torch.nn.utils.prune. Weights are random, and pruned ones zero in both models.
+zeros by torch.nn.utils.prune. `compiled` is the plain step through torch.compile, beside eager; `compiled/masked` the
+masked one, beside the plain one compiled too. Weights are random, and pruned ones zero in both models.
 
 `grown_bytes` is by how much the live tensors of the process are more after the timed steps than before: it must be 0.
 
@@ -37,6 +38,7 @@ from prunekit.measure.timing import Timer, alternate, warm_up
 from prunekit.planning import Plan
 from prunekit.training import (
     AverageSettings,
+    CompiledForward,
     DistillSettings,
     FeatureSettings,
     Part,
@@ -75,6 +77,7 @@ class Case:
     name: str
     parts: Callable[[nn.Module], list[Part]]
     own_parameters: bool = False  # whether it puts others in the place of the model's
+    compiled: tuple[bool, bool] = (False, False)  # the plain step, and the one with something in it
 
 
 def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
@@ -106,6 +109,8 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
     yield Case("plain", lambda model: [])  # how far two like steps are apart
     yield Case("masked", lambda model: [in_force])
     yield Case("masks/weights", lambda model: around(lambda run: WeightMasks(run.model, plan, run.optimizer)))
+    yield Case("compiled", lambda model: [], compiled=(False, True))
+    yield Case("compiled/masked", lambda model: [in_force], compiled=(True, True))
     yield Case("masked+clamps", lambda model: [in_force, Within(clamps)])
     yield Case("torch/prune", lambda model: around(by_torch), own_parameters=True)
     yield Case("average/ema", asked(average))
@@ -138,8 +143,8 @@ def row(case: Case, plan: Plan, setting: Setting) -> dict[str, Any]:
         torch_prune(student, plan)
     with ExitStack() as stack:
         steps = [
-            stack.enter_context(_step(model, case.parts(model) if model is student else [], images, labels, setting))
-            for model in (plain, student)
+            stack.enter_context(_step(model, parts, images, labels, setting, compiled))
+            for model, parts, compiled in zip((plain, student), ([], case.parts(student)), case.compiled, strict=True)
         ]
         runs = [_cpu_time(step) if setting.cpu_time else Timer(step, setting.device) for step in steps]
         for run in runs:
@@ -170,17 +175,18 @@ def _model(plan: Plan, device: torch.device) -> nn.Module:
 
 @contextmanager
 def _step(
-    model: nn.Module, parts: list[Part], images: Tensor, labels: Tensor, setting: Setting
+    model: nn.Module, parts: list[Part], images: Tensor, labels: Tensor, setting: Setting, compiled: bool
 ) -> Iterator[Callable[[], None]]:
     """One step as the training loop makes it, but for what is the same with and without parts."""
     optimizer = SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
     taking, done = Parts(parts), 0
+    called = CompiledForward(model) if compiled else model
 
     def step() -> None:
         nonlocal done
         done += 1
         with autocast(setting.precision, setting.device):
-            output = model(images)
+            output = called(images)
             loss = taking.added_to(F.cross_entropy(output, labels), images, output, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         taking.before_step(done)
@@ -190,6 +196,8 @@ def _step(
 
     with taking.active(Training(model, optimizer, setting.device, STEPS, 1)):
         yield step
+        if isinstance(called, CompiledForward) and (fallback := called.compilation.fallback) is not None:
+            raise RuntimeError(f"not compiled: {fallback}")
 
 
 def _cpu_time(step: Callable[[], None]) -> Callable[[], float]:

@@ -95,7 +95,9 @@ def test_gradients_are_those_of_the_compact_model(name: str) -> None:
     assert found.keys() == expected.keys()
     for key, gradient in found.items():
         kept = cut(gradient, plan.kept_indices.get(key, ()))
-        torch.testing.assert_close(kept, expected[key], rtol=1e-9, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            kept, expected[key], rtol=1e-9, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}"
+        )
         mask = plan.mask(key)
         assert mask is None or (gradient[~mask.expand(gradient.shape)] == 0).all(), key
 
