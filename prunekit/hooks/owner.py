@@ -38,6 +38,7 @@ class HookOwner:
     def __init__(self) -> None:
         self._handles: list[Removable] = []
         self._active = False  # its own, for torch.compile, which cannot ask lists of handles
+        self._forward = False  # whether there are hooks that forward passes run
         self.called = False
 
     def register(self) -> None:
@@ -59,6 +60,7 @@ class HookOwner:
                 second run is warned of.
         """
         warn_if_ignored(module, type(self).__name__)
+        self._forward = True
         self.own(module.register_forward_pre_hook(OwnedHook(self, hook, again=again), with_kwargs=True))
 
     def own_forward(
@@ -73,6 +75,7 @@ class HookOwner:
             first: whether it runs before the hooks that are there already, so that they see what it returns.
         """
         warn_if_ignored(module, type(self).__name__)
+        self._forward = True
         owned = OwnedHook(self, hook, again=again)
         self.own(module.register_forward_hook(owned, prepend=first, with_kwargs=True, always_call=always))
 
@@ -121,7 +124,7 @@ class HookOwner:
         `torch.compile` compiles once for what it does not know to have changed, and hooks that come later are no such
         change to it, also where only a model of the same class was compiled.
         """
-        if self.active:
+        if self._forward:
             hearing = Hearing(self, model)
             self.own(hearing)
             hearing.__enter__()
@@ -135,7 +138,7 @@ class HookOwner:
         """Removes every hook of this owner; harmless when called again."""
         while self._handles:
             self._handles.pop().remove()
-        self._active = False
+        self._active = self._forward = False
 
     def __enter__(self) -> Self:
         if self.active:

@@ -63,7 +63,8 @@ class ActivationMasks(HookOwner):
 
     Raises:
         UsageError: a threshold is negative, a glob matches nothing, or the side is not that of the thresholds.
-        ModelError: on enter, when the model is compiled; in a hook, when a module has no floating-point tensor there.
+        ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
+            was; in a hook, when a module has no floating-point tensor there.
     """
 
     def __init__(

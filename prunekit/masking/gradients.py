@@ -42,7 +42,8 @@ class GradientMasks(HookOwner):
 
     Raises:
         PlanError: the plan does not fit the model.
-        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+        ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
+            was: hooks added after `torch.compile` are silently ignored.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, *, entries: Entries | None = None, changing: bool = False) -> None:
