@@ -41,6 +41,7 @@ class CompiledForward:
         self._model, self._backend = model, backend
         self._graphs, self._seconds = 0, 0.0
         self._reason: str | None = None
+        self._missed = False
         self._forward: Forward = model.forward
         self._compiled = torch.compile(_of_its_own(self._forward), backend=self._compile, fullgraph=True)
 
@@ -63,11 +64,7 @@ class CompiledForward:
         if self._reason is None:
             graphs, start = self._graphs, time.perf_counter()
             try:
-                with (
-                    torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
-                    torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-                ):
-                    return self._compiled(*arguments, **named)
+                return self._through_graph(arguments, named)
             except Exception as error:  # whatever a compiler does not like; what is wrong in eager too is raised there
                 self._reason = _said_by(error)
             finally:
@@ -75,7 +72,26 @@ class CompiledForward:
                     self._seconds += time.perf_counter() - start
         return self._forward(*arguments, **named)
 
+    def _through_graph(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        # Configured for guards on hooks only where there is something to be compiled: to change torch's configuration
+        # takes a millisecond of every call.
+        self._missed = False
+        if self._graphs:
+            try:
+                return self._compiled(*arguments, **named)
+            except Exception:
+                if not self._missed:
+                    raise
+        with (
+            torch._dynamo.config.patch(skip_nnmodule_hook_guards=False),
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        ):
+            return self._compiled(*arguments, **named)
+
     def _compile(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Forward:
+        if torch._dynamo.config.skip_nnmodule_hook_guards:
+            self._missed = True
+            raise RuntimeError("no graph that was compiled is of these hooks, shapes and modes")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch to itself
             backend = self._backend if callable(self._backend) else torch._dynamo.lookup_backend(self._backend)
@@ -111,6 +127,7 @@ def _forward_of(model: nn.Module, forward: Forward) -> Iterator[None]:
 
 def _said_by(error: Exception) -> str:
     """What a compiler says in a line: ours, or its own with the last place that it speaks of outside of torch."""
+    error = getattr(error, "inner_exception", error)  # what a backend raised
     text = str(error)
     if (ours := re.search(r"User-inserted graph break\. Message: (.+)", text)) is not None:
         return ours[1]
