@@ -98,9 +98,8 @@ class Baseline:
     Attributes:
         model: on the CPU.
         rows: its training, empty when the weights were given.
-        clamps: what its gradient clamps did.
+        clamps, compilation: what its gradient clamps did, and what came of compiling where it was trained now.
         reused: whether it came from the cache; then `rows` and `clamps` are known to the main process alone.
-        compilation: what came of compiling its training, where it was trained now and that was asked for.
     """
 
     model: nn.Module
@@ -151,9 +150,7 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module) -> Non
     check_clamps(model, settings)
     if settings.distill is not None:
         if name == "baseline":
-            raise UsageError(
-                "baseline.distill: expected none, because the dense model is the teacher; distill `finetune`"
-            )
+            raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
         feature_paths(model, settings.distill)
     if needs_plan(settings) and name != "sparsify":
         raise UsageError(
