@@ -19,6 +19,7 @@ from prunekit.report.gradients import flow_figures
 from prunekit.report.headline import (
     budgeted,
     compared,
+    compiled,
     deployed,
     masked,
     models,
@@ -80,6 +81,7 @@ def render(run: Run, state: str | None = None) -> str:
         skipped=_skipped(run.history),
         schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),
         taught=list(taught(run.metrics)),
+        compiled=list(compiled(run.metrics)),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         on_time=list(on_time(run.metrics)),
         masked=list(masked(run.metrics)),

@@ -6,10 +6,11 @@ from prunekit.training.carrying import carry_average, carry_over
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
+from prunekit.training.compiling import CompiledForward
 from prunekit.training.distillation import Distillation, TeacherCost
 from prunekit.training.features import PlanInForce, feature_paths
 from prunekit.training.gradient_flow import FlowRow, GradientFlow
-from prunekit.training.history import ClampRow, EpochRow, History
+from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
@@ -33,6 +34,8 @@ __all__ = [
     "CheckpointWarning",
     "Checkpoints",
     "ClampRow",
+    "Compilation",
+    "CompiledForward",
     "DistillSettings",
     "Distillation",
     "EpochRow",

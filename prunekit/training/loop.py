@@ -22,9 +22,10 @@ from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
+from prunekit.training.compiling import SEVERAL, CompiledForward
 from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
-from prunekit.training.history import EpochRow, History
+from prunekit.training.history import Compilation, EpochRow, History
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.position import Position
@@ -129,16 +130,19 @@ def fit(
     ):  # fmt: skip
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
         ready = prepared(accelerator, model, optimizer, schedule, unused=unused)
+        compiled = CompiledForward(model) if settings.compile and size() == 1 else None
         position = Position()
         state = RunState(
             model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
         )
         state.resume()
-        run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, state, bar)
+        replica = compiled or ready[0]
+        run = Epochs(model, replica, *ready[1:], accelerator, settings, device, train, validation, steps, state, bar)
         run.run(on_epoch)
         require_same_weights(model, f"after {label}")
         best.restore()
-    return History(position.rows, best.epoch, clamps.rows())
+    asked = Compilation(0, 0.0, SEVERAL) if settings.compile else None
+    return History(position.rows, best.epoch, clamps.rows(), asked if compiled is None else compiled.compilation)
 
 
 def _warn(message: str) -> None:

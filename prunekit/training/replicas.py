@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ def _summed(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-def kept_apart(replica: nn.Module) -> AbstractContextManager[None]:
+def kept_apart(replica: Callable[..., Any]) -> AbstractContextManager[None]:
     """Within, gradients are added up in each process for itself, until a backward pass outside of it."""
     return replica.no_sync() if isinstance(replica, DistributedDataParallel) else nullcontext()
 

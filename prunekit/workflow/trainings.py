@@ -13,6 +13,7 @@ from prunekit.planning import Plan
 from prunekit.training import (
     Checkpoints,
     ClampRow,
+    Compilation,
     Distillation,
     EpochRow,
     FlowRow,
@@ -60,11 +61,16 @@ class Trainings:
         self._clamps: list[dict[str, Any]] = []
         self._flow: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
-        self._note("baseline", baseline.rows, baseline.clamps)
+        self._compiled: dict[str, dict[str, Any]] = {}
+        self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
 
     def summary(self) -> dict[str, Any]:
         """What `metrics.json` holds of them."""
-        return {"clamps": clamp_summary(self._clamps), "teacher": self._teaching or None}
+        return {
+            "clamps": clamp_summary(self._clamps),
+            "teacher": self._teaching or None,
+            "compiled": self._compiled or None,
+        }
 
     def control(self, dense: nn.Module) -> nn.Module:
         """The dense model after as much training as the pruned one had, with the same settings but no regulariser."""
@@ -115,7 +121,7 @@ class Trainings:
             checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
             checkpoints=checkpoints_of(self._run, self._job, name, **facts),
         )
-        self._note(name, history.rows, history.clamps)
+        self._note(name, history.rows, history.clamps, history.compilation)
         for flow in flows:
             self._flow += [{"run": name, **asdict(row)} for row in flow.rows()]
             write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))
@@ -126,7 +132,12 @@ class Trainings:
                 self._log(f"{name}: the teacher took {cost.seconds:.1f} s, {cost.step_share:.1%} of the training steps")
         return model.cpu()
 
-    def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
+    def _note(
+        self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...], compilation: Compilation | None
+    ) -> None:
+        if compilation is not None:
+            self._compiled[name] = asdict(compilation)
+            self._log(f"{name}: {compilation}")
         skipped = sum(row.skipped for row in rows)
         if skipped:
             self._log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")
