@@ -29,7 +29,7 @@ from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_s
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.position import Position
 from prunekit.training.progress import Progress
-from prunekit.training.replicas import prepared, require_same_weights, shares
+from prunekit.training.replicas import replica_of, require_same_weights, shares
 from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
 from prunekit.training.strides import LongStrides
@@ -125,16 +125,17 @@ def fit(
         stack.enter_context(seeded(seed + rank()))
         stack.enter_context(training_mode(model, True))
         accelerator = stack.enter_context(this_group(device, scaler))
-        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
-        ready = prepared(accelerator, model, optimizer, schedule, train)
+        replica = replica_of(accelerator, model, train)
         for context in (entered, exact, clamps, bar):
             stack.enter_context(context)
+        schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
+        ready = accelerator.prepare(optimizer, schedule)
         position = Position()
         state = RunState(
             model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
         )
         state.resume()
-        run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, state, bar)
+        run = Epochs(model, replica, *ready, accelerator, settings, device, train, validation, steps, state, bar)
         run.run(on_epoch)
         require_same_weights(model, f"after {label}")
         best.restore()

@@ -13,8 +13,6 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.context import same_random_state, seeded, training_mode
 from prunekit.data import Batches
@@ -46,10 +44,8 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
     return train.split(rank(), size()), validation.dealt(rank(), size())
 
 
-def prepared(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, train: Batches
-) -> tuple[Any, Any, Any]:
-    """Model, optimizer and schedule for the steps of a run: the model as a replica where there are several processes.
+def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn.Module:
+    """What is called in the steps of a run: the model, or its replica where there are several processes.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Its gradients are summed over the processes, not averaged: losses are divided by the
@@ -60,18 +56,18 @@ def prepared(
         train: what it will be trained on.
     """
     if size() == 1:
-        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        return model, optimizer, schedule
+        alone: nn.Module = accelerator.prepare(model)
+        return alone
     with same_random_state():
         images = two_images(train.dataset).to(next(model.parameters()).device)
     unused = _has_unused(model, images)
     accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused, gradient_as_bucket_view=True)
-    replica, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    replica = accelerator.prepare(model)
     assert isinstance(replica, DistributedDataParallel)
     replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
     if not unused:
         _arrange_buckets(replica, images)
-    return replica, optimizer, schedule
+    return replica
 
 
 def _has_unused(model: nn.Module, images: Tensor) -> bool:
