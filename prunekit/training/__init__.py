@@ -17,7 +17,7 @@ from prunekit.training.parts import Part, Training, Within
 from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.regularisers import Sparsifying
-from prunekit.training.replicas import share_corrupt
+from prunekit.training.replicas import share_buffers, share_corrupt
 from prunekit.training.settings import (
     AverageSettings,
     CheckpointSettings,
@@ -66,6 +66,7 @@ __all__ = [
     "fit",
     "needs_plan",
     "recalibrate_batchnorm",
+    "share_buffers",
     "share_corrupt",
     "steps_per_epoch",
 ]

@@ -37,7 +37,7 @@ class Part:
 
     A part is entered before the first step and left after the last. Steps are counted from 1 over the whole run, those
     skipped under float16's loss scale included, as the epochs' are. State that a resumed run needs goes through
-    `state_dict`: tensors, numbers, text, and lists and dicts of them.
+    `state_dict`: tensors, numbers, text, and lists and dicts of them. Several processes are all given the main one's.
     """
 
     def active(self, training: Training) -> AbstractContextManager[Any]:
