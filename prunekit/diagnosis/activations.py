@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from prunekit.calibration import LayerStats, StatsKey
 from prunekit.diagnosis.findings import Finding, check
-from prunekit.diagnosis.observation import Observation
+from prunekit.diagnosis.observation import Observation, Units
 
 DEAD = 0.5
 """Share of a ReLU's channels that are dead from which on it is a fault. Some always are in a trained network, up to
@@ -29,16 +29,17 @@ Channels = npt.NDArray[np.bool_]
 @check("dead_relu", "forward")
 def dead_relu(seen: Observation) -> Iterator[Finding]:
     """ReLUs whose inputs vary and are never above 0. What is constant before them is not theirs: masked channels."""
-    for (path, _, call), units in seen.units.items():
+    for (path, _, _), units in seen.units.items():
         varying = units.low < units.high
         dead = varying & (units.high <= 0)
+        behind = units.after or "the input"
         if units.function == "relu" and dead.sum() >= max(1, DEAD * varying.sum()):
             yield Finding(
                 "dead_relu",
                 path,
-                seen.place(path),
+                _place(seen, path, units),
                 f"fewer than {DEAD:.0%} of a ReLU's channels without any value above 0",
-                f"{dead.sum()} of {len(dead)} channels{_again(call)} are 0 for all {seen.images} inputs",
+                f"{dead.sum()} of {len(dead)} channels behind {behind} are 0 for all {seen.images} inputs",
                 "lower the learning rate that led there, look at the biases and the initialisation before it, or use "
                 "a leaky activation",
                 {"dead": int(dead.sum()), "channels": len(dead), "highest": float(units.high[dead].max())},
@@ -48,17 +49,17 @@ def dead_relu(seen: Observation) -> Iterator[Finding]:
 @check("saturated_sigmoid", "forward")
 def saturated_sigmoid(seen: Observation) -> Iterator[Finding]:
     """Sigmoids and tanhs whose inputs are nearly all on their flat parts."""
-    for (path, name, call), units in seen.units.items():
-        share = units.flat / units.count
+    for (path, name, _), units in seen.units.items():
+        share, low, high = units.flat / units.count, float(units.low.min()), float(units.high.max())
         if units.function != "relu" and share >= SATURATED:
             yield Finding(
                 "saturated_sigmoid",
                 path,
-                seen.place(path),
+                _place(seen, path, units),
                 f"fewer than {SATURATED:.0%} of the inputs of {name} where it is flat",
-                f"{share:.1%}{_again(call)}, with inputs from {units.low.min():.3g} to {units.high.max():.3g}",
+                f"{share:.1%} behind {units.after or 'the input'}, with inputs from {low:.3g} to {high:.3g}",
                 "scale down the weights before it, normalise what it is given, or use another activation",
-                {"share": share, "low": float(units.low.min()), "high": float(units.high.max())},
+                {"share": share, "low": low, "high": high},
             )
 
 
@@ -97,6 +98,11 @@ def constant_channels(seen: Observation) -> Iterator[Finding]:
                     "first": first,
                 },
             )
+
+
+def _place(seen: Observation, path: str, units: Units) -> int:
+    """Behind the module that ran last before it: a function has no place of its own, and a module may run again."""
+    return max(seen.order.get(path, 0), seen.place(units.after))
 
 
 def _on_purpose(module: nn.Module, layer: LayerStats) -> Channels:

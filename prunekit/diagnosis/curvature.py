@@ -11,18 +11,14 @@ from prunekit.calibration.curvature import hessian_times
 from prunekit.channels.running import plain_attention
 from prunekit.diagnosis.observation import StepSize
 
-MARGIN = 6.0
-"""How far beyond the stable learning rate training still recovers: from up to 12 over the sharpness, 6 times the limit
-of 2 over it, networks of ReLUs are thrown to where the loss is flatter, and beyond it they diverge (Lewkowycz et al.
-2020, "The large learning rate phase of deep learning: the catapult mechanism")."""
-TRIAL = 10
-"""Steps on one batch, after which its loss has fallen below where it began unless training diverges. Normalisation
-makes weights grow where a step was too long, until it no longer is (Arora et al. 2019, "Theoretical analysis of auto
-rate-tuning by batch normalization"): such models train far beyond the margin, and only trying tells."""
-ITERATIONS = 12
-SETTLED = 0.05
-"""Change from one iteration to the next, as a share, below which the eigenvalue is taken as found: the margin is far
-wider."""
+TRIAL = 16
+"""Steps on one batch that are tried where the learning rate is beyond what the curvature allows: networks of ReLUs may
+be thrown to where the loss is flatter (Lewkowycz et al. 2020, "The large learning rate phase of deep learning: the
+catapult mechanism"), and normalised weights grow until a step is short beside them (Arora et al. 2019, "Theoretical
+analysis of auto rate-tuning by batch normalization"). Such models train, others diverge, and only trying tells."""
+ITERATIONS = 10
+SETTLED = 0.1
+"""Change from one iteration to the next, as a share, below which the eigenvalue is taken as found."""
 
 
 def stable_rate(step: StepSize, sharpness: float) -> float:
@@ -51,14 +47,15 @@ def trial(loss: Callable[[], Tensor], weights: Sequence[Tensor], step: StepSize)
 
 
 def too_sharp(step: StepSize) -> float:
-    """The sharpness from which on the learning rate is too high by more than `MARGIN`."""
-    return MARGIN * 2 * (1 + step.momentum) / step.lr
+    """The sharpness beyond which the learning rate is not stable."""
+    return 2 * (1 + step.momentum) / step.lr
 
 
 def largest_eigenvalue(loss: Callable[[], Tensor], weights: Sequence[Tensor], enough: float) -> float | None:
     """The largest eigenvalue of a loss's Hessian, by power iteration on Hessian-vector products (Pearlmutter 1994).
 
-    The Rayleigh quotient of every iterate is a bound below it, so that stopping early never says too much.
+    The Rayleigh quotient of every iterate is a bound below it, so that stopping early never says too much. Iterates
+    that lead to a negative eigenvalue of larger size are turned away from it by a shift.
 
     Args:
         loss: computes it, with a graph.
@@ -71,30 +68,30 @@ def largest_eigenvalue(loss: Callable[[], Tensor], weights: Sequence[Tensor], en
     Raises:
         UsageError: an operator has no second derivative.
     """
+    found, shift = None, 0.0
     with torch.enable_grad(), plain_attention():  # fused kernels have no second derivative
         gradients = torch.autograd.grad(loss(), weights, create_graph=True, allow_unused=True)
         # Along the gradient first: that is where a step goes, and it mostly lies in the sharpest directions.
-        vectors = [
-            torch.zeros_like(w) if g is None else g.detach().clone() for w, g in zip(weights, gradients, strict=True)
-        ]
-        found = None
+        pairs = zip(weights, gradients, strict=True)
+        vectors = [torch.zeros_like(weight) if gradient is None else gradient.detach() for weight, gradient in pairs]
         for _ in range(ITERATIONS):
-            norm = _norm(vectors)
-            if not torch.isfinite(norm) or float(norm) == 0:
-                return found
+            norm = torch.nn.utils.get_total_norm(vectors)
+            if not bool(torch.isfinite(norm)) or float(norm) == 0:
+                break
             vectors = [vector / norm for vector in vectors]
-            products = [
-                torch.zeros_like(v) if product is None else product.detach()
-                for v, product in zip(vectors, hessian_times(vectors, weights, gradients), strict=True)
-            ]
+            products = _products(vectors, weights, gradients)
             quotient = float(sum((v * p).sum().double() for v, p in zip(vectors, products, strict=True)))
             settled = found is not None and abs(quotient - found) <= SETTLED * abs(quotient)
             found = quotient if found is None else max(found, quotient)
-            if settled or found > enough:
+            if (settled and quotient > 0) or found > enough:
                 break
-            vectors = products
+            shift = max(shift, -quotient)
+            vectors = [product + shift * vector for product, vector in zip(products, vectors, strict=True)]
     return found
 
 
-def _norm(vectors: Sequence[Tensor]) -> Tensor:
-    return torch.nn.utils.get_total_norm(vectors)
+def _products(
+    vectors: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    products = zip(vectors, hessian_times(vectors, weights, gradients), strict=True)
+    return [torch.zeros_like(vector) if product is None else product.detach() for vector, product in products]

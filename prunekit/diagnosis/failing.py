@@ -18,7 +18,7 @@ SHAPE_WORDS = re.compile(
 )
 """What torch's messages about sizes that do not go together have in common: there is no exception of their own."""
 _TORCH = f"{Path(torch.__file__).parent}/"
-_OURS = f"{Path(__file__).parent}/"
+_AROUND = tuple(f"{Path(__file__).parents[1] / room}/" for room in ("diagnosis", "calibration", "hooks", "masking"))
 
 
 def failure_of(error: Exception, running: Running, stage: str = "the forward pass") -> Failure:
@@ -43,7 +43,7 @@ def _own_line(error: Exception) -> tuple[str, dict[str, Tensor]]:
     """The innermost line of the model's own code, and the tensors that it names; empty where all of it is torch's."""
     frames = zip(traceback.walk_tb(error.__traceback__), traceback.extract_tb(error.__traceback__), strict=True)
     for (frame, _), summary in reversed(list(frames)):
-        if not summary.filename.startswith((_TORCH, _OURS)):
+        if not summary.filename.startswith((_TORCH, *_AROUND)):
             text = summary.line or ""
             values = {name: frame.f_locals.get(name) for name in re.findall(r"[A-Za-z_]\w*", text)}
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}

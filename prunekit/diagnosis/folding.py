@@ -7,26 +7,19 @@ from dataclasses import replace
 
 from prunekit.diagnosis.findings import Finding
 
+_UNITS = frozenset({"dead_relu", "saturated_sigmoid", "constant_channels", "batchnorm_variance"})
+_SIZES = frozenset({"exploding_gradient", "vanishing_gradient", "learning_rate"})
 AFTER: dict[str, frozenset[str]] = {
-    "input_normalisation": frozenset(
-        {"dead_relu", "saturated_sigmoid", "constant_channels", "batchnorm_variance", "exploding_gradient",
-         "vanishing_gradient", "learning_rate"}
-    ),
-    "non_finite": frozenset({"exploding_gradient", "vanishing_gradient", "constant_channels", "learning_rate"}),
-    "batchnorm_variance": frozenset(
-        {"batchnorm_variance", "dead_relu", "constant_channels", "exploding_gradient", "learning_rate"}
-    ),
-    "constant_channels": frozenset({"constant_channels", "dead_relu", "batchnorm_variance", "saturated_sigmoid"}),
-    "dead_relu": frozenset({"dead_relu", "constant_channels", "batchnorm_variance", "saturated_sigmoid"}),
-    "saturated_sigmoid": frozenset({"saturated_sigmoid", "dead_relu", "constant_channels", "batchnorm_variance"}),
+    "input_normalisation": _UNITS | _SIZES,
+    "non_finite": _UNITS | _SIZES,
+    "batchnorm_variance": _UNITS | {"exploding_gradient", "learning_rate"},
+    "constant_channels": _UNITS,
+    "dead_relu": _UNITS,
+    "saturated_sigmoid": _UNITS,
     "exploding_gradient": frozenset({"learning_rate"}),
-}  # fmt: skip
-"""What a fault causes in modules that run later."""
-ANYWHERE: dict[str, frozenset[str]] = {
-    "constant_channels": frozenset({"vanishing_gradient"}),
-    "dead_relu": frozenset({"vanishing_gradient"}),
-    "saturated_sigmoid": frozenset({"vanishing_gradient"}),
 }
+"""What a fault causes in modules that run later."""
+BEFORE = dict.fromkeys(_UNITS, frozenset({"vanishing_gradient"}))
 """What it causes on the way back, in modules that ran before."""
 LAST = ("vanishing_gradient", "exploding_gradient", "learning_rate")
 """Consequences of the others more often than their cause."""
@@ -49,4 +42,4 @@ def folded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 def _explains(root: Finding, finding: Finding) -> bool:
     later = root.order <= finding.order and finding.kind in AFTER.get(root.kind, ())
-    return later or finding.kind in ANYWHERE.get(root.kind, ())
+    return later or finding.kind in BEFORE.get(root.kind, ())

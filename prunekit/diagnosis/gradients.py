@@ -52,23 +52,33 @@ def _vanished(seen: Observation, gone: list[str], before: str, shares: dict[str,
 
 @check("exploding_gradient", "gradients")
 def exploding_gradient(seen: Observation) -> Iterator[Finding]:
-    """The gradient grows on its way back beyond all measure; named is where it first does."""
+    """The gradient grows on its way back beyond all measure; named is the module in which it grows most."""
     gradients = seen.gradients
     assert gradients is not None
     shares = _shares(seen, gradients)
-    over = [(path, share) for path, share in shares if share > EXPLODED]
+    over = [path for path, share in shares if share > EXPLODED]
     if over:
-        path, share = over[-1]
-        largest, most = max(over, key=lambda item: item[1])
+        largest, most = max(shares, key=lambda item: item[1])
+        growth, culprit = _steepest(shares)
         yield Finding(
             "exploding_gradient",
-            path,
-            seen.place(path),
+            culprit,
+            seen.place(culprit),
             f"gradients of at most {EXPLODED:g} times that of the model's output",
-            f"{share:.2g} times that at {path}, growing to {most:.2g} times at {largest}",
+            f"it grows to {most:.2g} times that at {largest}; {growth:.2g} times on its way back through {culprit}",
             "scale the initialisation to the layers' width (He), normalise, or clip gradients",
-            {"share": share, "largest_share": most, "modules": [name for name, _ in over]},
+            {"largest_share": most, "growth": growth, "modules": over},
         )
+
+
+def _steepest(shares: list[tuple[str, float]]) -> tuple[float, str]:
+    """The largest growth of what has been the largest so far, from the last module back, and the module it is in."""
+    best, largest = (0.0, shares[-1][0]), 0.0
+    for (path, share), (_, before) in zip(reversed(shares), [*reversed(shares)][1:], strict=False):
+        largest = max(largest, share)
+        if largest > 0:
+            best = max(best, (before / largest, path))
+    return best
 
 
 def _shares(seen: Observation, gradients: Gradients) -> list[tuple[str, float]]:

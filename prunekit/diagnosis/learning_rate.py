@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from prunekit.diagnosis.curvature import MARGIN, stable_rate, too_sharp
+from prunekit.diagnosis.curvature import stable_rate, too_sharp
 from prunekit.diagnosis.findings import Finding, check
 from prunekit.diagnosis.observation import Observation
 
@@ -23,7 +23,7 @@ def learning_rate(seen: Observation) -> Iterator[Finding]:
             "learning_rate",
             "",
             len(seen.order),
-            f"a learning rate of at most {stable:.2g}, or {MARGIN:g} times that while training still recovers",
+            f"a learning rate of at most {stable:.2g}, or one from which training recovers",
             f"{step.lr:.3g}, where the sharpest curvature of the loss is at least {seen.sharpness:.3g}"
             + (f" and the momentum {step.momentum:g}" if step.momentum else "")
             + f"; on one batch {len(seen.trial)} steps take the loss from {seen.trial[0]:.3g} to {seen.trial[-1]:.3g}",

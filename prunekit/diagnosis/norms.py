@@ -11,9 +11,12 @@ from prunekit.calibration import StatsKey
 from prunekit.diagnosis.findings import Finding, check, listed
 from prunekit.diagnosis.observation import Observation
 
-TINY = 0.5
-"""Share of the channels whose variance is below the layer's own eps from which on it is a fault. Below eps the layer no
-longer normalises: it scales by 1 / sqrt(eps) (Ioffe & Szegedy 2015, algorithm 1)."""
+TINY = 1e-3
+"""Variance, as a share of the layer's own eps, below which a channel is no longer normalised: its standard deviation
+behind the layer, that of gamma = 1, is sqrt(TINY) = 0.03 at most (Ioffe & Szegedy 2015, algorithm 1). Untrained healthy
+models with a large eps have down to 0.02."""
+MOST = 0.5
+"""Share of the channels that are so from which on it is a fault; a few are where training has given channels up."""
 
 
 @check("batchnorm_mode", "model")
@@ -57,7 +60,7 @@ def _wrong_mode(seen: Observation, mode: str, paths: list[str]) -> Finding:
 
 @check("batchnorm_variance", "forward")
 def batchnorm_variance(seen: Observation) -> Iterator[Finding]:
-    """BatchNorms whose inputs, or running statistics, vary by less than eps. Constant inputs are not theirs."""
+    """BatchNorms whose inputs, or running statistics, hardly vary beside eps. Constant inputs are not theirs."""
     for path, module in seen.model.named_modules():
         given = seen.stats.get(StatsKey(path, "input", 0))
         if not isinstance(module, _BatchNorm) or given is None or given.channels != module.num_features:
@@ -65,16 +68,17 @@ def batchnorm_variance(seen: Observation) -> Iterator[Finding]:
         varying = ~given.constant
         running = module.running_var
         running_variance = given.variance if running is None else running.double().cpu().numpy()
-        batch = given.variance < module.eps
-        tiny = varying & (batch | (running_variance < module.eps))
-        if tiny.sum() >= max(1, TINY * varying.sum()):
+        least = TINY * module.eps
+        batch = given.variance < least
+        tiny = varying & (batch | (running_variance < least))
+        if tiny.sum() >= max(1, MOST * varying.sum()):
             smallest = np.minimum(given.variance, running_variance)[tiny]
             which = "of its inputs" if batch[tiny].any() else "in its running statistics"
             yield Finding(
                 "batchnorm_variance",
                 path,
                 seen.place(path),
-                f"variances above eps, {module.eps:g}",
+                f"variances above {least:g}, {TINY:g} of eps",
                 f"{tiny.sum()} of {len(tiny)} channels have less {which}, down to {smallest.min():.2g}",
                 "look at what comes before it, which hardly depends on the input, or recalibrate the statistics "
                 "(prunekit.recalibrate_batchnorm)",

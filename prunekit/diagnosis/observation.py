@@ -56,12 +56,14 @@ class Units:
 
     Attributes:
         function: `relu`, `sigmoid`, `tanh` or `hardsigmoid`.
+        after: path of the module without children that ran last before it.
         low, high: (channels,) smallest and largest value.
         flat: how many values lie where the function is flat on either side.
         count: how many values there were.
     """
 
     function: str
+    after: str
     low: FloatArray
     high: FloatArray
     flat: int
@@ -70,7 +72,7 @@ class Units:
     def merge(self, other: Units) -> Units:
         """Both together."""
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
-        return Units(self.function, low, high, self.flat + other.flat, self.count + other.count)
+        return Units(self.function, self.after, low, high, self.flat + other.flat, self.count + other.count)
 
 
 @dataclass(frozen=True, eq=False)

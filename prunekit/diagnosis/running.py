@@ -23,7 +23,7 @@ from prunekit.models import auxiliary, logits
 
 Loss = Callable[[Any, Tensor], Tensor]
 """From what the model returned and the labels to one number, the mean over the batch."""
-CURVATURE_IMAGES = 64
+CURVATURE_IMAGES = 32
 """Images on which the Hessian's eigenvalue is taken: its products cost several backward passes each."""
 
 
@@ -163,7 +163,8 @@ class Observer:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, UsageError) as error:
-                self.missing["step"] = f"the curvature cannot be taken: {str(error).splitlines()[0]}"
+                reason = str(error.__cause__ or error).splitlines()[0]
+                self.missing["step"] = f"the curvature of the loss cannot be taken: {reason}"
                 return None, ()
             beyond = sharpness is not None and sharpness > too_sharp(step)
             return sharpness, trial(loss, weights, step) if beyond else ()

@@ -53,14 +53,15 @@ class Running(ModuleStack):
         self.order: dict[str, int] = {}
         self.calls: list[Ran] = []
         self.received: list[list[Tensor]] = []
-        self.last: nn.Module | None = None
+        self.last = ""
+        """Path of the module without children that ran last."""
 
     def begin(self) -> None:
         """Forgets the pass before."""
         self.calls.clear()
         self.received.clear()
         self.paths[1:] = []
-        self.last = None
+        self.last = ""
 
     def _entered(self, path: str, module: nn.Module, arguments: Any) -> None:
         self.order.setdefault(path, len(self.order))
@@ -70,7 +71,7 @@ class Running(ModuleStack):
         self.received.pop()
         if any(True for _ in module.children()):
             return
-        self.last = module
+        self.last = path
         tensors = gather(output)
         if tensors:
             step = Step(f"{path or type(module).__name__} ({type(module).__name__})", tuple(tensors[0].shape))
@@ -154,13 +155,13 @@ class UnitWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path = self._running.current
         key = path, function, self._calls[path, function]
         self._calls[path, function] += 1
-        module = self._running.last
-        axis = 1 if module is None else channel_axis(module, values.ndim)
+        after = self._running.last
+        axis = channel_axis(self._running.model.get_submodule(after), values.ndim)
         channels = values.movedim(axis, 0).flatten(1)
         low, high = torch.aminmax(channels.float(), dim=1)
         limit = LIMITS.get(function)
         flat = 0 if limit is None else int((values.abs() >= limit).sum())
-        seen = Units(function, low.double().cpu().numpy(), high.double().cpu().numpy(), flat, values.numel())
+        seen = Units(function, after, low.double().cpu().numpy(), high.double().cpu().numpy(), flat, values.numel())
         before = self.units.get(key)
         if before is None or before.low.shape == seen.low.shape:
             self.units[key] = seen if before is None else before.merge(seen)
