@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
+    from prunekit.diagnosis import diagnose
     from prunekit.errors import PrunekitError
     from prunekit.masking import (
         ActivationMasks,
@@ -58,6 +59,7 @@ _PLACES = {
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
     "collect_gradients": "prunekit.calibration:collect_gradients",
     "compact": "prunekit.compaction:compact",
+    "diagnose": "prunekit.diagnosis:diagnose",
     "explain": "prunekit.workflow:explain",
     "finetune": "prunekit.workflow:finetune",
     "flush_subnormals": "prunekit.deploy:flush_subnormals",
@@ -111,6 +113,7 @@ __all__ = [
     "clamp_weight_grad",
     "collect_gradients",
     "compact",
+    "diagnose",
     "explain",
     "finetune",
     "flush_subnormals",

@@ -9,6 +9,7 @@ import click
 
 from prunekit.cli.bench import bench_command
 from prunekit.cli.calibrate import calibrate_command
+from prunekit.cli.diagnose import diagnose_command
 from prunekit.cli.evaluate import evaluate_command
 from prunekit.cli.explain import explain_command
 from prunekit.cli.finetune import finetune_command
@@ -40,6 +41,7 @@ COMMANDS = (
     profile_command,
     bench_command,
     explain_command,
+    diagnose_command,
     inspect_command,
     list_command,
 )

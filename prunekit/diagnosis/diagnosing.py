@@ -52,9 +52,7 @@ def diagnose(
         DataError: there are no batches, or they are neither tensors nor pairs of tensors.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
-    for kind in ignore:
-        if kind not in CHECKS:
-            raise UsageError(f"ignore: there is no check {kind!r}; {nearest(kind, CHECKS)}")
+    require_kinds(ignore)
     given = batches_of(batches, "batches")
     if not given or not any(len(batch.images) for batch in given):
         raise DataError("batches: expected at least one batch with an input in it, got none")
@@ -71,6 +69,17 @@ def diagnose(
         images=seen.images,
         figures=_figures(seen),
     )
+
+
+def require_kinds(ignore: Sequence[str]) -> None:
+    """Checks that each is a kind of fault.
+
+    Raises:
+        UsageError: one is none; names the nearest.
+    """
+    for kind in ignore:
+        if kind not in CHECKS:
+            raise UsageError(f"ignore: there is no check {kind!r}; {nearest(kind, CHECKS)}")
 
 
 def _reason(check: Check, seen: Observation) -> str | None:
