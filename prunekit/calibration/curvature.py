@@ -27,20 +27,12 @@ def curvature_factors(
     """
     plain = [weight.detach() for weight in weights]
     signed = [weight * (2 * torch.randint(0, 2, weight.shape, generator=draw) - 1).to(weight) for weight in plain]
-    return [list(zip(each, hessian_times(each, weights, gradients), strict=True)) for each in (plain, signed)]
+    return [list(zip(each, _hessian_times(each, weights, gradients), strict=True)) for each in (plain, signed)]
 
 
-def hessian_times(
+def _hessian_times(
     vectors: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
-    """The Hessian of a loss times one vector, a tensor for each weight; None stands for zeros.
-
-    Args:
-        gradients: of the loss for each weight, with a graph, which is kept; None where the loss does not depend on it.
-
-    Raises:
-        UsageError: an operator has no second derivative.
-    """
     curved = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
     if not curved:  # the loss is linear in every weight
         return [None] * len(weights)

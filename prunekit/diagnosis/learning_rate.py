@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from prunekit.diagnosis.curvature import stable_rate, too_sharp
+from prunekit.diagnosis.curvature import recovers, stable_rate, too_sharp
 from prunekit.diagnosis.findings import Finding, check
 from prunekit.diagnosis.observation import Observation
 
@@ -17,7 +17,7 @@ def learning_rate(seen: Observation) -> Iterator[Finding]:
     assert step is not None
     if step.adaptive:
         yield from _adaptive(seen, step.lr)
-    elif seen.sharpness is not None and seen.sharpness > too_sharp(step) and _diverges(seen.trial):
+    elif seen.sharpness is not None and seen.sharpness > too_sharp(step) and not recovers(seen.trial):
         stable = stable_rate(step, seen.sharpness)
         yield Finding(
             "learning_rate",
@@ -36,11 +36,6 @@ def learning_rate(seen: Observation) -> Iterator[Finding]:
                 "trial": list(seen.trial),
             },
         )
-
-
-def _diverges(losses: tuple[float, ...]) -> bool:
-    """Whether no later step finds the loss below where it began; NaN and Inf are not below either."""
-    return not any(loss < losses[0] for loss in losses[len(losses) // 2 :])
 
 
 def _adaptive(seen: Observation, lr: float) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from prunekit.diagnosis.failing import failure_of
 from prunekit.diagnosis.images import Batch, DataWatch, Pool, class_labels
 from prunekit.diagnosis.observation import Failure, Gradients, Observation, StepSize
 from prunekit.diagnosis.watching import GradientWatch, Running, UnitWatch
-from prunekit.errors import ModelError, PrunekitError, UsageError
+from prunekit.errors import ModelError, PrunekitError
 from prunekit.hooks import refuse_compiled
 from prunekit.models import auxiliary, logits
 
@@ -158,14 +158,7 @@ class Observer:
                 return self.loss(*self._in_range(self.model(images), labels, classes))
 
         with training_mode(self.model, True):
-            try:
-                sharpness = largest_eigenvalue(loss, weights, too_sharp(step))
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, UsageError) as error:
-                reason = str(error.__cause__ or error).splitlines()[0]
-                self.missing["step"] = f"the curvature of the loss cannot be taken: {reason}"
-                return None, ()
+            sharpness = largest_eigenvalue(loss, weights, too_sharp(step))
             beyond = sharpness is not None and sharpness > too_sharp(step)
             return sharpness, trial(loss, weights, step) if beyond else ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -126,8 +127,7 @@ def _back(start: Any, known: Mapping[Any, Ran]) -> tuple[list[Step], Any]:
 def _function(node: Any) -> Step | None:
     """A function between modules, as autograd calls it."""
     shapes = [tuple(each.shape) for each in getattr(node, "_input_metadata", ())]
-    name = node.name().removesuffix("0").removesuffix("Backward")
-    return Step(name.lower(), shapes[0]) if shapes else None
+    return Step(re.sub(r"Backward\d*$", "", node.name()).lower(), shapes[0]) if shapes else None
 
 
 class UnitWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
