@@ -65,8 +65,14 @@ def batches_of(items: Iterable[Any], where: str) -> list[Batch]:
 
 
 def class_labels(labels: Tensor) -> bool:
-    """Whether labels are numbers of classes, (B,) integers."""
-    return labels.ndim == 1 and not labels.is_floating_point() and labels.dtype != torch.bool
+    """Whether labels are numbers of classes: integers, (B,) or (B, H, W)."""
+    return not labels.is_floating_point() and labels.dtype != torch.bool
+
+
+def in_range(labels: Tensor, classes: int) -> Tensor:
+    """Labels that are no class put into the first one, or a loss would raise; those that it leaves out stay."""
+    fits = ((labels >= 0) & (labels < classes)) | (labels == IGNORED)
+    return labels.where(fits, 0)
 
 
 @dataclass
@@ -89,9 +95,9 @@ class DataWatch:
             self._measure(batch.images)
         labels = batch.labels
         if labels is not None and class_labels(labels):
-            self._labels.append(labels.cpu())
+            self._labels.append(labels.cpu().flatten())
         for index, key in enumerate(_digests(batch.images)):
-            label = int(labels[index]) if labels is not None and class_labels(labels) else None
+            label = int(labels[index]) if labels is not None and class_labels(labels) and labels.ndim == 1 else None
             self._images += 1
             if key in self._first:
                 self._copies += 1

@@ -114,7 +114,7 @@ class DataSeen:
         conflicting: how many of those have another label than that one.
         held_out: how many held-out images were looked at.
         leaked: how many of these are among the images.
-        labels: (N,) class labels; None where they are no class labels.
+        labels: (N,) class labels, of all positions; None where they are no class labels.
         classes: how many the model scores; None where that is not known.
     """
 

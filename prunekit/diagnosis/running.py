@@ -14,7 +14,7 @@ from prunekit.context import seeded, training_mode
 from prunekit.diagnosis.before import batchnorm_modes, unchanged
 from prunekit.diagnosis.curvature import largest_eigenvalue, too_sharp, trial
 from prunekit.diagnosis.failing import failure_of
-from prunekit.diagnosis.images import Batch, DataWatch, Pool, class_labels
+from prunekit.diagnosis.images import Batch, DataWatch, Pool, class_labels, in_range
 from prunekit.diagnosis.observation import Failure, Gradients, Observation, StepSize
 from prunekit.diagnosis.watching import GradientWatch, Running, UnitWatch
 from prunekit.errors import ModelError, PrunekitError
@@ -24,7 +24,7 @@ from prunekit.models import auxiliary, logits
 Loss = Callable[[Any, Tensor], Tensor]
 """From what the model returned and the labels to one number, the mean over the batch."""
 CURVATURE_IMAGES = 32
-"""Images on which the Hessian's eigenvalue is taken: its products cost several backward passes each."""
+"""Images on which the curvature is taken, which costs up to two dozen forward and backward passes."""
 
 
 def cross_entropy(output: Any, labels: Tensor) -> Tensor:
@@ -112,15 +112,15 @@ class Observer:
             raise _Raised(failure_of(error, self.running, "the backward pass")) from error
         for name, gradient in zip(names, found, strict=True):
             if gradient is not None:
-                self.parameters[name] = max(self.parameters[name] or 0.0, float(gradient.detach().float().norm()))
+                self.parameters[name] = _larger(self.parameters[name], float(gradient.detach().float().norm()))
         for path, norm in self.watched.norms.items():
-            self.outputs[path] = max(self.outputs.get(path, 0.0), norm)
+            self.outputs[path] = _larger(self.outputs.get(path), norm)
 
     def _in_range(self, output: Any, labels: Tensor, classes: int | None) -> tuple[Any, Tensor]:
-        """What the loss takes: labels that are no class are put into the first one, or it would raise."""
+        """What the loss takes; that some labels are no class is told apart from it."""
         if not self.classifies or classes is None or not class_labels(labels):
             return output, labels
-        return output, labels.where((labels >= 0) & (labels < classes), 0)
+        return output, in_range(labels, classes)
 
     def evaluate(self, batches: Sequence[Batch]) -> ChannelStats:
         """Forward in eval mode, on the first batch."""
@@ -161,6 +161,11 @@ class Observer:
             sharpness = largest_eigenvalue(loss, weights, too_sharp(step))
             beyond = sharpness is not None and sharpness > too_sharp(step)
             return sharpness, trial(loss, weights, step) if beyond else ()
+
+
+def _larger(before: float | None, now: float) -> float:
+    """The larger of two numbers; NaN is larger than all."""
+    return before if before is not None and (before != before or now <= before) else now
 
 
 def _classes(output: Any) -> int | None:

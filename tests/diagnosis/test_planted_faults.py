@@ -71,6 +71,12 @@ class TakesLogarithm(Net):
         return self.fc2(self.fc1(self.flatten(self.conv3(x))))  # type: ignore[no-any-return]
 
 
+class TakesRoot(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.bn2(self.conv2(self.conv1(x)))
+        return super().forward(x) + (inside - inside.detach()).abs().sqrt().sum()  # type: ignore[no-any-return]
+
+
 def scaled(module: nn.Module, factor: float, bias: float | None = None) -> None:
     with torch.no_grad():
         module.weight.mul_(factor)
@@ -165,6 +171,7 @@ PLANTED = [
     Planted("shape_mismatch", "", nothing, "low (64, 12, 8, 8), high (64, 16, 8, 8), in the forward pass", AddsUnequal),
     Planted("non_finite", "conv2", nan_weight, "conv2.weight hold NaN or Inf"),
     Planted("non_finite", "conv2", nothing, "input of conv2", TakesLogarithm),
+    Planted("non_finite", "bn2", nothing, "the gradient of its output is NaN or Inf, the first on the way", TakesRoot),
     Planted("exploding_gradient", "conv3", exploding, "times on its way back through conv3"),
     Planted("vanishing_gradient", "layers.", nothing, "modules up to here learn next to nothing", Sigmoids),
     Planted("dead_relu", "", dead, "16 of 16 channels behind conv3 are 0 for all 128 inputs"),
@@ -224,3 +231,17 @@ def test_planted_faults_are_found_and_named(digits: Batches, planted: Planted) -
     assert finding.expected
     assert finding.advice
     assert [each.kind for each in found.findings] == [planted.kind], every(found.findings)  # all else follows from it
+
+
+def test_several_faults_come_in_order_of_execution(digits: Batches) -> None:
+    torch.manual_seed(0)
+    net, data = Net(), copy.deepcopy(digits)
+    for plant in (unused, constant, frozen, copied):
+        plant(net, data)
+    found = [(each.kind, each.module) for each in look(net, data).findings]
+    assert found == [
+        ("duplicated_data", "data"),
+        ("frozen_parameter", "conv2"),
+        ("constant_channels", "fc1"),
+        ("unused_parameter", "extra"),
+    ]
