@@ -16,12 +16,12 @@ be thrown to where the loss is flatter (Lewkowycz et al. 2020, "The large learni
 catapult mechanism"), and normalised weights grow until a step is short beside them (Arora et al. 2019, "Theoretical
 analysis of auto rate-tuning by batch normalization"). Such models train, others diverge, and only trying tells."""
 ITERATIONS = 12
-NEGLIGIBLE = 0.05
+NEGLIGIBLE = 0.2
 """Share of the sharpness that matters below which half of the iterations are enough."""
 DIFFERENCE = 1e-4
 """How far weights are moved to either side for a difference of gradients, as a share of their norm: in float32 the
 difference stays well above rounding, and curvatures of up to 1e4 change the loss by less than a tenth."""
-SETTLED = 0.03
+SETTLED = 0.05
 """Change from one iteration to the next, as a share, below which the eigenvalue is taken as found."""
 
 

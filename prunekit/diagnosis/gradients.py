@@ -11,10 +11,11 @@ from prunekit.diagnosis.observation import Gradients, Observation
 
 VANISHED = 1e-5
 """Norm of the loss's gradient for a module's output, as a share of that for the model's output, below which it has
-vanished. Initialisations keep it of one size through the layers (Glorot & Bengio 2010; He et al. 2015); healthy models
-of torchvision show shares down to 1e-2 there, and saturated or badly scaled ones lose a factor at each layer."""
-EXPLODED = 1e4
-"""The same share above which it has exploded; healthy models show up to a few hundred."""
+vanished. Initialisations keep it of one size through the layers (Glorot & Bengio 2010; He et al. 2015): the first
+layers of 14 healthy models of torchvision and CIFAR, fresh and trained, show 0.1 to 2000, and saturated or badly scaled
+ones lose a factor at each layer."""
+EXPLODED = 1e5
+"""The same share above which it has exploded."""
 
 
 @check("vanishing_gradient", "gradients")

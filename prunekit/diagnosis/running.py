@@ -148,6 +148,9 @@ class Observer:
 
         None where the loss has no curvature to be had.
         """
+        if any(weight.dtype not in (torch.float32, torch.float64) for weight in self.names.values()):
+            self.missing["step"] = "the weights have too few digits for the curvature; diagnose the model in float32"
+            return None, ()
         few = slice(0, CURVATURE_IMAGES)
         assert batch.labels is not None
         images, labels = batch.images[few].to(self.device), batch.labels[few].to(self.device)

@@ -20,12 +20,12 @@ from prunekit.hooks import HookOwner, never_called
 from prunekit.nested import gather
 
 FLAT = 0.04
-"""A sigmoid is flat where its slope is below this share of its steepest: beyond 0.01 and 0.99 of its range, where a
-unit learns 25 times slower (saturation: Glorot & Bengio 2010, "Understanding the difficulty of training deep
+"""A sigmoid or tanh is flat where its slope is below this share of its steepest: a sigmoid beyond 0.01 and 0.99, where
+a unit learns 25 times slower (saturation: Glorot & Bengio 2010, "Understanding the difficulty of training deep
 feedforward neural networks")."""
-LIMITS = {"sigmoid": math.log(99), "tanh": math.atanh(0.98), "hardsigmoid": 3.0}
-"""Inputs, in absolute value, from which on they are that flat; tanh is a sigmoid of twice its input, and
-`hardsigmoid` has no slope at all there."""
+_EDGE = math.atanh(math.sqrt(1 - FLAT))
+LIMITS = {"sigmoid": 2 * _EDGE, "tanh": _EDGE, "hardsigmoid": 3.0}
+"""Inputs, in absolute value, from which on they are that flat; `hardsigmoid` has no slope at all there."""
 TRAIL = 8
 """Steps of a tensor's way that are shown."""
 _RECTIFIERS = {"relu", "hardtanh", "clamp_min", "threshold"}
@@ -181,7 +181,7 @@ class GradientWatch(HookOwner):
     """Norms of the gradients of modules' outputs as they come back.
 
     Attributes:
-        norms: by path, of the latest backward pass; of a module that ran several times, that of all together.
+        squares: their squares by path, of the latest backward pass, all calls of a module together.
         not_finite: path of the first whose gradient was NaN or Inf.
     """
 

@@ -122,6 +122,14 @@ def test_adam_that_would_replace_the_weights() -> None:
     assert "learning_rate" in kinds
 
 
+def test_the_curvature_needs_weights_with_enough_digits() -> None:
+    model, batch = nn.Linear(4, 3).bfloat16(), [(torch.randn(16, 4).bfloat16(), torch.arange(16) % 3)]
+    found = diagnose(model, batch, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    assert found.healthy
+    assert list(found.skipped) == ["learning_rate"]
+    assert "diagnose the model in float32" in found.skipped["learning_rate"]
+
+
 def test_held_out_images_that_are_trained_on() -> None:
     batch = tokens(64)
     (leak,) = diagnose(
