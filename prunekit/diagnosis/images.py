@@ -45,7 +45,7 @@ def batches_of(items: Iterable[Any], where: str) -> list[Batch]:
     """Batches as `diagnose` takes them.
 
     Raises:
-        DataError: there is none, or one is neither a tensor nor a pair of tensors.
+        DataError: one is neither a tensor nor a pair of tensors, or some have labels and others have none.
     """
     found: list[Batch] = []
     for item in items:
@@ -61,6 +61,8 @@ def batches_of(items: Iterable[Any], where: str) -> list[Batch]:
                 f"{tuple(parts[0].shape)}"
             )
         found.append(Batch(parts[0].detach(), parts[1] if len(parts) == 2 else None))
+    if len({batch.labels is None for batch in found}) > 1:
+        raise DataError(f"{where}: expected labels with every batch or with none, got some of each")
     return found
 
 

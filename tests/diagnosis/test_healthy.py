@@ -100,8 +100,20 @@ def test_masked_channels_are_not_dead(trained: nn.Module, digits: Batches) -> No
         assert_healthy(diagnose(prunekit.compact(trained, plan), digits, optimizer=optimizer))
 
 
+class Counts(nn.Module):
+    """Puts a new tensor in the place of its buffer in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes = self.passes + 1
+        return x
+
+
 def test_the_model_is_afterwards_what_it_was(trained: nn.Module, digits: Batches) -> None:
-    net = nn.Sequential(trained, nn.Dropout(0.5))
+    net = nn.Sequential(trained, nn.Dropout(0.5), Counts())
     net.train()
     trained[1].eval()
     trained[3].weight.grad = torch.ones_like(trained[3].weight)
