@@ -107,7 +107,7 @@ def text(name: str, found: Diagnosis) -> Iterator[str]:
         yield f"   came:     {finding.came}"
         yield f"   to do:    {finding.advice}"
         if finding.consequences:
-            yield f"   with it:  {', '.join(map(named, finding.consequences))}"
+            yield f"   may cause: {', '.join(map(named, finding.consequences))}"
     for reason in dict.fromkeys(found.skipped.values()):
         kinds = [kind for kind, why in found.skipped.items() if why == reason]
         yield f"\nnot looked for, {reason}: {', '.join(kinds)}"

@@ -101,7 +101,7 @@ def test_faults_are_named_and_exit_with_1(here: Path) -> None:
     assert done.exit_code == 1, done.output
     assert "1. dead_relu in the model\n" in done.stdout
     assert "16 of 16 channels behind norm are 0 for all 32 inputs" in done.stdout
-    assert "with it:  vanishing_gradient in " in done.stdout
+    assert "may cause: vanishing_gradient in " in done.stdout
     ignored = run("mine.yaml", "--model", "own.py:dead", "--batches", "1", "--ignore", "dead_relu", "--json")
     assert [each["kind"] for each in json.loads(ignored.stdout)["findings"]] == ["vanishing_gradient"]
 
