@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
+    from prunekit.diagnosis import diagnose
     from prunekit.errors import PrunekitError
     from prunekit.masking import (
         ActivationMasks,
@@ -64,6 +65,7 @@ _PLACES = {
     "collect_gradients": "prunekit.calibration:collect_gradients",
     "class_activation_map": "prunekit.visualise:class_activation_map",
     "compact": "prunekit.compaction:compact",
+    "diagnose": "prunekit.diagnosis:diagnose",
     "explain": "prunekit.workflow:explain",
     "finetune": "prunekit.workflow:finetune",
     "flush_subnormals": "prunekit.deploy:flush_subnormals",
@@ -122,6 +124,7 @@ __all__ = [
     "class_activation_map",
     "collect_gradients",
     "compact",
+    "diagnose",
     "explain",
     "finetune",
     "flush_subnormals",

@@ -9,6 +9,7 @@ import click
 
 from prunekit.cli.bench import bench_command
 from prunekit.cli.calibrate import calibrate_command
+from prunekit.cli.diagnose import diagnose_command
 from prunekit.cli.evaluate import evaluate_command
 from prunekit.cli.explain import explain_command
 from prunekit.cli.finetune import finetune_command
@@ -41,6 +42,7 @@ COMMANDS = (
     profile_command,
     bench_command,
     explain_command,
+    diagnose_command,
     visualise_group,
     inspect_command,
     list_command,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, one_target, recipe_of_data, refuse_idle_overrides
 from prunekit.cli.options import (
     common_options,
     device_option,
@@ -53,7 +53,7 @@ def evaluate_command(
     console = Console(as_json)
     check_folder(output)
     targets, overrides = split_overrides(arguments)
-    data_recipe = _data_recipe(targets, data_recipe)
+    data_recipe = recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     given = ModelOptions(**options)
     whole = any(map(is_recipe, targets))
@@ -90,16 +90,6 @@ def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, 
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
     own = Own(options.factory, options.data)
     return trained_target(job, log=console.log, progress=console.progress, own=own)
-
-
-def _data_recipe(targets: list[str], given: str | None) -> str | None:
-    own = next((target for target in targets if is_recipe(target)), None)
-    if own is not None and given is not None:
-        raise UsageError(f"--recipe goes with a model folder, a zoo's name or --model; {own} has images of its own")
-    if own or given or not targets:
-        return own or given
-    beside = Path(targets[0]).resolve().parent / "recipe.yaml"
-    return str(beside) if Path(targets[0]).is_dir() and beside.is_file() else None
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -19,7 +19,9 @@ from prunekit.cli import cli
 from prunekit.cli.output import Console, check_folder, plain, table, writable
 from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 
-COMMANDS = ("finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "inspect")
+COMMANDS = (
+    "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",
+)  # fmt: skip
 VIEWS = ("visualise features", "visualise cam", "visualise saliency", "visualise gradients")
 LISTED = [*COMMANDS[:-1], "visualise", "inspect", "list"]
 
