@@ -261,11 +261,12 @@ def test_why_steps_were_not_compiled_is_said_in_log_metrics_and_report(
 ) -> None:
     folder, metrics, log = hooked
     reason = "ActivationGradientClamp: gradients go through Python while the backward pass runs"
+    page = report.write(folder).read_text(encoding="utf-8")
     for name in ("pruned", "control"):
         found = metrics["compiled"][name]
         assert (found["graphs"], found["fallback"]) == (0, reason)
         assert f"{name}: trained in eager, because steps could not be compiled: {reason}" in log
-        assert f"{name}: in eager, because {reason}" in (folder / "report.html").read_text(encoding="utf-8")
+        assert f"{name}: in eager, because {reason}" in page
 
 
 def test_the_baselines_clamps_are_kept_also_where_it_comes_from_the_cache(tmp_path: Path) -> None:
