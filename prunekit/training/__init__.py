@@ -23,7 +23,9 @@ from prunekit.training.settings import (
     FeatureSettings,
     RegulariserSettings,
     TrainSettings,
+    WatchSettings,
 )
+from prunekit.training.watching import Watching
 
 __all__ = [
     "Average",
@@ -50,6 +52,8 @@ __all__ = [
     "TeacherCost",
     "TrainSettings",
     "Training",
+    "WatchSettings",
+    "Watching",
     "Within",
     "asked_parts",
     "carry_average",

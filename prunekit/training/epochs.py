@@ -71,6 +71,7 @@ class Epochs:
         over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
             row = self._epoch(at)
+            self.state.parts.after_epoch(row)
             at.next_epoch(row, self.steps)
             if on_epoch is not None:
                 on_epoch(row)

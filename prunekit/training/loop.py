@@ -111,10 +111,11 @@ def fit(
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
-    training = Training(model, optimizer, device, steps, settings.epochs)
-    entered = taking.active(training)
     scaler = loss_scaler(settings.precision, device)
     clamps = Clamps(model, optimizer, settings, scaler)
+    scale = (lambda: 1.0) if scaler is None else scaler.get_scale
+    training = Training(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
+    entered = taking.active(training)
     if size() > 1:
         checkpoints = None  # they hold the random state of one process
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)

@@ -39,6 +39,7 @@ from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
 from prunekit.workflow.tables import layer_rows, write_csv
 from prunekit.workflow.trainings import Trainings, checkpoints_of
+from prunekit.workflow.watching import watching, write_summary
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
@@ -87,7 +88,13 @@ class Journey:
         """Runs every stage and returns the metrics; the processes of a group go together."""
         with self.clock.stage("baseline"):
             checkpoints = checkpoints_of(self.run, self.job, "baseline")
-            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress, checkpoints=checkpoints)
+            baseline = train_baseline(
+                self.prepared,
+                log=self.log,
+                progress=self.progress,
+                checkpoints=checkpoints,
+                watch=watching(self.run, self.job, "baseline"),
+            )
         dense = baseline.model
         if self.job.sparsify is not None and not self.training:
             self.log("sparsify: left out, because it is training")
@@ -153,6 +160,7 @@ class Journey:
             metrics |= {"profile": self.goal.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
         write_json(self.run.path / "metrics.json", metrics)
+        write_summary(self.run, self.job, self.chart, plan, (dense, small), metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:

@@ -19,7 +19,7 @@ from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import PruneSettings
 from prunekit.repair.settings import RepairSettings
-from prunekit.training.settings import CheckpointSettings, TrainSettings
+from prunekit.training.settings import CheckpointSettings, TrainSettings, WatchSettings
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class JobSettings:
     finetune: TrainSettings = field(default_factory=TrainSettings)
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
     """Of all training, so that a run which was killed goes on where it was; null: each training starts anew."""
+    watch: WatchSettings | None = field(default_factory=WatchSettings)
+    """Of all training; null: nothing but the run's own tables."""
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)

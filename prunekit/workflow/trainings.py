@@ -23,11 +23,11 @@ from prunekit.training import (
     asked_parts,
     fit,
 )
-from prunekit.workflow import results
 from prunekit.workflow.dense import Baseline, Prepared
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
+from prunekit.workflow.watching import watched_before, watching
 
 
 def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
@@ -58,6 +58,8 @@ class Trainings:
         self._clamps: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
         self._note("baseline", baseline.rows, baseline.clamps)
+        if baseline.reused:
+            watched_before(run, prepared.job, "baseline", baseline.rows)
 
     def summary(self) -> dict[str, Any]:
         """What `metrics.json` holds of them."""
@@ -104,7 +106,7 @@ class Trainings:
             seed=self._job.seed,
             batch=self._job.data.batch,
             workers=self._job.data.reading,
-            parts=[*parts, *asked],
+            parts=[*watching(self._run, self._job, name, masks), *parts, *asked],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,
@@ -128,4 +130,3 @@ class Trainings:
             write_csv(self._run.path / "clamps.csv", self._clamps)
         self._history += history_rows(name, rows)
         write_csv(self._run.path / "history.csv", self._history, ("run", *EpochRow.__dataclass_fields__))
-        results.write_events(self._run.path / "tensorboard" / name, rows)

@@ -13,6 +13,9 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.graph_pb2 import GraphDef
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import prunekit
 from prunekit import report
@@ -106,9 +109,44 @@ def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[st
     coupling = pd.read_csv(folder / "coupling.csv")
     assert set(coupling["group"]) == set(scores["group"])
     assert coupling.groupby("group")["kept"].first().sum() == scores["kept"].sum()
-    assert list((folder / "tensorboard" / "pruned").iterdir())
+    for run, rows in history.groupby("run"):
+        curve = EventAccumulator(str(folder / "tensorboard" / str(run))).Reload().Scalars("loss/validation")
+        assert [event.step for event in curve] == list(rows["epoch"])
+        assert [event.value for event in curve] == pytest.approx(list(rows["validation_loss"]))
+        scalars = pd.read_csv(folder / "scalars" / f"{run}.csv").query("tag == 'loss/validation'")
+        assert list(scalars["value"]) == list(rows["validation_loss"])
+    sparse = pd.read_csv(folder / "scalars" / "pruned.csv").query("tag == 'sparsity/all'")
+    assert list(sparse["value"]) == pytest.approx([metrics["sparsity"]["weights"]])
     assert (folder / "log.txt").read_text().count("\n") == len(log)
     assert prunekit.load_plan(folder).provenance["prune"]["budget"]["macs"] == 0.45
+
+
+def test_tensorboard_compares_runs_and_shows_the_model(
+    finished: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, _ = finished
+    events = EventAccumulator(str(folder / "tensorboard" / "run")).Reload()
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert found["prune.budget.macs"].number_value == 0.45
+    assert found["prune.criterion"].string_value == "activation"
+    assert found["data.download"].bool_value is False
+    assert not {"output", "prune.budget.params"} & set(found)
+    for tag, value in (("pruned/top1", metrics["pruned"]["top1"]), ("dense/macs", metrics["dense"]["macs"])):
+        assert [event.value for event in events.Scalars(tag)] == [pytest.approx(value)]
+    shown = EventAccumulator(str(folder / "tensorboard" / "run")).Reload().Graph()
+    graph = GraphDef.FromString(shown.SerializeToString())
+    layers = pd.read_csv(folder / "layers.csv").query("kind == 'Conv2d'").set_index("module")
+    drawn = {node.name: node for node in graph.node if node.op == "convolution"}
+    assert [name.removesuffix("/convolution").replace("/", ".") for name in drawn] == list(
+        layers.loc[[name.removesuffix("/convolution").replace("/", ".") for name in drawn]].index
+    )
+    assert len(drawn) == len(layers)
+    for module, row in layers.iterrows():
+        weight = drawn[f"{str(module).replace('.', '/')}/convolution"].attr["weight"].s.decode()
+        before, after = (text.split("x")[:2] for text in weight.split(" -> "))
+        assert list(map(int, before)) == [row["out_before"], row["in_before"]]
+        assert list(map(int, after)) == [row["out_after"], row["in_after"]]
 
 
 def test_the_report_says_why_the_pruned_model_is_not_faster(
