@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ class Events:
             from torch.utils.tensorboard import SummaryWriter
 
             if self.epoch:
+                _wait_until_last(self.folder)
                 self._writer = SummaryWriter(str(self.folder), purge_step=self.epoch + 1)
             else:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -153,6 +155,12 @@ class Events:
         """Goes on from there."""
         self.close()
         self.epoch, self._rows = int(state["epoch"]), None
+
+
+def _wait_until_last(folder: Path) -> None:
+    """TensorBoard reads files by their names, which begin with the second: a file of a later one comes last."""
+    while any(path.name.split(".")[3] >= f"{int(time.time()):010d}" for path in folder.glob("events.out.tfevents.*")):
+        time.sleep(0.05)
 
 
 def _read(table: Path, last: int) -> list[tuple[int, str, float]]:

@@ -32,6 +32,7 @@ from prunekit.training.progress import Progress
 from prunekit.training.replicas import has_unused, prepared, require_same_weights, shares
 from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
+from prunekit.training.shortage import naming_batch
 from prunekit.training.strides import LongStrides
 
 
@@ -93,6 +94,7 @@ def fit(
             Gradients that overflow under float16's loss scale are no error: the step is skipped, which
             `EpochRow.skipped` counts and the schedule does not, and the scale halved. An epoch of nothing else is an
             error.
+        MemoryShortageError: a batch does not fit into memory.
     """
     require_asked(settings, parts)
     require_trainable(model)
@@ -135,7 +137,8 @@ def fit(
         )
         state.resume()
         run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, state, bar)
-        run.run(on_epoch)
+        with naming_batch(batch, splits.sample_shape, device, position):
+            run.run(on_epoch)
         require_same_weights(model, f"after {label}")
         best.restore()
     return History(position.rows, best.epoch, clamps.rows())

@@ -229,8 +229,9 @@ def test_a_resumed_training_is_seen_once(watched: tuple[Path, nn.Module, Plan, H
         assert here == there or tag in ("seconds", "images_per_s"), tag
     for tag in whole.Tags()["histograms"]:
         assert [e.histogram_value for e in events.Histograms(tag)] == [e.histogram_value for e in whole.Histograms(tag)]
-    for_each = [[line.split(",")[:2] for line in (at / "scalars.csv").open()] for at in (tmp_path, watched[0])]
-    assert for_each[0] == for_each[1]
+    tables = [(folder / "scalars.csv").read_text().splitlines() for folder in (tmp_path, watched[0])]
+    first, second = ([line.split(",")[:2] for line in table] for table in tables)
+    assert first == second
 
 
 def test_a_full_disk_ends_the_watching_alone(tmp_path: Path) -> None:
