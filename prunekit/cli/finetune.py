@@ -180,6 +180,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         clamped,
         compared,
         deployed,
+        early,
         masked,
         models,
         on_time,
@@ -202,6 +203,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
     teachers = [f"Teacher's time: {text}" for text in taught(metrics)]
+    teachers += [f"Compact early: {text}" for text in early(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(

@@ -179,6 +179,15 @@ def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield f"{run}: {numbers.duration(cost['seconds'])}, {numbers.share(cost['step_share'])} of the training steps"
 
 
+def early(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """When masks were made physical, in a sentence, where training went on with the compact model."""
+    if found := metrics.get("compacted_early"):
+        yield (
+            f"The plan was final after {numbers.digits(found['epoch'])} epochs; there masked and compact model agreed "
+            f"to {found['max_relative_difference']:.1e}, and the compact one was trained from there on"
+        )
+
+
 def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
     """A line for each training run and gradient clamp: what the module that needed it most needed."""
     for row in metrics.get("clamps", []):

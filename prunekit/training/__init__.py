@@ -2,13 +2,13 @@
 
 from prunekit.training.asked import Sources, asked_parts, needs_plan
 from prunekit.training.averaging import Average
-from prunekit.training.carrying import carry_average, carry_over
+from prunekit.training.carrying import carry_average, carry_over, carry_run
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
 from prunekit.training.distillation import Distillation, TeacherCost
 from prunekit.training.features import PlanInForce, feature_paths
-from prunekit.training.history import ClampRow, EpochRow, History
+from prunekit.training.history import ClampRow, EpochRow, History, LeftRun
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
@@ -40,6 +40,7 @@ __all__ = [
     "FeatureSettings",
     "History",
     "LearningRateRewinding",
+    "LeftRun",
     "MakeOptimizer",
     "Part",
     "PlanChange",
@@ -58,6 +59,7 @@ __all__ = [
     "asked_parts",
     "carry_average",
     "carry_over",
+    "carry_run",
     "check_clamps",
     "check_fits",
     "feature_paths",

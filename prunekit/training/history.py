@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,28 @@ class ClampRow:
 
 
 @dataclass(frozen=True)
+class LeftRun:
+    """A run that was left between two steps.
+
+    Attributes:
+        state: of everything, as checkpoints have it.
+        parameters: names of the optimizer's, in its order.
+        parts: kinds of the run's parts, in their order.
+    """
+
+    state: Mapping[str, Any]
+    parameters: tuple[str, ...]
+    parts: tuple[type, ...]
+
+
+@dataclass(frozen=True)
 class History:
-    """Every epoch in order, the one whose weights the model was left with (0: there was none), and what was clamped."""
+    """Every epoch in order, the one whose weights the model was left with (0: there was none), and what was clamped.
+
+    `left` is where a run was left before its end, see `carry_run`; None where it was not.
+    """
 
     rows: tuple[EpochRow, ...]
     best_epoch: int
     clamps: tuple[ClampRow, ...] = ()
+    left: LeftRun | None = None

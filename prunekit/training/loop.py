@@ -24,7 +24,7 @@ from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
 from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
-from prunekit.training.history import EpochRow, History
+from prunekit.training.history import EpochRow, History, LeftRun
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.position import Position
@@ -52,6 +52,8 @@ def fit(
     on_epoch: Callable[[EpochRow], None] | None = None,
     checkpoint: Path | None = None,
     checkpoints: Checkpoints | None = None,
+    until: Callable[[], bool] = lambda: False,
+    begin: LeftRun | None = None,
 ) -> History:
     """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
 
@@ -82,6 +84,8 @@ def fit(
         checkpoints: where the run is written down as it goes, and resumed from, bit-identical on the CPU with the same
             threads: model, optimizer, schedule, loss scale, random states, place in the epoch, parts. A run that is
             over there gives its result again. None: nowhere.
+        until: asked between two steps: whether to leave the run there, with the weights of that moment in the model.
+        begin: a run of as many epochs and the same parts that was left, to go on with; see `carry_run`.
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
@@ -133,12 +137,14 @@ def fit(
         ready = prepared(accelerator, model, optimizer, schedule, unused=unused)
         position = Position()
         state = RunState(
-            model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
-        )
+            model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints,
+            None if begin is None else begin.state,
+        )  # fmt: skip
         state.resume()
         run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, state, bar)
         with naming_batch(batch, splits.sample_shape, device, position):
-            run.run(on_epoch)
+            if not run.run(on_epoch, until):
+                return History(position.rows, 0, clamps.rows(), state.left())
         require_same_weights(model, f"after {label}")
         best.restore()
     return History(position.rows, best.epoch, clamps.rows())

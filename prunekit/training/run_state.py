@@ -19,6 +19,7 @@ from prunekit.errors import NonFiniteError
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.clamping import Clamps
+from prunekit.training.history import LeftRun
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.parts import Parts
 from prunekit.training.position import Position
@@ -33,6 +34,7 @@ class RunState:
         schedule: torch's own, as are the optimizer and the scaler.
         identity: plain data that must be the same where the run is resumed.
         checkpoints: where it is kept; None: nowhere.
+        begin: a state to go on from where no checkpoint is newer.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class RunState:
     position: Position
     identity: Mapping[str, Any]
     checkpoints: Checkpoints | None
+    begin: Mapping[str, Any] | None = None
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint, if there is one.
@@ -54,6 +57,8 @@ class RunState:
             ResumeError: it is of another run; says what differs.
         """
         if self.checkpoints is None or (state := self.checkpoints.newest(self.identity)) is None:
+            if self.begin is not None:
+                self._load(self.begin)
             return
         self._load(state)
         over = state["training"] is None
@@ -70,6 +75,17 @@ class RunState:
                 last = self.checkpoints.last or "none yet"
                 raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
             self._write(self.checkpoints, over=False)
+
+    def keep_place(self) -> None:
+        """Writes a checkpoint where the run is left, unless it was resumed there."""
+        if self.checkpoints is not None and self.checkpoints.step < self.position.step:
+            self._write(self.checkpoints, over=False)
+
+    def left(self) -> LeftRun:
+        """Where the run is, for another to go on with."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        parameters = (names[id(each)] for group in self.optimizer.param_groups for each in group["params"])
+        return LeftRun(self._state(over=False), tuple(parameters), tuple(type(part) for part in self.parts.all))
 
     def keep_result(self) -> None:
         """Writes down that the run is over, and what came of it."""

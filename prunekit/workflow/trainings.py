@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from prunekit.training import (
     Distillation,
     EpochRow,
     LearningRateRewinding,
+    LeftRun,
     Part,
     PlanInForce,
     Sources,
@@ -57,6 +59,7 @@ class Trainings:
         self._history: list[dict[str, Any]] = []
         self._clamps: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
+        self.left: LeftRun | None = None
         self._note("baseline", baseline.rows, baseline.clamps)
         if baseline.reused:
             watched_before(run, prepared.job, "baseline", baseline.rows)
@@ -86,17 +89,21 @@ class Trainings:
         masks: PlanInForce = lambda: None,
         chart: ChannelMap | None = None,
         removed: Plan | None = None,
+        cut: Plan | None = None,
+        until: Callable[[], bool] = lambda: False,
+        begin: LeftRun | None = None,
     ) -> nn.Module:
         """Trains a model in place; it is on the CPU afterwards.
 
         Args:
             name: of the run, in tables, logs and file names.
             parts: entered before those that the settings ask for.
-            masks, chart, removed: see `Sources`.
+            masks, chart, removed, cut: see `Sources`.
+            until, begin: see `fit`. Where a run was left is then in `left`, and tables have the whole when it goes on.
         """
-        sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks)
+        sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
         asked = asked_parts(settings, sources)
-        plan = masks() if removed is None else removed
+        plan = cut or (masks() if removed is None else removed)
         facts = {} if plan is None else {"plan": plan.digest}
         history = fit(
             model,
@@ -111,8 +118,13 @@ class Trainings:
             progress=self._progress,
             label=name,
             checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
-            checkpoints=checkpoints_of(self._run, self._job, name, **facts),
+            checkpoints=checkpoints_of(self._run, self._job, name if begin is None else f"{name}-compact", **facts),
+            until=until,
+            begin=begin,
         )
+        self.left = history.left
+        if self.left is not None:
+            return model.cpu()
         self._note(name, history.rows, history.clamps)
         for part in asked:
             if isinstance(part, Distillation):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -234,9 +235,10 @@ def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]
 
 @pytest.fixture(scope="module")
 def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict[str, Any], list[str]]:
-    """A run with activation masks, both gradient clamps, bf16 and accumulation; the same dense model."""
+    """A run with activation masks, both gradient clamps, bf16 and accumulation, made compact early; the same model."""
     settings = job(
         finished[0].parent.parent,
+        prune=replace(job(finished[0]).prune, compact_early=True),
         finetune=TrainSettings(
             epochs=1,
             lr=0.02,
@@ -250,6 +252,22 @@ def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict
     log: list[str] = []
     result = finetune(settings, log=log.append)
     return result.folder, result.metrics, log
+
+
+def test_a_run_that_is_made_compact_early_is_proven_then_and_at_the_end(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, log = hooked
+    assert metrics["compacted_early"]["epoch"] == 0
+    assert metrics["compacted_early"]["max_relative_difference"] <= 1e-9
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    assert sum(line.startswith("compact early: epoch 0.00: masked == compact to ") for line in log) == 1
+    trained = safetensors.torch.load_file(folder / "checkpoints" / "pruned.safetensors")
+    saved = prunekit.load(folder / "model").state_dict()
+    assert {name: value.shape for name, value in trained.items()} == {name: v.shape for name, v in saved.items()}
+    assert all(torch.equal(trained[name], value) for name, value in saved.items() if "running" not in name)
+    page = report.write(folder).read_text()
+    assert "The plan was final after 0 epochs; there masked and compact model agreed to" in page
 
 
 def test_activation_masks_meet_their_target_on_the_test_images(
