@@ -67,7 +67,7 @@ def tuned(folder: Path, schedule: ScheduleSettings | None, *, early: bool) -> tu
 
 @pytest.mark.parametrize(
     ("schedule", "epoch"),
-    [(None, 0.0), (ScheduleSettings("linear", rounds=2, end=1.5), 1.5)],
+    [(None, 0.0), (ScheduleSettings("linear", rounds=2, end=1.4), 1.4)],
     ids=["one-shot", "schedule"],
 )
 def test_the_curve_is_that_of_masked_training(schedule: Any, epoch: float, tmp_path: Path) -> None:
