@@ -62,6 +62,10 @@ class NonFiniteError(RunError):
     """NaN or Inf where a finite number was needed; the message names the layer."""
 
 
+class MemoryShortageError(RunError):
+    """A batch does not fit into memory; the message names its size and how the largest that does is found."""
+
+
 class VerificationError(RunError):
     """Masked and compact model disagree; the message names the operator and the module path."""
 

@@ -26,6 +26,7 @@ class Operator:
     owner: str = ""  # the module whose method that was
     caller: Site | None = None  # where a method called the function, outside of any method, in which it ran
     constraints: tuple[Constraint, ...] = ()  # that it left
+    reads: tuple[int, ...] = ()  # operators, by their number in the run, whose results it took; -1: the model's inputs
 
 
 _SAME_VALUES = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous", "_unsafe_view", "as_strided_"))

@@ -60,8 +60,9 @@ class Trace:
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Applies the rules to every operator that runs inside it."""
 
-    def __init__(self, flow: Flow, run: Run, stack: ModuleStack, earlier: Run | None) -> None:
+    def __init__(self, flow: Flow, run: Run, stack: ModuleStack, earlier: Run | None, inputs: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.made_by = {id(tensor): -1 for tensor in tensors_in(inputs)}  # all of them are held, by the storages
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
         self.storages = Storages()
@@ -89,7 +90,9 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = is_counted(func, name) and flow.module not in flow.substituted
         site, caller, owner = self._place(before and takes_sizes(name, args))
         left = tuple(flow.constraints[earlier:])
-        operator = Operator(name, flow.module, fields, before, counted, call, site, owner, caller, left)
+        reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
+        operator = Operator(name, flow.module, fields, before, counted, call, site, owner, caller, left, reads)
+        self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
         self.run.operators.append(operator)
         self.storages.note(operator, target, inputs, outs)
         return out
@@ -241,7 +244,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
-    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier):
+    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier, example):
         output = clone(*example)
     flow.operator = ""
     for tensor in tensors_in(output):

@@ -44,6 +44,11 @@ def job_options(function: Command) -> Command:
 
 
 @click.command("finetune", short_help="Prune, fine-tune, compact, verify and measure, from a recipe.")
+@click.option(
+    "--find-batch-size",
+    is_flag=True,
+    help="Name the largest data.batch that fits into memory, by training steps of this recipe; run nothing else.",
+)
 @job_options
 def finetune_command(**arguments: Any) -> None:
     """Run the whole job of a recipe: train or load the dense model, calibrate, prune, fine-tune, compact, verify,
@@ -70,19 +75,35 @@ def run_recipe(
     optimizer: str | None,
     as_json: bool,
     resume: str | None,
+    find_batch_size: bool = False,
     **options: Any,
 ) -> None:
-    """Runs a recipe, with fine-tuning or without, or only shows its plan."""
+    """Runs a recipe, with fine-tuning or without, or only shows its plan, or the largest batch that fits."""
     if dry_run and resume is not None:
         raise click.UsageError("--dry-run does nothing that could be resumed: expected one of --dry-run and --resume")
+    if find_batch_size and (dry_run or resume is not None):
+        other = "--dry-run" if dry_run else "--resume"
+        raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, **options)
     from prunekit.workflow import Own
 
-    if dry_run:
+    if find_batch_size:
+        _find_batch_size(job, Own(factory, data, optimizer), console)
+    elif dry_run:
         _dry_run(job, Own(factory, data, optimizer), console)
     elif _run(job, Own(factory, data, optimizer), console, resume, training=training):
         click.get_current_context().exit(1)
+
+
+def _find_batch_size(job: JobSettings, own: Own, console: Console) -> None:
+    from prunekit.workflow import find_batch_size
+
+    with console.running():
+        found = find_batch_size(job, log=console.log, own=own)
+    ends = {"memory": "more does not fit", "images": "there are no more training images"}[found.by]
+    text = f"Largest batch that fits on {found.device}: data.batch={found.batch}, {found.bytes / 1e6:.0f} MB of the "
+    console.result(plain(found), f"{text}{found.available / 1e6:.0f} MB that were free; {ends}")
 
 
 def _dry_run(job: JobSettings, own: Own, console: Console) -> None:
@@ -159,6 +180,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         clamped,
         compared,
         deployed,
+        early,
         masked,
         models,
         on_time,
@@ -181,6 +203,7 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
     repairs = [f"Repair: {text}" for text in repaired(metrics)]
     clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
     teachers = [f"Teacher's time: {text}" for text in taught(metrics)]
+    teachers += [f"Compact early: {text}" for text in early(metrics)]
     shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
     places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
     return "\n".join(

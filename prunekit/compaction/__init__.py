@@ -2,5 +2,6 @@
 
 from prunekit.compaction.compact import compact
 from prunekit.compaction.folder import load, read_manifest, save
+from prunekit.compaction.spreading import spread_
 
-__all__ = ["compact", "load", "read_manifest", "save"]
+__all__ = ["compact", "load", "read_manifest", "save", "spread_"]

@@ -137,3 +137,6 @@ class PruneSettings:
     """Glob over module paths -> share of their output channels to keep."""
     schedule: ScheduleSettings | None = None
     """While fine-tuning; null: all is pruned before it."""
+    compact_early: bool = False
+    """Fine-tuning goes on with the compact model as soon as the plan is final: as fast, and what comes out is the same
+    up to the order of sums and the numbers that dropout draws."""

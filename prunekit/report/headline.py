@@ -186,6 +186,15 @@ def compiled(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield seconds if found["fallback"] is None else f"{run}: in eager, because {found['fallback']}"
 
 
+def early(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """When masks were made physical, in a sentence, where training went on with the compact model."""
+    if found := metrics.get("compacted_early"):
+        yield (
+            f"The plan was final after {numbers.digits(found['epoch'])} epochs; there masked and compact model agreed "
+            f"to {found['max_relative_difference']:.1e}, and the compact one was trained from there on"
+        )
+
+
 def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
     """A line for each training run and gradient clamp: what the module that needed it most needed."""
     for row in metrics.get("clamps", []):

@@ -2,7 +2,7 @@
 
 from prunekit.training.asked import Sources, asked_parts, needs_plan
 from prunekit.training.averaging import Average
-from prunekit.training.carrying import carry_average, carry_over
+from prunekit.training.carrying import carry_average, carry_over, carry_run
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
@@ -10,7 +10,7 @@ from prunekit.training.compiling import CompiledForward
 from prunekit.training.distillation import Distillation, TeacherCost
 from prunekit.training.features import PlanInForce, feature_paths
 from prunekit.training.gradient_flow import FlowRow, GradientFlow
-from prunekit.training.history import ClampRow, Compilation, EpochRow, History
+from prunekit.training.history import ClampRow, Compilation, EpochRow, History, LeftRun
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
@@ -25,7 +25,9 @@ from prunekit.training.settings import (
     FeatureSettings,
     RegulariserSettings,
     TrainSettings,
+    WatchSettings,
 )
+from prunekit.training.watching import Watching
 
 __all__ = [
     "Average",
@@ -44,6 +46,7 @@ __all__ = [
     "GradientFlow",
     "History",
     "LearningRateRewinding",
+    "LeftRun",
     "MakeOptimizer",
     "Part",
     "PlanChange",
@@ -56,10 +59,13 @@ __all__ = [
     "TeacherCost",
     "TrainSettings",
     "Training",
+    "WatchSettings",
+    "Watching",
     "Within",
     "asked_parts",
     "carry_average",
     "carry_over",
+    "carry_run",
     "check_clamps",
     "check_fits",
     "feature_paths",

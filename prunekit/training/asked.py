@@ -34,6 +34,7 @@ class Sources:
         channel_map: of the model, for regularisers.
         removed: the plan whose channels `growing` shrinks; the model is not masked by it.
         masks: the plan that masks the model.
+        cut: the plan that the model was made compact by, for features of a teacher that is not.
     """
 
     splits: Splits
@@ -42,6 +43,7 @@ class Sources:
     channel_map: ChannelMap | None = None
     removed: Plan | None = None
     masks: PlanInForce = lambda: None
+    cut: Plan | None = None
 
 
 def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
@@ -54,7 +56,8 @@ def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
     if settings.distill is not None:
         if sources.teacher is None:
             raise UsageError("distill: expected a trained model to learn from, and there is none here; leave it out")
-        parts.append(Distillation(sources.teacher, settings.distill, sources.masks))
+        kept = sources.masks if sources.cut is None else lambda: sources.cut
+        parts.append(Distillation(sources.teacher, settings.distill, kept))
     if settings.regularise is not None:
         if sources.channel_map is None:
             raise UsageError("regularise: expected the channel map of the model (prunekit.trace), got none")

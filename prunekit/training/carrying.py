@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import cut
 from prunekit.compaction import compact
 from prunekit.errors import PlanError
 from prunekit.planning import Plan
+from prunekit.training.averaging import Average
+from prunekit.training.history import LeftRun
+from prunekit.training.pruning import PruningSchedule
 
 
 def carry_over(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: Plan) -> None:
@@ -76,6 +82,60 @@ def carry_average(average: AveragedModel, plan: Plan) -> AveragedModel:
     )
     carried.n_averaged.copy_(average.n_averaged)
     return carried
+
+
+def carry_run(left: LeftRun, plan: Plan) -> LeftRun:
+    """A run that `fit` left under the masks of its final plan, as one of the compact model.
+
+    Weights, the best so far, the optimizer's state and the average of weights keep the entries of the channels that
+    stay; learning-rate schedule, random state, place in the epoch and everything else stay as they are. What pruned the
+    model (`PruningSchedule`) is no longer a part: give `fit` the others, in the same order.
+
+    Args:
+        left: with the weights of the masked model, in its dense size.
+        plan: that masks it.
+
+    Raises:
+        PlanError: a state of the optimizer has a shape that says not where its entries belong.
+    """
+    state = left.state
+    training, optimizer = state["training"], state["training"]["optimizer"]
+    kept = _kept_indices(training["model"], plan)
+    parts = [
+        {"average": _cut_all(saved["average"], kept, "module.")} if kind is Average else saved
+        for kind, saved in zip(left.parts, state["parts"], strict=True)
+        if kind is not PruningSchedule
+    ]
+    moments = {
+        index: {
+            key: _state(key, value, training["model"][left.parameters[index]], left.parameters[index], plan)
+            for key, value in values.items()
+        }
+        for index, values in optimizer["state"].items()
+    }
+    carried = {
+        **training,
+        "model": _cut_all(training["model"], kept),
+        "buffers": _cut_all(training["buffers"], kept),
+        "optimizer": {**optimizer, "state": moments},
+    }
+    best = {**state["best"], "weights": _cut_all(state["best"]["weights"], kept)}
+    kinds = tuple(kind for kind in left.parts if kind is not PruningSchedule)
+    return LeftRun({**state, "parts": parts, "training": carried, "best": best}, left.parameters, kinds)
+
+
+Kept = Mapping[str, tuple[Labels | None, ...]]
+
+
+def _kept_indices(tensors: Mapping[str, Tensor], plan: Plan) -> Kept:
+    """Those of the plan, by every name of a tensor that has several; the plan knows the first."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    names = {name: first.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in tensors.items()}
+    return {**plan.kept_indices, **{n: plan.kept_indices[of] for n, of in names.items() if of in plan.kept_indices}}
+
+
+def _cut_all(tensors: Mapping[str, Tensor], kept: Kept, prefix: str = "") -> dict[str, Tensor]:
+    return {name: cut(tensor, kept.get(name.removeprefix(prefix), ())).clone() for name, tensor in tensors.items()}
 
 
 def _counterpart(dense: Parameter, names: dict[Tensor, str], there: dict[str, Parameter], plan: Plan) -> Parameter:

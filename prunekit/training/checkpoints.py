@@ -56,6 +56,11 @@ class Checkpoints:
         self._log = log
         self._begun, self._pause, self._step = time.monotonic(), 0.0, 0
 
+    @property
+    def step(self) -> int:
+        """Of the last checkpoint; 0 where there is none."""
+        return self._step
+
     def due(self, step: int) -> bool:
         """Whether it is time for one, `step` steps into the run."""
         steps, seconds = self.settings.every_steps, self.settings.every_seconds

@@ -59,23 +59,27 @@ class Clamps:
         for name, (clamp, _) in self._clamps.items():
             clamp.load_state_dict(state[name])
 
+    def counts(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Of each clamp by module path: how many of how many were beyond the limit so far, over all processes."""
+        return {name: _summed(gather(clamp.counts())) for name, (clamp, _) in self._clamps.items()}
+
     def rows(self) -> tuple[ClampRow, ...]:
         """One row for each module whose gradients were looked at, over all processes."""
         return tuple(
-            ClampRow(name, path, wanted.by, clamp.limits[path], share)
-            for name, (clamp, wanted) in self._clamps.items()
-            for path, share in _shares(gather(clamp.counts())).items()
+            ClampRow(name, path, wanted.by, clamp.limits[path], beyond / total)
+            for (name, (clamp, wanted)), counts in zip(self._clamps.items(), self.counts().values(), strict=True)
+            for path, (beyond, total) in counts.items()
+            if total
         )
 
 
-def _shares(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:
-    """Each module's share over all counts: how many of how many."""
+def _summed(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
     beyond: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for count in counts:
         beyond.update({path: many for path, (many, _) in count.items()})
         totals.update({path: of for path, (_, of) in count.items()})
-    return {path: beyond[path] / of for path, of in totals.items() if of}
+    return {path: (beyond[path], of) for path, of in totals.items()}
 
 
 def check_clamps(model: nn.Module, settings: TrainSettings) -> None:

@@ -62,15 +62,31 @@ class Epochs:
     state: RunState
     bar: Progress
 
-    def run(self, on_epoch: Callable[[EpochRow], None] | None) -> None:
-        """Trains every epoch from where the run is; the best weights are offered each."""
+    def run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> bool:
+        """Trains every epoch from where the run is; the best weights are offered each.
+
+        Args:
+            until: asked between two steps: whether to leave the run there.
+
+        Returns:
+            Whether it came to its end.
+        """
+        try:
+            self._run(on_epoch, until)
+        except _Left:
+            self.state.keep_place()
+            return False
+        return True
+
+    def _run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> None:
         at, best = self.state.position, self.state.best
         if not self.settings.epochs:
             best.keep()
         self.bar.begin((at.epoch - 1) * len(self.train) + at.batch)
         over = at.epoch > self.settings.epochs  # in a process before this one
         while at.epoch <= self.settings.epochs:
-            row = self._epoch(at)
+            row = self._epoch(at, until)
+            self.state.parts.after_epoch(row)
             at.next_epoch(row, self.steps)
             if on_epoch is not None:
                 on_epoch(row)
@@ -79,10 +95,10 @@ class Epochs:
         if not over:
             self.state.keep_result()
 
-    def _epoch(self, at: Position) -> EpochRow:
+    def _epoch(self, at: Position, until: Callable[[], bool]) -> EpochRow:
         start = time.perf_counter() - at.seconds
         self.bar.epoch(at.epoch, self.settings.epochs)
-        self._train(at, start)
+        self._train(at, start, until)
         training_s = time.perf_counter() - start
         share_buffers(self.model)
         with self.state.parts.evaluating():
@@ -101,7 +117,7 @@ class Epochs:
             skipped=self.steps - at.made,
         )
 
-    def _train(self, at: Position, start: float) -> None:
+    def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
         """Makes the steps of an epoch that are left.
 
         Raises:
@@ -109,6 +125,8 @@ class Epochs:
         """
         parts, accumulate = self.state.parts, self.settings.accumulate
         self.model.train()
+        if until():
+            raise _Left
         for group in _groups(self.train.at_epoch(at.epoch, at.batch).numbered(), accumulate):
             self._add_gradients([batch for _, batch in group], at, start)
             at.step += 1
@@ -123,6 +141,8 @@ class Epochs:
             self.optimizer.zero_grad()
             at.batch, at.seconds = group[-1][0] + 1, time.perf_counter() - start
             self.state.keep_if_due()
+            if until():
+                raise _Left
         if not at.made:
             raise NonFiniteError(
                 f"epoch {at.epoch} made no step: no gradient was finite under float16's loss scale, which every "
@@ -209,6 +229,10 @@ class Epochs:
                 loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
                 sums.add(loss, output, target)
         return sums.of_all()
+
+
+class _Left(Exception):
+    """The run is left between two steps."""
 
 
 def _groups(batches: Iterable[Numbered], size: int) -> Iterator[list[Numbered]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,21 @@ class Compilation:
 
 
 @dataclass(frozen=True)
+class LeftRun:
+    """A run that was left between two steps.
+
+    Attributes:
+        state: of everything, as checkpoints have it.
+        parameters: names of the optimizer's, in its order.
+        parts: kinds of the run's parts, in their order.
+    """
+
+    state: Mapping[str, Any]
+    parameters: tuple[str, ...]
+    parts: tuple[type, ...]
+
+
+@dataclass(frozen=True)
 class History:
     """Every epoch in order, and what else is to be known of a run.
 
@@ -81,9 +98,11 @@ class History:
         best_epoch: the one whose weights the model was left with; 0: there was none.
         clamps: what was clamped.
         compilation: what came of compiling; None where it was not asked for.
+        left: where the run was left before its end, see `carry_run`; None where it was not.
     """
 
     rows: tuple[EpochRow, ...]
     best_epoch: int
     clamps: tuple[ClampRow, ...] = ()
     compilation: Compilation | None = None
+    left: LeftRun | None = None

@@ -25,7 +25,7 @@ from prunekit.training.clamping import Clamps
 from prunekit.training.compiling import SEVERAL, CompiledForward
 from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
-from prunekit.training.history import Compilation, EpochRow, History
+from prunekit.training.history import Compilation, EpochRow, History, LeftRun
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.position import Position
@@ -33,6 +33,7 @@ from prunekit.training.progress import Progress
 from prunekit.training.replicas import replica_of, require_same_weights, shares
 from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
+from prunekit.training.shortage import naming_batch
 from prunekit.training.strides import LongStrides
 
 
@@ -52,6 +53,8 @@ def fit(
     on_epoch: Callable[[EpochRow], None] | None = None,
     checkpoint: Path | None = None,
     checkpoints: Checkpoints | None = None,
+    until: Callable[[], bool] = lambda: False,
+    begin: LeftRun | None = None,
 ) -> History:
     """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
 
@@ -83,6 +86,8 @@ def fit(
             threads and processes: model, optimizer, schedule, loss scale, random states, place in the epoch, parts. A
             run that is over there gives its result again. Of several processes the main one writes and reads, the
             others' folders are not touched; all give one or none does. None: nowhere.
+        until: asked between two steps: whether to leave the run there, with the weights of that moment in the model.
+        begin: a run of as many epochs and the same parts that was left, to go on with; see `carry_run`.
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these images or give these classes.
@@ -95,6 +100,7 @@ def fit(
             Gradients that overflow under float16's loss scale are no error: the step is skipped, which
             `EpochRow.skipped` counts and the schedule does not, and the scale halved. An epoch of nothing else is an
             error.
+        MemoryShortageError: a batch does not fit into memory.
     """
     require_asked(settings, parts)
     require_trainable(model)
@@ -114,9 +120,9 @@ def fit(
     taking = Parts(parts)
     scaler = loss_scaler(settings.precision, device)
     scale = (lambda: 1.0) if scaler is None else scaler.get_scale
-    training = Training(model, optimizer, device, steps, settings.epochs, scale=scale)
-    entered = taking.active(training)
     clamps = Clamps(model, optimizer, settings, scaler)
+    training = Training(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
+    entered = taking.active(training)
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(model, splits, settings, taking, **facts)
@@ -135,18 +141,28 @@ def fit(
         compiled = CompiledForward(model) if settings.compile and size() == 1 else None
         position = Position()
         state = RunState(
-            model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
-        )
+            model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints,
+            None if begin is None else begin.state,
+        )  # fmt: skip
         state.resume()
         run = Epochs(
             model, compiled or replica, stepping, stepped, accelerator, settings, device, train, validation, steps,
             state, bar,
         )  # fmt: skip
-        run.run(on_epoch)
+        with naming_batch(batch, splits.sample_shape, device, position):
+            whole = run.run(on_epoch, until)
+        compilation = _came_of(compiled, settings)
+        if not whole:
+            return History(position.rows, 0, clamps.rows(), compilation, state.left())
         require_same_weights(model, f"after {label}")
         best.restore()
-    asked = Compilation(0, 0.0, SEVERAL) if settings.compile else None
-    return History(position.rows, best.epoch, clamps.rows(), asked if compiled is None else compiled.compilation)
+    return History(position.rows, best.epoch, clamps.rows(), compilation)
+
+
+def _came_of(compiled: CompiledForward | None, settings: TrainSettings) -> Compilation | None:
+    if compiled is not None:
+        return compiled.compilation
+    return Compilation(0, 0.0, SEVERAL) if settings.compile else None
 
 
 def _warn(message: str) -> None:

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prunekit.training.history import EpochRow
+
+ClampCounts = Mapping[str, Mapping[str, tuple[int, int]]]
+"""Of each clamp by module path: how many values (by norm: gradients) of how many were beyond the limit so far."""
+
 
 @dataclass(frozen=True)
 class Training:
@@ -21,6 +26,7 @@ class Training:
         optimizer: torch's own.
         steps: of an epoch in which none is skipped.
         epochs: of the run.
+        clamped: how often gradient clamps were needed so far, in all processes; all of them ask together.
         scale: what gradients are multiplied by before a step: float16's loss scale.
     """
 
@@ -29,6 +35,7 @@ class Training:
     device: torch.device
     steps: int
     epochs: int
+    clamped: Callable[[], ClampCounts] = dict
     scale: Callable[[], float] = lambda: 1.0
 
 
@@ -64,6 +71,9 @@ class Part:
     def evaluating(self) -> AbstractContextManager[Any]:
         """Entered while the model is validated and its weights may be kept as the best."""
         return nullcontext()
+
+    def after_epoch(self, row: EpochRow) -> None:
+        """An epoch is over, its validation too."""
 
     def settled(self) -> bool:
         """Whether what is validated now is of the kind that the run is to end with; asked while it is.
@@ -145,6 +155,11 @@ class Parts:
         """Tells every part."""
         for part in self.all:
             part.after_step(step, made)
+
+    def after_epoch(self, row: EpochRow) -> None:
+        """Tells every part."""
+        for part in self.all:
+            part.after_epoch(row)
 
     def restarts(self, training: Training) -> tuple[int, ...]:
         """The steps of all parts, each once."""

@@ -21,6 +21,7 @@ from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.clamping import Clamps
+from prunekit.training.history import LeftRun
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.parts import Parts
 from prunekit.training.position import Position
@@ -36,6 +37,7 @@ class RunState:
         schedule: torch's own, as are the optimizer and the scaler.
         identity: plain data that must be the same where the run is resumed.
         checkpoints: where it is kept; None: nowhere. Of several processes the main one reads and writes.
+        begin: a state to go on from where no checkpoint is newer.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class RunState:
     position: Position
     identity: Mapping[str, Any]
     checkpoints: Checkpoints | None
+    begin: Mapping[str, Any] | None = None
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint, if there is one.
@@ -57,6 +60,7 @@ class RunState:
             ResumeError: it is of another run; says what differs, in every process.
         """
         if self.checkpoints is None:
+            self._begin()
             return
         found, refused = None, ""
         if is_main():
@@ -69,11 +73,17 @@ class RunState:
         if found is not None:  # nobody else needs these
             self.best.weights = found["best"].pop("weights")
         if (state := share_state(found)) is None:
+            self._begin()
             return
         self._load(state)
         self.checkpoints.last = gather(self.checkpoints.last)[0]
         over = state["training"] is None
         self.checkpoints.say(f"resumed from {self.checkpoints.last}: {'finished' if over else self.position}")
+
+    def _begin(self) -> None:
+        if self.begin is not None:
+            self.best.weights = self.begin["best"]["weights"]
+            self._load(self.begin)
 
     def keep_if_due(self) -> None:
         """Writes a checkpoint when it is time.
@@ -86,6 +96,18 @@ class RunState:
                 last = self.checkpoints.last or "none yet"
                 raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
             self._write(self.checkpoints, over=False)
+
+    def keep_place(self) -> None:
+        """Writes a checkpoint where the run is left, unless it was resumed there."""
+        if self.checkpoints is not None and main_says(self.checkpoints.step < self.position.step):
+            self._write(self.checkpoints, over=False)
+
+    def left(self) -> LeftRun:
+        """Where the run is, for another to go on with."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        parameters = (names[id(each)] for group in self.optimizer.param_groups for each in group["params"])
+        kinds = tuple(type(part) for part in self.parts.all)
+        return LeftRun(self._state(False, gather(self._own())), tuple(parameters), kinds)
 
     def keep_result(self) -> None:
         """Writes down that the run is over, and what came of it."""

@@ -106,3 +106,17 @@ class CheckpointSettings:
     """Optimizer steps; as often as it says, whatever that costs."""
     keep: Annotated[int, Ge(1)] = 2
     """How many; the best weights are in each."""
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """What is written down of each training while it runs; nothing of it changes what is trained."""
+
+    tensorboard: bool = True
+    """Events of TensorBoard; without them `scalars/<training>.csv` alone."""
+    histograms: bool = False
+    """Of every parameter: its values, its mask, and its gradient in the first step of the epoch."""
+    images: bool = False
+    """Filters of the first convolution, and a figure of every layer's sparsity."""
+    every: Annotated[int, Ge(1)] = 1
+    """Epochs between histograms, and between images; scalars are written in each epoch."""

@@ -1,5 +1,6 @@
 """The journey as plain functions over dataclasses: what the recipe and the Python API both call."""
 
+from prunekit.workflow.batch_size import LargestBatch, find_batch_size
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
 from prunekit.workflow.explain import Explanation, explain
@@ -19,6 +20,7 @@ __all__ = [
     "CalibrationResult",
     "Explanation",
     "JobSettings",
+    "LargestBatch",
     "Own",
     "Planned",
     "Profile",
@@ -31,6 +33,7 @@ __all__ = [
     "calibrate",
     "dry_run",
     "explain",
+    "find_batch_size",
     "finetune",
     "plan_model",
     "profile",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -164,11 +165,14 @@ def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
     return replace(job.model, arguments={"num_classes": len(splits.classes)} | job.model.arguments, origin=None)
 
 
-def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints: Checkpoints | None = None) -> Baseline:
+def train_baseline(
+    prepared: Prepared, *, log: Log, progress: bool, checkpoints: Checkpoints | None = None, watch: Sequence[Part] = ()
+) -> Baseline:
     """The dense model with weights: as given, from the cache, or trained now and put there.
 
     Args:
         checkpoints: where training is resumed from; None: nowhere.
+        watch: what looks on.
     """
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
@@ -179,6 +183,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
         share_model(prepared.model, "the dense model")
         log(f"baseline: reused {path} (same model, data, settings and seed)")
         return cached or Baseline(prepared.model, (), (), reused=True)
+    chart = None if job.baseline.regularise is None else trace(prepared.model, prepared.example_inputs)
     log(f"baseline: training {job.model.name} on {len(prepared.splits.train)} images, epochs: {job.baseline.epochs}")
     with threads(job.threads):
         history = fit(
@@ -189,7 +194,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
             seed=job.seed,
             batch=job.data.batch,
             workers=job.data.reading,
-            parts=_parts(prepared, job.baseline),
+            parts=[*watch, *asked_parts(job.baseline, Sources(prepared.splits, job.data.batch, channel_map=chart))],
             own_optimizer=prepared.optimizer_for(job.baseline),
             progress=progress,
             label="baseline",
@@ -200,11 +205,6 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
         save_weights(path, prepared.model)
         write_json(path.with_suffix(".json"), asdict(history))
     return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
-
-
-def _parts(prepared: Prepared, settings: TrainSettings) -> list[Part]:
-    chart = None if settings.regularise is None else trace(prepared.model, prepared.example_inputs)
-    return asked_parts(settings, Sources(prepared.splits, prepared.job.data.batch, channel_map=chart))
 
 
 def cached_baseline(prepared: Prepared) -> Baseline | None:

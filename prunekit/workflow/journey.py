@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +16,19 @@ from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
 from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import is_main
-from prunekit.masking import ActivationThresholds, masked, sparsity
+from prunekit.masking import sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
 from prunekit.repair import RepairReport
-from prunekit.training import Part, Training, Within, needs_plan
+from prunekit.training import needs_plan
 from prunekit.workflow import results
-from prunekit.workflow.activations import find_thresholds, masks, measure_masks
+from prunekit.workflow.activations import find_thresholds, measure_masks
 from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
 from prunekit.workflow.dense import Prepared, save_weights, train_baseline
 from prunekit.workflow.deploying import FOLDER, deploy
+from prunekit.workflow.finetuning import Finetuning
 from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.kept import Clock
 from prunekit.workflow.plan_stage import find_plan, write_plan
@@ -39,6 +38,7 @@ from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
 from prunekit.workflow.tables import layer_rows, write_csv
 from prunekit.workflow.trainings import Trainings, checkpoints_of
+from prunekit.workflow.watching import watching, write_summary
 
 PROOF_IMAGES = 512
 """Held-out images that masked and compact model are compared on at the end, in float64."""
@@ -54,6 +54,7 @@ class _Trained:
     trainings: Trainings
     report: RepairReport | None
     schedule: JobSchedule | None
+    early: dict[str, Any] | None
 
 
 class Journey:
@@ -87,10 +88,18 @@ class Journey:
         """Runs every stage and returns the metrics; the processes of a group go together."""
         with self.clock.stage("baseline"):
             checkpoints = checkpoints_of(self.run, self.job, "baseline")
-            baseline = train_baseline(self.prepared, log=self.log, progress=self.progress, checkpoints=checkpoints)
+            baseline = train_baseline(
+                self.prepared,
+                log=self.log,
+                progress=self.progress,
+                checkpoints=checkpoints,
+                watch=watching(self.run, self.job, "baseline"),
+            )
         dense = baseline.model
         if self.job.sparsify is not None and not self.training:
             self.log("sparsify: left out, because it is training")
+        if self.job.prune.compact_early and not self.training:
+            self.log("compact early: without effect, because nothing is fine-tuned")
         trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress)
         sparse = self._sparsified(dense, None, trainings)
         found = find_plan(
@@ -98,7 +107,7 @@ class Journey:
         )
         plan = share_plan(None if found is None else found[0].plan)
         sparse = self._sparsified(sparse, plan, trainings)
-        report = schedule = None
+        report = schedule = early = None
         if self.job.prune.schedule is not None:
             scores = None if found is None else found[0].scores
             schedule, pruned = JobSchedule(self.prepared, plan, scores, self.run), copy.deepcopy(sparse)
@@ -107,7 +116,7 @@ class Journey:
                 pruned, report = repair_model(self.prepared, sparse, plan, self.run, training=self.training)
         if self.training:
             with self.clock.stage("fine-tune"):
-                pruned = self._finetune_masked(pruned, plan, trainings, schedule)
+                pruned, early = Finetuning(self.prepared, self.run, trainings, schedule).tune(pruned, plan)
         if schedule is not None:
             plan = schedule.in_force()
             if found is not None:
@@ -123,7 +132,8 @@ class Journey:
         def measured() -> dict[str, Any]:
             assert found is not None
             assert compacted is not None
-            return self._measure(_Trained(dense, control, pruned, trainings, report, schedule), *found, *compacted)
+            trained = _Trained(dense, control, pruned, trainings, report, schedule, early)
+            return self._measure(trained, *found, *compacted)
 
         return from_main(measured)
 
@@ -147,6 +157,7 @@ class Journey:
             "fine_tuned": self.training,
             "repair": repair_summary(trained.report),
             "resumed": len(self.run.resumed),
+            "compacted_early": trained.early,
         }
         metrics |= {"schedule": None if schedule is None else schedule.summary()}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
@@ -154,6 +165,7 @@ class Journey:
             metrics |= {"profile": self.goal.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
         write_json(self.run.path / "metrics.json", metrics)
+        write_summary(self.run, self.job, self.chart, plan, (dense, small), metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:
@@ -169,42 +181,6 @@ class Journey:
         self.log(f"sparsify: {settings.regularise and settings.regularise.method}, epochs: {settings.epochs}")
         with self.clock.stage("sparsify"):
             return trainings.train("sparsified", copy.deepcopy(dense), settings, chart=chart, removed=plan)
-
-    def _finetune_masked(
-        self, model: nn.Module, plan: Plan, trainings: Trainings, schedule: JobSchedule | None
-    ) -> nn.Module:
-        model = model.to(self.prepared.device)
-        first = plan if schedule is None else schedule.start
-        thresholds = from_main(lambda: self._thresholds(compact(model, first)))
-        share, epochs = sparsity(model, first), self.job.finetune.epochs
-        if schedule is None:
-            self.log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
-        else:
-            self.log(f"fine-tune: channels go while training, {schedule.settings.kind}, epochs: {epochs}")
-
-        @contextmanager
-        def under_masks(training: Training) -> Iterator[None]:
-            with masked(model, plan, training.optimizer), masks(model, thresholds):
-                yield
-
-        if schedule is not None:
-            activations = Within(lambda _: masks(model, thresholds))
-            parts: list[Part] = [schedule.part, *trainings.rewinding(), activations]
-            in_force = schedule.in_force
-        else:
-            shown = Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
-            parts, in_force = [shown], lambda: plan
-        return trainings.train("pruned", model, self.job.finetune, *parts, masks=in_force, chart=plan.channel_map)
-
-    def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:
-        """Those to train under, found once in a run."""
-        path = self.run.resume / "activation_thresholds.json"
-        if path.exists():
-            return ActivationThresholds.load(path)
-        thresholds = find_thresholds(self.prepared, small, log=self.log)
-        if thresholds is not None:
-            thresholds.save(path)
-        return thresholds
 
     def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
         """What counts for budgets of time: the model as its folder gives it, the deployed one where there is one."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from prunekit.measure import (
 )
 from prunekit.measure.verify import Verification
 from prunekit.measure.wording import doubtful, failed, unstable, where
-from prunekit.training import EpochRow
 from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import Prepared
@@ -186,17 +183,3 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
             found.append(f"the {row['model']} model is slower ({where(row)}): {row['median']:.2f}x")
     found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
     return found + missed_targets(measured.activations)
-
-
-def write_events(folder: Path, rows: tuple[EpochRow, ...]) -> None:
-    """Training curves as TensorBoard events, in the place of those of an earlier attempt."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if not rows:
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder)) as writer:
-        for row in rows:
-            for name, value in asdict(row).items():
-                if name != "epoch":
-                    writer.add_scalar(name, value, row.epoch)

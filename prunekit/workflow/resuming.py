@@ -21,7 +21,7 @@ from prunekit.workflow.digests import digest, weights_digest
 from prunekit.workflow.runs import RESUME, Log, RunFolder, alive
 
 AUTO = "auto"
-WITHOUT_EFFECT = ("output", "checkpoint")
+WITHOUT_EFFECT = ("output", "checkpoint", "watch")
 """Keys of a recipe that change nothing in what comes out."""
 
 

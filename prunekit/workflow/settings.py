@@ -19,7 +19,7 @@ from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import PruneSettings
 from prunekit.repair.settings import RepairSettings
-from prunekit.training.settings import CheckpointSettings, TrainSettings
+from prunekit.training.settings import CheckpointSettings, TrainSettings, WatchSettings
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class JobSettings:
     """Of all training, so that a run which was killed goes on where it was; null: each training starts anew."""
     gradient_flow: bool = False
     """Records how large the gradients of each layer are while a run trains, for `gradients.csv` and the report."""
+    watch: WatchSettings | None = field(default_factory=WatchSettings)
+    """Of all training; null: nothing but the run's own tables."""
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)

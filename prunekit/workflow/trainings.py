@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from prunekit.training import (
     FlowRow,
     GradientFlow,
     LearningRateRewinding,
+    LeftRun,
     Part,
     PlanInForce,
     Sources,
@@ -26,11 +28,11 @@ from prunekit.training import (
     asked_parts,
     fit,
 )
-from prunekit.workflow import results
 from prunekit.workflow.dense import Baseline, Prepared
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
+from prunekit.workflow.watching import watched_before, watching
 
 
 def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) -> Checkpoints | None:
@@ -62,7 +64,10 @@ class Trainings:
         self._flow: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
         self._compiled: dict[str, dict[str, Any]] = {}
+        self.left: LeftRun | None = None
         self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
+        if baseline.reused:
+            watched_before(run, prepared.job, "baseline", baseline.rows)
 
     def summary(self) -> dict[str, Any]:
         """What `metrics.json` holds of them."""
@@ -93,17 +98,21 @@ class Trainings:
         masks: PlanInForce = lambda: None,
         chart: ChannelMap | None = None,
         removed: Plan | None = None,
+        cut: Plan | None = None,
+        until: Callable[[], bool] = lambda: False,
+        begin: LeftRun | None = None,
     ) -> nn.Module:
         """Trains a model in place; it is on the CPU afterwards.
 
         Args:
             name: of the run, in tables, logs and file names.
             parts: entered before those that the settings ask for.
-            masks, chart, removed: see `Sources`.
+            masks, chart, removed, cut: see `Sources`.
+            until, begin: see `fit`. Where a run was left is then in `left`, and tables have the whole when it goes on.
         """
-        sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks)
+        sources = Sources(self._prepared.splits, self._job.data.batch, self._teacher, chart, removed, masks, cut)
         asked = asked_parts(settings, sources)
-        plan = masks() if removed is None else removed
+        plan = cut or (masks() if removed is None else removed)
         facts = {} if plan is None else {"plan": plan.digest}
         flows = [GradientFlow()] if self._job.gradient_flow and settings.epochs else []
         history = fit(
@@ -114,13 +123,18 @@ class Trainings:
             seed=self._job.seed,
             batch=self._job.data.batch,
             workers=self._job.data.reading,
-            parts=[*parts, *asked, *flows],
+            parts=[*watching(self._run, self._job, name, masks), *parts, *asked, *flows],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,
             checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
-            checkpoints=checkpoints_of(self._run, self._job, name, **facts),
+            checkpoints=checkpoints_of(self._run, self._job, name if begin is None else f"{name}-compact", **facts),
+            until=until,
+            begin=begin,
         )
+        self.left = history.left
+        if self.left is not None:
+            return model.cpu()
         self._note(name, history.rows, history.clamps, history.compilation)
         for flow in flows:
             self._flow += [{"run": name, **asdict(row)} for row in flow.rows()]
@@ -146,4 +160,3 @@ class Trainings:
             write_csv(self._run.path / "clamps.csv", self._clamps)
         self._history += history_rows(name, rows)
         write_csv(self._run.path / "history.csv", self._history, ("run", *EpochRow.__dataclass_fields__))
-        results.write_events(self._run.path / "tensorboard" / name, rows)

@@ -24,6 +24,7 @@ from prunekit.data import load_splits
 from prunekit.measure import latency, measuring
 from prunekit.recipe import load
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
+from prunekit.workflow.batch_size import LargestBatch, Tried
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import Target
 
@@ -172,6 +173,24 @@ def test_nothing_is_resumed_by_a_dry_run(recipe: str) -> None:
     result = run("finetune", recipe, "--resume", "auto", "--dry-run")
     assert result.exit_code == 2
     assert "expected one of --dry-run and --resume" in result.stderr
+
+
+def test_the_largest_batch_is_named_and_nothing_is_run(
+    monkeypatch: pytest.MonkeyPatch, finetune: Callable[..., None], recipe: str, jobs: list[JobSettings]
+) -> None:
+    finetune()
+    tried = (Tried(2, 10**7), Tried(48, 9 * 10**8), Tried(64, None))
+    largest = LargestBatch(48, 9 * 10**8, "cuda:1", 10**9, "memory", tried)
+    monkeypatch.setattr(workflow, "find_batch_size", lambda job, *, log, own: largest)
+    said = "Largest batch that fits on cuda:1: data.batch=48, 900 MB of the 1000 MB that were free; more does not fit"
+    assert run("finetune", recipe, "--find-batch-size").stdout.strip() == said
+    payload = json.loads(run("finetune", recipe, "--find-batch-size", "--json").stdout)
+    assert (payload["batch"], payload["tried"][2]) == (48, {"batch": 64, "bytes": None})
+    assert jobs == []
+    for other in (("--dry-run",), ("--resume", "auto")):
+        refused = run("finetune", recipe, "--find-batch-size", *other)
+        assert refused.exit_code == 2
+        assert f"--find-batch-size runs no job: expected it without {other[0]}, got both" in refused.stderr
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed(recipe: str, tmp_path: Path) -> None:

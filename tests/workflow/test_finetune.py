@@ -12,7 +12,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.graph_pb2 import GraphDef
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 import prunekit
 from prunekit import report
@@ -106,9 +110,44 @@ def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[st
     coupling = pd.read_csv(folder / "coupling.csv")
     assert set(coupling["group"]) == set(scores["group"])
     assert coupling.groupby("group")["kept"].first().sum() == scores["kept"].sum()
-    assert list((folder / "tensorboard" / "pruned").iterdir())
+    for run, rows in history.groupby("run"):
+        curve = EventAccumulator(str(folder / "tensorboard" / str(run))).Reload().Scalars("loss/validation")
+        assert [event.step for event in curve] == list(rows["epoch"])
+        assert [event.value for event in curve] == pytest.approx(list(rows["validation_loss"]))
+        scalars = pd.read_csv(folder / "scalars" / f"{run}.csv").query("tag == 'loss/validation'")
+        assert list(scalars["value"]) == list(rows["validation_loss"])
+    sparse = pd.read_csv(folder / "scalars" / "pruned.csv").query("tag == 'sparsity/all'")
+    assert list(sparse["value"]) == pytest.approx([metrics["sparsity"]["weights"]])
     assert (folder / "log.txt").read_text().count("\n") == len(log)
     assert prunekit.load_plan(folder).provenance["prune"]["budget"]["macs"] == 0.45
+
+
+def test_tensorboard_compares_runs_and_shows_the_model(
+    finished: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, _ = finished
+    events = EventAccumulator(str(folder / "tensorboard" / "run")).Reload()
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert found["prune.budget.macs"].number_value == 0.45
+    assert found["prune.criterion"].string_value == "activation"
+    assert found["data.download"].bool_value is False
+    assert not {"output", "prune.budget.params"} & set(found)
+    for tag, value in (("pruned/top1", metrics["pruned"]["top1"]), ("dense/macs", metrics["dense"]["macs"])):
+        assert [event.value for event in events.Scalars(tag)] == [pytest.approx(value)]
+    shown = EventAccumulator(str(folder / "tensorboard" / "run")).Reload().Graph()
+    graph = GraphDef.FromString(shown.SerializeToString())
+    layers = pd.read_csv(folder / "layers.csv").query("kind == 'Conv2d'").set_index("module")
+    drawn = {node.name: node for node in graph.node if node.op == "convolution"}
+    assert [name.removesuffix("/convolution").replace("/", ".") for name in drawn] == list(
+        layers.loc[[name.removesuffix("/convolution").replace("/", ".") for name in drawn]].index
+    )
+    assert len(drawn) == len(layers)
+    for module, row in layers.iterrows():
+        weight = drawn[f"{str(module).replace('.', '/')}/convolution"].attr["weight"].s.decode()
+        before, after = (text.split("x")[:2] for text in weight.split(" -> "))
+        assert list(map(int, before)) == [row["out_before"], row["in_before"]]
+        assert list(map(int, after)) == [row["out_after"], row["in_after"]]
 
 
 def test_the_report_says_why_the_pruned_model_is_not_faster(
@@ -196,9 +235,10 @@ def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]
 
 @pytest.fixture(scope="module")
 def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict[str, Any], list[str]]:
-    """A run with activation masks, both gradient clamps, bf16, accumulation and compiling; the same dense model."""
+    """A run with activation masks, both clamps, bf16, accumulation and compiling, made compact early; same model."""
     settings = job(
         finished[0].parent.parent,
+        prune=replace(job(finished[0]).prune, compact_early=True),
         finetune=TrainSettings(
             epochs=1,
             lr=0.02,
@@ -213,6 +253,22 @@ def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict
     log: list[str] = []
     result = finetune(settings, log=log.append)
     return result.folder, result.metrics, log
+
+
+def test_a_run_that_is_made_compact_early_is_proven_then_and_at_the_end(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, log = hooked
+    assert metrics["compacted_early"]["epoch"] == 0
+    assert metrics["compacted_early"]["max_relative_difference"] <= 1e-9
+    assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    assert sum(line.startswith("compact early: epoch 0.00: masked == compact to ") for line in log) == 1
+    trained = safetensors.torch.load_file(folder / "checkpoints" / "pruned.safetensors")
+    saved = prunekit.load(folder / "model").state_dict()
+    assert {name: value.shape for name, value in trained.items()} == {name: v.shape for name, v in saved.items()}
+    assert all(torch.equal(trained[name], value) for name, value in saved.items() if "running" not in name)
+    page = report.write(folder).read_text()
+    assert "The plan was final after 0 epochs; there masked and compact model agreed to" in page
 
 
 def test_activation_masks_meet_their_target_on_the_test_images(

@@ -6,9 +6,11 @@ import os
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from killing import forked
 from resume_jobs import folder_of, job, require_same_tables, require_same_tensors, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from prunekit import artifacts
 from prunekit.artifacts import read_json
@@ -86,4 +88,9 @@ def test_the_run_says_that_it_was_resumed_and_leaves_nothing_behind(whole: Path,
     plain = [[name for name in found if "events.out" not in name] for found in (names, known)]
     assert sorted(plain[0]) == sorted(plain[1])
     assert not any(path.name == "resume" or path.name.startswith(".") for path in resumed.rglob("*"))
-    assert len(list((resumed / "tensorboard" / "pruned").iterdir())) == 1
+    for name in TRAININGS:  # several files of events, and every epoch once
+        curve = EventAccumulator(str(resumed / "tensorboard" / name)).Reload().Scalars("loss/train")
+        assert [event.step for event in curve] == [1]
+        tables = [pd.read_csv(folder / "scalars" / f"{name}.csv") for folder in (whole, resumed)]
+        first, second = (table[~table["tag"].isin(["seconds", "images_per_s"])] for table in tables)
+        pd.testing.assert_frame_equal(first, second, check_exact=True)

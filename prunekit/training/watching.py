@@ -1,0 +1,229 @@
+"""Watching a training: curves, sparsity and clamps of every layer, histograms and images, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.distributed.group import is_main
+from prunekit.masking.counting import count_zeros
+from prunekit.planning import Plan
+from prunekit.training.events import Events, Histogram, histogram, of_mask
+from prunekit.training.features import PlanInForce
+from prunekit.training.history import EpochRow
+from prunekit.training.parts import ClampCounts, Part, Training
+from prunekit.training.settings import WatchSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TAGS = {
+    "train_loss": "loss/train",
+    "validation_loss": "loss/validation",
+    "train_top1": "top1/train",
+    "validation_top1": "top1/validation",
+}
+"""What of an epoch stands in one chart; the rest goes by its own name."""
+MOST_FILTERS = 256
+
+
+class Watching(Part):
+    """Writes down what happens in each epoch; changes nothing. Goes before all other parts.
+
+    Scalars: everything in an `EpochRow`; under masks the share of exact zeros in every layer's weights, as they were
+    trained; of every clamped layer the share that was beyond the limit in the epoch. On request histograms of every
+    parameter, of its mask and of its gradient in the epoch's first step (under its mask, before it is clamped, without
+    the loss scale), the filters of the first convolution as an image, and a figure of the sparsity.
+
+    Of several processes the main one writes. A file that cannot be written ends the watching, not the training.
+
+    Args:
+        settings: what is wanted.
+        events: folder of this training's events.
+        table: CSV file of its scalars.
+        plan: what masks the model.
+        warn: told what cannot be written.
+    """
+
+    def __init__(
+        self,
+        settings: WatchSettings,
+        events: Path,
+        table: Path,
+        plan: PlanInForce = lambda: None,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self._settings, self._plan, self._warn = settings, plan, warn
+        self._events = Events(events if settings.tensorboard else None, table)
+        self._clamped: ClampCounts = {}
+        self._gradients: dict[str, Histogram] = {}
+        self._failed = not is_main()
+
+    @contextmanager
+    def active(self, training: Training) -> Iterator[None]:
+        self._training = training
+        try:
+            yield
+        finally:
+            with self._safely():
+                self.close()
+
+    def before_step(self, step: int) -> None:
+        epoch, place = divmod(step - 1, self._training.steps)
+        if not place and self._settings.histograms and self._due(epoch + 1):
+            scale = self._training.scale()
+            named = self._training.model.named_parameters()
+            gradients = {name: parameter.grad / scale for name, parameter in named if parameter.grad is not None}
+            found = {name: histogram(gradient) for name, gradient in gradients.items()}
+            self._gradients = {name: shape for name, shape in found.items() if shape is not None}
+
+    def _due(self, epoch: int) -> bool:
+        return not self._failed and self._settings.tensorboard and epoch % self._settings.every == 0
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Looks at the weights as they were trained: before an average takes their place, or the next plan comes."""
+        self._sparsity = {} if self._failed else layer_sparsity(self._training.model, self._plan())
+        due = self._due(self._events.epoch + 1)
+        self._shapes: dict[str, Histogram] = {}
+        if due and self._settings.histograms:
+            gradients = {f"gradients/{name}": shape for name, shape in self._gradients.items()}
+            self._shapes = _histograms(self._training.model, self._plan()) | gradients
+        self._image = filters(self._training.model) if due and self._settings.images else None
+        yield
+
+    def after_epoch(self, row: EpochRow) -> None:
+        """Writes it all down."""
+        counts = self._training.clamped()
+        shares, self._clamped = _since(self._clamped, counts), counts
+        if self._failed:
+            return
+        with self._safely():
+            for tag, found in self._shapes.items():
+                self._events.histogram(row.epoch, tag, found)
+            if self._settings.images and self._due(row.epoch):
+                self._draw(row.epoch)
+            self.scalars(row, self._sparsity | shares)
+
+    def scalars(self, row: EpochRow, more: Mapping[str, float] | None = None) -> None:
+        """Writes the scalars of an epoch, which is the last that it gets."""
+        named = {TAGS.get(name, name): float(value) for name, value in asdict(row).items() if name != "epoch"}
+        self._events.scalars(row.epoch, {**named, **(more or {})})
+        self._events.written(row.epoch)
+
+    def close(self) -> None:
+        """Ends the file of events."""
+        self._events.close()
+
+    def _draw(self, epoch: int) -> None:
+        writer = self._events.writer
+        if writer is None:
+            return
+        if self._image is not None:
+            writer.add_image("filters", self._image, epoch)
+        if self._sparsity:
+            writer.add_figure("sparsity", sparsity_figure(self._sparsity), epoch, close=False)
+
+    @contextmanager
+    def _safely(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            self._warn(f"watching: {error}; no more is written of this training, which goes on")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "events": self._events.state_dict(),
+            "clamped": {clamp: {path: list(both) for path, both in of.items()} for clamp, of in self._clamped.items()},
+            "gradients": {name: asdict(shape) for name, shape in self._gradients.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._events.load_state_dict(state["events"])
+        self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
+        self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
+
+
+def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
+    """`sparsity/<module path>` -> share of exact zeros in a layer's weights, 0..1, and `sparsity/all` of all of them.
+
+    Weights have two axes or more: fresh biases and norms are zero without being pruned. Empty where nothing masks.
+    """
+    if plan is None:
+        return {}
+    zeros: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            path = name.rpartition(".")[0] or name
+            zeros[path] = zeros.get(path, 0) + int(count_zeros(parameter))
+            sizes[path] = sizes.get(path, 0) + parameter.numel()
+    found = {f"sparsity/{path}": count / sizes[path] for path, count in zeros.items()}
+    return found | ({"sparsity/all": sum(zeros.values()) / sum(sizes.values())} if sizes else {})
+
+
+def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
+    found: dict[str, Histogram] = {}
+    for name, parameter in model.named_parameters():
+        if (shape := histogram(parameter)) is not None:
+            found[f"weights/{name}"] = shape
+        mask = None if plan is None else plan.mask(name)
+        if mask is not None:
+            kept = int(torch.count_nonzero(mask)) * (parameter.numel() // mask.numel())
+            found[f"masks/{name}"] = of_mask(kept, parameter.numel())
+    return found
+
+
+def _since(before: ClampCounts, now: ClampCounts) -> dict[str, float]:
+    """`clamped/<clamp>/<module path>` -> share beyond the limit among what was counted in between, 0..1."""
+    shares = {}
+    for clamp, counts in now.items():
+        for path, (beyond, total) in counts.items():
+            already, of = before.get(clamp, {}).get(path, (0, 0))
+            if total > of:
+                shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (total - of)
+    return shares
+
+
+@torch.no_grad()
+def filters(model: nn.Module) -> Tensor | None:
+    """The filters of the first convolution in two dimensions, as one image (3, height, width) with values 0..1.
+
+    All are on one scale, with zero as mid-grey: what is pruned is plain grey. Those of 1 or 3 input channels are shown
+    as they are, others as the mean over these. None where the model has no such convolution.
+    """
+    from torchvision.utils import make_grid
+
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if first is None:
+        return None
+    weight = first.weight.detach()[:MOST_FILTERS].float().cpu()  # (filters, in, height, width)
+    if weight.shape[1] not in (1, 3):
+        weight = weight.mean(1, keepdim=True)
+    scale = weight.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    image: Tensor = make_grid(0.5 + 0.5 * weight / scale, nrow=16, padding=1, pad_value=1.0)
+    return image
+
+
+def sparsity_figure(sparsity: Mapping[str, float]) -> Figure:
+    """A bar for each layer, in the order of the model.
+
+    Args:
+        sparsity: as `layer_sparsity` gives it.
+    """
+    from matplotlib.figure import Figure
+
+    layers = {tag.partition("/")[2]: share for tag, share in sparsity.items() if tag != "sparsity/all"}
+    figure = Figure(figsize=(8, 1 + 0.2 * len(layers)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(list(layers), [100 * share for share in layers.values()], color="#0f766e")
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="zeros among the weights, %")
+    return figure

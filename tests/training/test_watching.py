@@ -1,0 +1,261 @@
+"""What a training is watched by, read back from the files as TensorBoard reads them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from torch import nn
+from training_models import CPU, net, splits
+
+import prunekit
+from prunekit import BudgetSettings, Plan, PruneSettings
+from prunekit.masking import ClampSettings
+from prunekit.training import (
+    AverageSettings,
+    Checkpoints,
+    CheckpointSettings,
+    History,
+    Part,
+    Sources,
+    TrainSettings,
+    Watching,
+    WatchSettings,
+    Within,
+    asked_parts,
+    fit,
+)
+from prunekit.training.events import histogram
+
+SETTINGS = TrainSettings(
+    epochs=3,
+    lr=0.05,
+    average=AverageSettings(decay=0.9),
+    clamp_weight_grad=ClampSettings(limit=0.01),
+    precision="bf16",
+)
+ALL = WatchSettings(histograms=True, images=True, every=2)
+
+
+def read(folder: Path) -> EventAccumulator:
+    everything = dict.fromkeys(("scalars", "histograms", "images", "tensors"), 0)
+    return EventAccumulator(str(folder), size_guidance=everything).Reload()
+
+
+def pruned() -> tuple[nn.Sequential, Plan]:
+    model = net()
+    return model, prunekit.plan_model(
+        model, (torch.zeros(2, 3, 8, 8),), PruneSettings(BudgetSettings(channels=0.5))
+    ).plan
+
+
+class Seen(Part):
+    """Gradients as the watching part is to see them, and weights at the end of an epoch, before the average."""
+
+    def __init__(self) -> None:
+        self.gradients: list[torch.Tensor] = []
+        self.weights: list[torch.Tensor] = []
+
+    def active(self, training: Any) -> Any:
+        self.training = training
+        return super().active(training)
+
+    def before_step(self, step: int) -> None:
+        if step % self.training.steps == 1:
+            self.gradients.append(self.training.model[0].weight.grad.clone())
+
+    def after_step(self, step: int, made: bool) -> None:
+        if step % self.training.steps == 0:
+            self.weights.append(self.training.model[0].weight.detach().clone())
+
+
+def train(
+    folder: Path, watch: WatchSettings | None, *, checkpoints: Checkpoints | None = None, stop: Part | None = None
+) -> tuple[nn.Module, Plan, History, Seen]:
+    model, plan = pruned()
+    seen, images = Seen(), splits()
+    parts: list[Part] = [Within(lambda training: prunekit.masked(model, plan, training.optimizer)), seen]
+    parts += asked_parts(SETTINGS, Sources(images, 16, masks=lambda: plan))
+    if watch is not None:
+        parts.insert(0, Watching(watch, folder / "events", folder / "scalars.csv", lambda: plan))
+    parts += [] if stop is None else [stop]
+    history = fit(
+        model, images, SETTINGS, device=CPU, seed=1, batch=16, parts=parts, checkpoints=checkpoints, label="watched"
+    )
+    return model, plan, history, seen
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, Plan, History, Seen]:
+    folder = tmp_path_factory.mktemp("watched")
+    return folder, *train(folder, ALL)
+
+
+def test_scalars_of_epochs_layers_and_clamps_are_read_back(
+    watched: tuple[Path, nn.Module, Plan, History, Seen],
+) -> None:
+    folder, model, plan, history, _ = watched
+    events = read(folder / "events")
+    for tag, name in (("loss/train", "train_loss"), ("top1/validation", "validation_top1"), ("lr", "lr")):
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert found == [(row.epoch, pytest.approx(getattr(row, name))) for row in history.rows]
+    layers = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+    zeros = {name: 1 - plan.channel_map.parameters_kept(plan.keep, [name]) / p.numel() for name, p in layers.items()}
+    for name, share in zeros.items():
+        assert share > 0.3
+        values = [event.value for event in events.Scalars(f"sparsity/{name.removesuffix('.weight')}")]
+        assert values == [pytest.approx(share)] * 3
+    sizes = [parameter.numel() for parameter in layers.values()]
+    overall = np.average(list(zeros.values()), weights=sizes)
+    assert events.Scalars("sparsity/all")[0].value == pytest.approx(overall)
+    for row in history.clamps:  # in each epoch as many values are looked at
+        shares = [event.value for event in events.Scalars(f"clamped/{row.clamp}/{row.module}")]
+        assert len(shares) == 3
+        assert np.mean(shares) == pytest.approx(row.share)
+        assert len(set(shares)) > 1
+    with (folder / "scalars.csv").open(newline="") as file:
+        rows = [(row["tag"], int(row["epoch"]), float(row["value"])) for row in csv.DictReader(file)]
+    tags = events.Tags()["scalars"]
+    assert {(tag, epoch) for tag, epoch, _ in rows} == {
+        (tag, event.step) for tag in tags for event in events.Scalars(tag)
+    }
+    values = {(tag, epoch): value for tag, epoch, value in rows}
+    assert all(values[tag, e.step] == pytest.approx(e.value) for tag in tags for e in events.Scalars(tag))
+
+
+def test_scalars_that_belong_together_share_a_chart(watched: tuple[Path, nn.Module, Plan, History, Seen]) -> None:
+    events = read(watched[0] / "events")
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert charts["loss"] == ["loss/.*"]
+    assert charts["sparsity"] == ["sparsity/.*"]
+
+
+def test_histograms_of_weights_masks_and_gradients_are_read_back(
+    watched: tuple[Path, nn.Module, Plan, History, Seen],
+) -> None:
+    folder, model, plan, _, seen = watched
+    events = read(folder / "events")
+    names = [name for name, _ in model.named_parameters()]
+    masked = [name for name in names if plan.mask(name) is not None]
+    assert masked
+    expected = {*(f"{kind}/{name}" for kind in ("weights", "gradients") for name in names)}
+    assert set(events.Tags()["histograms"]) == expected | {f"masks/{name}" for name in masked}
+    for name, parameter in model.named_parameters():
+        if name not in masked:
+            continue
+        (found,) = events.Histograms(f"masks/{name}")
+        kept = plan.channel_map.parameters_kept(plan.keep, [name])
+        assert found.step == 2
+        assert list(found.histogram_value.bucket) == [parameter.numel() - kept, kept]
+        assert found.histogram_value.num == parameter.numel()
+    for kind, values in (("weights", seen.weights[1]), ("gradients", seen.gradients[1])):
+        (found,) = events.Histograms(f"{kind}/0.weight")
+        assert (found.step, found.histogram_value.num) == (2, values.numel())
+        assert (found.histogram_value.min, found.histogram_value.max) == (values.min().item(), values.max().item())
+        assert found.histogram_value.sum == pytest.approx(values.sum().item(), rel=1e-4)
+        counts, limits = list(found.histogram_value.bucket), list(found.histogram_value.bucket_limit)
+        zero = next(place for place, limit in enumerate(limits) if limit >= 0)
+        assert counts[zero] >= (values == 0).sum() > 0.3 * values.numel()
+        assert sum(counts[:zero]) <= (values < 0).sum() <= sum(counts[: zero + 1])
+
+
+def test_images_and_figures_are_read_back(watched: tuple[Path, nn.Module, Plan, History, Seen], tmp_path: Path) -> None:
+    folder, _, plan, _, _ = watched
+    events = read(folder / "events")
+    assert set(events.Tags()["images"]) == {"filters", "sparsity"}
+    (image,), (figure,) = events.Images("filters"), events.Images("sparsity")
+    assert (image.step, figure.step) == (2, 2)
+    (tmp_path / "filters.png").write_bytes(image.encoded_image_string)
+    with Image.open(tmp_path / "filters.png") as opened:
+        pixels = np.asarray(opened).astype(int)
+    kept = plan.kept("0.weight", 0).tolist()
+    for place in range(8):  # filters of 3x3 in a row, a pixel of white around each
+        one = pixels[1:4, 4 * place + 1 : 4 * place + 4]
+        assert (np.ptp(one) > 10) == (place in kept)
+        assert place in kept or abs(one - 127).max() <= 1
+
+
+def test_nothing_is_drawn_or_trained_otherwise_without_it(
+    watched: tuple[Path, nn.Module, Plan, History, Seen], tmp_path: Path
+) -> None:
+    model, _, _, _ = train(tmp_path / "none", None)
+    for name, value in watched[1].state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    assert not (tmp_path / "none").exists()
+    train(tmp_path / "table", WatchSettings(tensorboard=False, histograms=True, images=True))
+    assert [path.name for path in (tmp_path / "table").iterdir()] == ["scalars.csv"]
+    lines = [(folder / "scalars.csv").read_text().splitlines() for folder in (watched[0], tmp_path / "table")]
+    values = [[line for line in found if line.split(",")[1] not in ("seconds", "images_per_s")] for found in lines]
+    assert values[0] == values[1]
+    assert len(values[0]) > 30
+
+
+class Stops(Part):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def after_step(self, step: int, made: bool) -> None:
+        if step == self.at:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_training_is_seen_once(watched: tuple[Path, nn.Module, Plan, History, Seen], tmp_path: Path) -> None:
+    """It stops in epoch 2, behind its first step and a checkpoint; epoch 1 is there already, in another file."""
+
+    def checkpoints() -> Checkpoints:
+        return Checkpoints(tmp_path / "checkpoints", CheckpointSettings(every_steps=1))
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, ALL, checkpoints=checkpoints(), stop=Stops(7))
+    left = read(tmp_path / "events")
+    assert [event.step for event in left.Scalars("loss/train")] == [1]
+    left_writer = Watching(ALL, tmp_path / "events", tmp_path / "scalars.csv")
+    left_writer.load_state_dict({"events": {"epoch": 1}, "clamped": {}, "gradients": {}})
+    left_writer.scalars(watched[3].rows[1])  # as if it had come further than its checkpoint
+    left_writer.close()
+    train(tmp_path, ALL, checkpoints=checkpoints(), stop=Stops(0))
+    events, whole = read(tmp_path / "events"), read(watched[0] / "events")
+    assert events.Tags()["histograms"] == whole.Tags()["histograms"]
+    for tag in whole.Tags()["scalars"]:
+        here, there = ([(e.step, e.value) for e in found.Scalars(tag)] for found in (events, whole))
+        assert here == there or tag in ("seconds", "images_per_s"), tag
+    for tag in whole.Tags()["histograms"]:
+        assert [e.histogram_value for e in events.Histograms(tag)] == [e.histogram_value for e in whole.Histograms(tag)]
+    tables = [(folder / "scalars.csv").read_text().splitlines() for folder in (tmp_path, watched[0])]
+    first, second = ([line.split(",")[:2] for line in table] for table in tables)
+    assert first == second
+
+
+def test_a_full_disk_ends_the_watching_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    part = Watching(WatchSettings(tensorboard=False), tmp_path / "file", tmp_path / "file" / "t.csv", warn=said.append)
+    history = fit(net(), splits(), TrainSettings(epochs=2), device=CPU, seed=1, batch=16, parts=[part])
+    assert len(history.rows) == 2
+    assert len(said) == 1
+    assert "no more is written of this training, which goes on" in said[0]
+
+
+def test_histograms_are_of_what_is_finite() -> None:
+    values = torch.tensor([1.0, float("nan"), -2.0, float("inf"), 0.0, 0.0])
+    found = histogram(values)
+    assert found is not None
+    assert (found.least, found.most, found.total, found.squares) == pytest.approx((-2.0, 1.0, -1.0, 5.0))
+    assert sum(found.counts) == 4
+    assert len(found.counts) == len(found.limits)
+    assert histogram(torch.tensor([float("nan")])) is None
+    alike = histogram(torch.full((5,), 0.3, dtype=torch.bfloat16))
+    assert alike is not None
+    assert alike.counts == [5.0]
+    places, values = torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 4.0])
+    sparse = histogram(torch.sparse_coo_tensor(places, values, (3,), check_invariants=True))
+    assert sparse is not None
+    assert (sparse.least, sparse.most, sum(sparse.counts)) == (3.0, 4.0, 2.0)

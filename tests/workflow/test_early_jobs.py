@@ -1,0 +1,91 @@
+"""Fine-tuning of jobs that goes on with the compact model: the same training, faster."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import prunekit
+from prunekit.data import DataSettings
+from prunekit.models import ModelSettings
+from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
+from prunekit.training import (
+    CheckpointSettings,
+    DistillSettings,
+    FeatureSettings,
+    RegulariserSettings,
+    TrainSettings,
+)
+from prunekit.workflow import JobSettings, plan_model
+from prunekit.workflow.dense import Baseline, prepare
+from prunekit.workflow.finetuning import Finetuning
+from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.scheduling import JobSchedule
+from prunekit.workflow.trainings import Trainings
+
+SETTINGS = TrainSettings(
+    epochs=2,
+    lr=0.02,
+    distill=DistillSettings(features=FeatureSettings(("layer1.0",))),
+    regularise=RegulariserSettings("bn_l1"),
+)
+
+
+def tuned(folder: Path, schedule: ScheduleSettings | None, *, early: bool) -> tuple[Any, ...]:
+    """Trains a random model: the masked one, what was said of it, the plan, the curve, and the log."""
+    prune = PruneSettings(BudgetSettings(macs=0.4), schedule=schedule, compact_early=early)
+    job = JobSettings(
+        name="early",
+        model=ModelSettings("resnet20", "cifar"),
+        data=DataSettings(image_size=8, batch=64, test_share=0.7),
+        baseline=TrainSettings(epochs=1),
+        prune=prune,
+        finetune=SETTINGS,
+        checkpoint=CheckpointSettings(every_steps=1),
+        device="cpu",
+        threads=1,
+        output=folder,
+    )
+    prepared = prepare(job)
+    dense = prepared.model
+    planned = plan_model(dense, prepared.example_inputs, replace(prune, schedule=None))
+    log: list[str] = []
+    run = RunFolder(folder, "", log.append)
+    run.resume.mkdir(parents=True)
+    trainings = Trainings(prepared, run, Baseline(dense, (), (), reused=False), progress=False)
+    parts = None if schedule is None else JobSchedule(prepared, planned, run, fixed=False)
+    masked, said = Finetuning(prepared, run, trainings, parts).tune(copy.deepcopy(dense), planned.plan)
+    plan = planned.plan if parts is None else parts.part.plan
+    curve = [(row["epoch"], row["train_loss"], row["validation_loss"]) for row in trainings._history]
+    return masked, said, plan, curve, log
+
+
+@pytest.mark.parametrize(
+    ("schedule", "epoch"),
+    [(None, 0.0), (ScheduleSettings("linear", rounds=2, end=1.4), 1.4)],
+    ids=["one-shot", "schedule"],
+)
+def test_the_curve_is_that_of_masked_training(schedule: Any, epoch: float, tmp_path: Path) -> None:
+    masked, nothing, plan, curve, _ = tuned(tmp_path / "masked", schedule, early=False)
+    model, said, same, going_on, log = tuned(tmp_path / "early", schedule, early=True)
+    assert nothing is None
+    assert said["epoch"] == epoch
+    assert said["max_relative_difference"] < 1e-12
+    assert any(line.startswith(f"compact early: epoch {epoch:.2f}: masked == compact to") for line in log)
+    assert (plan.keep == same.keep).all()
+    assert going_on == [pytest.approx(row, rel=1e-4) for row in curve]
+    assert len(curve) == 2
+    weights = prunekit.compact(model, plan).state_dict()
+    for name, value in prunekit.compact(masked, plan).state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-2, atol=1e-3, msg=name)
+    for name, parameter in model.named_parameters():
+        mask = plan.mask(name)
+        assert mask is None or not (parameter * ~mask).any()
+    assert (tmp_path / "early" / "resume" / "pruned-compact").exists() == (schedule is not None)
+    scalars = (tmp_path / "early" / "scalars" / "pruned.csv").read_text()
+    assert [scalars.count(f"{epoch},loss/train,") for epoch in (1, 2)] == [1, 1]
