@@ -15,6 +15,7 @@ from prunekit.calibration.patches import gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.inputs import arguments, count_of, inputs_in, taken
 from prunekit.nested import first_not_finite
 
 ROWS = 32768
@@ -159,7 +160,7 @@ def collect_patches(
 
     Args:
         model: the dense model.
-        batches: tensors, or tuples and lists whose first entry is the model's input.
+        batches: tensors, or tuples and lists whose first entry is the model's input, or a tuple of all its inputs.
         norms: paths of modules whose insides are not looked at: those of a channel map.
         inputs: weight and axis of the inputs, of those of the layers to look at; None: all.
         rows: positions sampled of each layer over `images` images.
@@ -174,17 +175,18 @@ def collect_patches(
     collector: _Collector | None = None
     with training_mode(model, False):
         for index, batch in enumerate(batches):
-            values = batch[0] if isinstance(batch, (tuple, list)) else batch
+            inputs = arguments(model, inputs_in(batch))
+            samples = count_of(inputs)
             if collector is None:
-                layers = find_layers(model, values[:2], norms)
+                layers = find_layers(model, taken(inputs, slice(2)), norms)
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:
                     log(_stated(wanted, columns))
                 collector = _Collector(model, wanted, norms, columns)
-            collector.batch, collector.batch_rows = index, max(len(values), round(rows * len(values) / images))
+            collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             with collector.watching():
-                model(values)
+                model(*inputs)
     if collector is None:
         raise UsageError("patch statistics: expected at least one batch, got none")
     found = collector.finished()

@@ -67,6 +67,7 @@ def run_recipe(
     dry_run: bool,
     factory: str | None,
     data: str | None,
+    task: str | None,
     optimizer: str | None,
     as_json: bool,
     resume: str | None,
@@ -76,12 +77,12 @@ def run_recipe(
     if dry_run and resume is not None:
         raise click.UsageError("--dry-run does nothing that could be resumed: expected one of --dry-run and --resume")
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
     from prunekit.workflow import Own
 
     if dry_run:
-        _dry_run(job, Own(factory, data, optimizer), console)
-    elif _run(job, Own(factory, data, optimizer), console, resume, training=training):
+        _dry_run(job, Own(factory, data, optimizer, task), console)
+    elif _run(job, Own(factory, data, optimizer, task), console, resume, training=training):
         click.get_current_context().exit(1)
 
 

@@ -1,6 +1,6 @@
 """Training and fine-tuning on one device, deterministic from a seed; BatchNorm recalibration."""
 
-from prunekit.training.asked import Sources, asked_parts, needs_plan
+from prunekit.training.asked import Sources, asked_parts, needs_plan, task_loss
 from prunekit.training.averaging import Average
 from prunekit.training.carrying import carry_average, carry_over
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
@@ -62,4 +62,5 @@ __all__ = [
     "recalibrate_batchnorm",
     "share_corrupt",
     "steps_per_epoch",
+    "task_loss",
 ]

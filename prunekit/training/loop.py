@@ -17,7 +17,7 @@ from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.distributed.exchange import wait_for_all
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.models import require_trainable
-from prunekit.training.asked import require_asked
+from prunekit.training.asked import require_asked, task_loss
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
@@ -52,7 +52,7 @@ def fit(
     checkpoint: Path | None = None,
     checkpoints: Checkpoints | None = None,
 ) -> History:
-    """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
+    """Trains a model in place, for the task of its data, and leaves it with the weights of its best validation score.
 
     In a process group (`prunekit.distributed`) all processes call this alike, and train it together: each has its share
     of every batch, so that they do what one process would do, up to the order in which floating-point numbers are
@@ -63,8 +63,9 @@ def fit(
     the modules' train/eval modes are restored; the model stays on `device`.
 
     Args:
-        model: returns logits (B, classes); GoogLeNet's and Inception's auxiliary heads take part in the loss.
-        splits: `train` is trained on, `validation` chooses the epoch, `test` is not touched.
+        model: returns what the task of `splits` knows: a classifier's logits (B, classes) by default, where GoogLeNet's
+            and Inception's auxiliary heads take part in the loss.
+        splits: `train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched.
         settings: epochs, optimizer and schedule; zero epochs leave the model as it is.
         device: where to train.
         seed: of the order of images, of dropout and of everything else that is random.
@@ -83,9 +84,9 @@ def fit(
             over there gives its result again. None: nowhere.
 
     Raises:
-        ModelError: every parameter is frozen, or the model does not take these images or give these classes.
+        ModelError: every parameter is frozen, or the model does not take these inputs or give what the task knows.
         UsageError: a gradient clamp's glob matches nothing, a part or an optimizer that the settings ask for is
-            missing, or a batch has too few images for the processes.
+            missing, the task cannot do what they ask for, or a batch has too few images for the processes.
         DataError: an image cannot be read.
         ResumeError: the checkpoints are of another run; says what differs.
         NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
@@ -95,6 +96,7 @@ def fit(
             error.
     """
     require_asked(settings, parts)
+    loss = task_loss(splits.task, settings)
     require_trainable(model)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
@@ -120,7 +122,8 @@ def fit(
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     identity = identity_of(model, splits, settings, taking, device=device.type, seed=seed, batch=batch, **facts)
     best = BestWeights(model, checkpoint, warn)
-    bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main())
+    score = splits.task.main.name
+    bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main(), score)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with (
         seeded(seed + rank()), training_mode(model, True), this_group(device, scaler) as accelerator, entered, exact,
@@ -133,7 +136,9 @@ def fit(
             model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
         )
         state.resume()
-        run = Epochs(model, *ready, accelerator, settings, device, train, validation, steps, state, bar)
+        run = Epochs(
+            model, *ready, accelerator, settings, device, train, validation, steps, state, bar, splits.task, loss
+        )
         run.run(on_epoch)
         require_same_weights(model, f"after {label}")
         best.restore()

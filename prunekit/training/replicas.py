@@ -20,8 +20,9 @@ from prunekit.data import Batches
 from prunekit.distributed.exchange import everyone, gather, require_equal, share_tensors
 from prunekit.distributed.group import rank, size
 from prunekit.errors import UsageError
+from prunekit.inputs import arguments, moved
 from prunekit.nested import tensors_in
-from prunekit.training.checks import two_images
+from prunekit.training.checks import two_samples
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -51,11 +52,11 @@ def has_unused(model: nn.Module, train: Batches, device: torch.device) -> bool:
     """
     if size() == 1:
         return False
-    images = two_images(train.dataset)
+    inputs, _ = two_samples(train.dataset)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with seeded(0), training_mode(model, True), torch.enable_grad():
-        output = functional_call(model, buffers, (images.to(device),))
+        output = functional_call(model, buffers, moved(arguments(model, inputs), device))
         whole = sum(found.float().sum() for found in tensors_in(output) if found.requires_grad)
         assert isinstance(whole, Tensor)
         gradients = torch.autograd.grad(whole, weights, allow_unused=True)

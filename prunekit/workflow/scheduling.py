@@ -22,8 +22,8 @@ from prunekit.planning.schedule import WITH_REPAIR, Stage, Timeline, at_stage, c
 from prunekit.planning.select import Between, Scores
 from prunekit.training import PlanChange, Planner, PruningSchedule, Training, steps_per_epoch
 from prunekit.workflow.calibrate import calibrate_again
-from prunekit.workflow.dense import Prepared
 from prunekit.workflow.planned import Planned
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import ranked, raw_importance
 from prunekit.workflow.runs import Log, RunFolder
