@@ -113,7 +113,7 @@ def _run(model: nn.Module, batches: Iterable[tuple[Any, Any]], device: torch.dev
         try:
             model(*moved(arguments(model, inputs), device))
         except ValueError as error:  # torch: "Expected more than 1 value per channel when training"
-            raise DataError(f"BatchNorm recalibration: batch {count}, {described(inputs)}: {error}") from error
+            raise DataError(f"BatchNorm recalibration: batch {count} of {described(inputs)}: {error}") from error
     if not count:
         raise DataError("BatchNorm recalibration: expected at least one batch of images, got none")
 
