@@ -175,10 +175,10 @@ def collect_patches(
     collector: _Collector | None = None
     with training_mode(model, False):
         for index, batch in enumerate(batches):
-            inputs = arguments(model, inputs_in(batch))
-            samples = count_of(inputs)
+            given = arguments(model, inputs_in(batch))
+            samples = count_of(given)
             if collector is None:
-                layers = find_layers(model, taken(inputs, slice(2)), norms)
+                layers = find_layers(model, taken(given, slice(2)), norms)
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:
@@ -186,7 +186,7 @@ def collect_patches(
                 collector = _Collector(model, wanted, norms, columns)
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             with collector.watching():
-                model(*inputs)
+                model(*given)
     if collector is None:
         raise UsageError("patch statistics: expected at least one batch, got none")
     found = collector.finished()

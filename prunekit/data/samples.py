@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import default_collate
 
 from prunekit.data.augment import Draw, drawing
 from prunekit.data.corrupt import CorruptImages
@@ -36,15 +36,17 @@ class Samples:
         dataset: gives samples, such as (image, mask) or a mapping of tensors, all of the same shapes.
         task: whose `unpack` knows them.
         where: what the data is, for messages.
+        indices: (N,) int64, which of its samples; None: all.
     """
 
     dataset: MapStyle
     task: Task
     where: str
+    indices: Tensor | None = None
     corrupt: CorruptImages = field(default_factory=CorruptImages)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset if self.indices is None else self.indices)
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
         """A batch: inputs and targets.
@@ -52,16 +54,16 @@ class Samples:
         Raises:
             DataError: a sample cannot be read or collated with the others, or the task cannot unpack them.
         """
-        samples = []
+        samples, chosen = [], (indices if self.indices is None else self.indices[indices]).tolist()
         with drawing(draw) as begin:
-            for index in indices.tolist():
+            for index in chosen:
                 begin(index)
                 samples.append(self._sample(index))
         try:
             batch = default_collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:
             raise DataError(
-                f"{self.where}: samples {indices.tolist()[:4]}...: expected samples of the same shapes that torch's "
+                f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that torch's "
                 f"default_collate makes a batch of, got {type(error).__name__}: {error}"
             ) from error
         return self.task.unpacked(batch, self.where)
@@ -113,10 +115,11 @@ def sample_splits(
         if len(part) < (2 if name == "train" else 1):
             raise DataError(f"{where} {name}: expected samples, two at least to train on, got {len(part)}")
     names = getattr(parts["train"], "classes", ()) if classes is None else classes
-    sets = dict(parts)
-    if "validation" not in sets:
-        sets["train"], sets["validation"] = _drawn(parts["train"], settings)
-    made = {name: Samples(part, task, f"{where} {name}") for name, part in sets.items()}
+    made = {name: Samples(part, task, f"{where} {name}") for name, part in parts.items()}
+    if "validation" not in made:
+        rest, drawn = _drawn(len(parts["train"]), settings)
+        made["validation"] = replace(made["train"], indices=drawn)
+        made["train"] = replace(made["train"], indices=rest)
     known = [part.fetch(torch.linspace(0, len(part) - 1, min(KNOWN_BY, len(part))).long()) for part in made.values()]
     shape = tuple(gather(known[0][0])[0].shape[1:])
     how = f"{task.name} {settings.validation_share} {settings.split_seed} {[len(part) for part in made.values()]}"
@@ -125,10 +128,9 @@ def sample_splits(
     return Splits(made["train"], made["validation"], made["test"], tuple(map(str, names)), shape, marks, task)
 
 
-def _drawn(dataset: Any, settings: DataSettings) -> tuple[Subset[Any], Subset[Any]]:
-    """The rest, in its order, and what is drawn; at least one sample in each."""
-    total = len(dataset)
+def _drawn(total: int, settings: DataSettings) -> tuple[Tensor, Tensor]:
+    """The rest, and what is drawn, both in their order; at least one sample in each."""
     count = min(max(round(total * settings.validation_share), 1), total - 1)
     drawn = np.zeros(total, dtype=bool)
     drawn[np.random.default_rng(settings.split_seed).permutation(total)[:count]] = True
-    return Subset(dataset, np.flatnonzero(~drawn).tolist()), Subset(dataset, np.flatnonzero(drawn).tolist())
+    return torch.from_numpy(np.flatnonzero(~drawn)), torch.from_numpy(np.flatnonzero(drawn))

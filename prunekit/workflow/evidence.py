@@ -59,6 +59,8 @@ def inputs_for(model: nn.Module, task: Task | None = None) -> Callable[[Any], An
     """What `gathered` takes from batches of (inputs, targets), or from what a task unpacks, for a model."""
 
     def take(batch: Any) -> Any:
+        if task is None and isinstance(batch, Mapping):
+            return batch  # nobody knows what in it are inputs
         given = arguments(model, inputs_in(batch) if task is None else task.unpacked(batch, "calibration")[0])
         return given if len(given) > 1 else given[0]
 
@@ -72,8 +74,8 @@ def _joined(batches: Iterable[Any], count: int) -> Any:
         if any(not isinstance(tensor, Tensor) or tensor.dim() < 2 for tensor in tensors):
             raise DataError(
                 "calibration: expected batches of images, tensors or (images, ...) each, got "
-                + (f"a tensor of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else described(inputs))
-                + ("; say how they come apart: task=..." if isinstance(inputs, Mapping) else "")
+                + (f"a tensor of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__)
+                + (f" {described(inputs)}; say how it comes apart: task=..." if isinstance(inputs, Mapping) else "")
             )
         found.append(inputs)
         if sum(map(count_of, found)) >= count:
