@@ -136,7 +136,7 @@ def test_data_that_cannot_be_used(file: Path, name: str, message: str) -> None:
 def test_another_task_than_that_of_the_data_is_refused(file: Path) -> None:
     with pytest.raises(DataError, match=r"task 'text_classification' cannot unpack \[float32 \(11, 1, 8, 8\), uint8"):
         loaded(file, "scenes", TEXT_CLASSIFICATION)
-    with pytest.raises(UsageError, match="expected Splits of the task 'text_classification', .* got 'segmentation'"):
+    with pytest.raises(UsageError, match=r"expected Splits of the task 'text_classification', .* got 'segmentation'"):
         loaded(file, "split", TEXT_CLASSIFICATION)
     with pytest.raises(UsageError, match=r"data\.image_size, data\.augment would change nothing"):
         loaded(file, "scenes", settings=DataSettings("own", image_size=64, augment="flip"))

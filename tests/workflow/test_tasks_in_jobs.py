@@ -30,6 +30,7 @@ from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.repair import RepairSettings
+from prunekit.report.headline import compared
 from prunekit.tasks import TEXT_CLASSIFICATION
 from prunekit.training import DistillSettings, TrainSettings
 from prunekit.workflow import JobSettings, Own, finetune
@@ -38,6 +39,7 @@ from prunekit.workflow.targets import resolve
 
 FILE = Path(__file__).with_name("task_sources.py")
 CPU = torch.device("cpu")
+LAST = "bert.encoder.layer.1.output.LayerNorm"
 
 
 def silent(message: str) -> None:
@@ -52,7 +54,7 @@ def job(output: Path, training: TrainSettings, **changes: Any) -> JobSettings:
         baseline=training,
         calibration=CalibrationSettings(images=64),
         prune=PruneSettings(budget=BudgetSettings(channels=0.5)),
-        finetune=replace(training, epochs=3, distill=DistillSettings()),
+        finetune=replace(training, epochs=2, distill=DistillSettings()),
         latency=LatencySettings(batches=(1,), repeats=5, explain=False),
         device="cpu",
         threads=1,
@@ -62,9 +64,7 @@ def job(output: Path, training: TrainSettings, **changes: Any) -> JobSettings:
 
 
 def pages_of(folder: Path) -> str:
-    return "".join(
-        path.read_text() for path in (folder / "report.html", folder / "metrics.json", folder / "history.csv")
-    )
+    return "".join((folder / name).read_text() for name in ("report.html", "metrics.json", "history.csv"))
 
 
 def iou(predicted: np.ndarray, wanted: np.ndarray) -> float:
@@ -75,8 +75,11 @@ def iou(predicted: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_segmentation(tmp_path: Path) -> None:
-    training = TrainSettings(epochs=6, optimizer="adamw", lr=0.01, label_smoothing=0.05)
-    settings = job(tmp_path, training, task="segmentation")
+    training = TrainSettings(epochs=6, optimizer="adamw", lr=0.01)
+    prune = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="elimination")
+    repair = RepairSettings(joint_steps=0)
+    settings = job(tmp_path, training, task="segmentation", prune=prune, repair=repair)
+    settings = replace(settings, finetune=replace(settings.finetune, label_smoothing=0.02))
     log: list[str] = []
     own = Own(f"{FILE}:Segmenter", f"{FILE}:zeros_and_ones")
     run = finetune(settings, log=log.append, own=own, finish=partial(report.write, state="finished"))
@@ -91,10 +94,8 @@ def test_segmentation(tmp_path: Path) -> None:
     assert reached == pytest.approx(iou(predicted, masks.numpy()), rel=1e-9)
     always_ground = iou(np.zeros_like(predicted), masks.numpy())
     assert always_ground < 34
-    assert reached > 70
-    assert run.metrics["accuracy"]["pruned"] == {
-        key: run.metrics["pruned"][key] for key in ("mean_iou", "pixel_accuracy", "n_test")
-    }
+    assert reached > 80  # L2 ranking without repair, the same otherwise, reaches less than 50
+    assert run.metrics["accuracy"]["pruned"].items() <= run.metrics["pruned"].items()
     assert run.metrics["teacher"]["pruned"]["seconds"] > 0
 
     history = pd.read_csv(run.folder / "history.csv")
@@ -126,9 +127,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     training = TrainSettings(epochs=3, optimizer="adamw", lr=3e-3)
     prune = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="taylor")
     settings = job(tmp_path_factory.mktemp("texts"), training, task="text_classification", prune=prune)
-    settings = replace(settings, data=DataSettings("own", batch=32))
+    settings = replace(settings, data=DataSettings("own", batch=32), finetune=replace(training, epochs=1))
     own = Own(f"{FILE}:bert", f"{FILE}:docstrings")
-    return finetune(settings, log=silent, own=own, finish=partial(report.write, state="finished"))
+    return finetune(settings, log=silent, own=own)
 
 
 def test_texts(texts: Any) -> None:
@@ -145,9 +146,7 @@ def test_texts(texts: Any) -> None:
     assert reached["top1"] == pytest.approx(100 * reached["correct"] / len(rows["labels"]))
     commonest = float(rows["labels"].bincount().max()) / len(rows["labels"])
     assert reached["low"] > 100 * commonest + 5  # well above always saying the same, noise included
-    page = pages_of(texts.folder)
-    assert "Top-1 on the test texts" in page
-    assert "test images" not in page.lower()
+    assert [row.label for row in compared(texts.metrics)][:2] == ["Top-1 on the test texts", "Test texts"]
     assert read_manifest(texts.folder / "model")["example"]["shapes"] == [[1, 16], [1, 16]]
 
 
@@ -174,12 +173,10 @@ def test_one_call_and_calibration_on_batches_of_several_inputs(texts: Any) -> No
     assert all((stats[key].mean == same[key].mean).all() for key in stats)
     with torch.no_grad():
         hidden = torch.cat([model.bert(**inputs).last_hidden_state for inputs, _ in pairs])
-    measured = next(
-        layer for key, layer in stats.items() if key.module.endswith("1.output.LayerNorm") and key.side == "output"
-    )
-    assert measured.mean == pytest.approx(hidden.double().mean((0, 1)).numpy(), abs=1e-5)
+    last = [layer for key, layer in stats.items() if (key.module, key.side) == (LAST, "output")]
+    assert last[0].mean == pytest.approx(hidden.double().mean((0, 1)).numpy(), abs=1e-5)
 
-    found = prunekit.prune(model, loader, channels=0.6, task=task, images=96, repair=RepairSettings(joint_steps=0))
+    found = prunekit.prune(model, loader, channels=0.6, task=task, images=64, repair=RepairSettings(joint_steps=0))
     assert found.max_relative_difference < 1e-9
     assert found.repair is not None
     assert found.repair.after < found.repair.before
@@ -235,10 +232,7 @@ def test_a_task_of_the_users_own_from_the_command_line(run: Callable[..., Any]) 
     [
         (("--task", f"{FILE}:heights"), "expected the factory to return a prunekit.tasks.Task, got tuple"),
         (("task=own",), "task is 'own' and --task was not given"),
-        (
-            ("task=detection",),
-            "expected one of 'image_classification', 'segmentation', 'text_classification', 'own', got 'detection'",
-        ),
+        (("task=detection",), "'image_classification', 'segmentation', 'text_classification', 'own', got 'detection'"),
         (("--task", f"{FILE}:regression", "finetune.distill={}"), "task 'regression' has none"),
         (("--task", f"{FILE}:regression", "finetune.mixup=0.2"), "mix the labels of images"),
     ],
@@ -251,5 +245,7 @@ def test_what_does_not_go_with_a_task(run: Callable[..., Any], more: tuple[str, 
 
 def test_a_task_wants_data_of_its_own(tmp_path: Path) -> None:
     settings = job(tmp_path, TrainSettings(epochs=1), task="segmentation", data=DataSettings())
-    with pytest.raises(UsageError, match="task is 'segmentation' and data.source is 'digits', which holds images with"):
+    with pytest.raises(
+        UsageError, match=r"task is 'segmentation' and data\.source is 'digits', which holds images with"
+    ):
         finetune(settings, log=silent, own=Own(f"{FILE}:Segmenter"))
