@@ -106,6 +106,8 @@ def sample_splits(
             f"{where}: {', '.join(changed)} would change nothing, because task {task.name!r} takes samples as they "
             "are; leave that out, and let the data set do it"
         )
+    if not {"train", "test"} <= set(parts):
+        raise DataError(f"{where}: expected data sets named train and test, and perhaps validation, got {list(parts)}")
     for name, part in parts.items():
         if not hasattr(part, "__getitem__") or not hasattr(part, "__len__"):
             raise DataError(

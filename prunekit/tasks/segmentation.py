@@ -48,10 +48,9 @@ def cross_entropy(output: Any, masks: Tensor, label_smoothing: float = 0.0) -> T
 
 
 def _mean(scores: Tensor, masks: Tensor, label_smoothing: float) -> Tensor:
-    if bool((masks == IGNORED).all()):
-        return scores.sum() * 0
     try:
-        return F.cross_entropy(scores, masks, ignore_index=IGNORED, label_smoothing=label_smoothing)
+        total = F.cross_entropy(scores, masks, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")
+        return total / (masks != IGNORED).sum().clamp_min(1)
     except IndexError as error:
         largest, classes = int(masks[masks != IGNORED].max()), scores.shape[1]
         raise DataError(

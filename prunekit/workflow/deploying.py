@@ -112,6 +112,7 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
         model,
         plan,
         input_shapes=prepared.input_shapes,
+        input_dtypes=prepared.input_dtypes,
         build=prepared.build,
         extra={"classes": list(prepared.splits.classes)},
     )

@@ -242,6 +242,7 @@ class Journey:
             small,
             plan,
             input_shapes=self.prepared.input_shapes,
+            input_dtypes=self.prepared.input_dtypes,
             build=self.prepared.build,
             extra={"classes": list(self.prepared.splits.classes)},
         )

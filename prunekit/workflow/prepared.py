@@ -54,6 +54,12 @@ class Prepared:
         return [list(tensor.shape) for tensor in tensors_in(self.example_inputs)]
 
     @property
+    def input_dtypes(self) -> list[str] | None:
+        """Of the same; None of one float32 tensor."""
+        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors_in(self.example_inputs)]
+        return None if kinds == ["float32"] else kinds
+
+    @property
     def build(self) -> ModelSettings | None:
         """How the dense model is built, with the number of classes filled in; None when only its owner's code can."""
         return build_of(self.job, self.splits)

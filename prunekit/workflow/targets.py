@@ -156,7 +156,23 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
                 "--model file.py:factory"
             )
         dense = load_factory(factory)
-    return Target(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest))
+    inputs = None if shape else _noted_inputs(folder, manifest)
+    return Target(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest), inputs=inputs)
+
+
+def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Zeros as the inputs of a model that does not take one float32 tensor; None of one that does."""
+    shapes, dtypes = manifest["example"].get("shapes"), manifest["example"].get("dtypes")
+    if dtypes is None:
+        return None
+    try:
+        kinds = [getattr(torch, name) for name in dtypes]
+        return tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True))
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ArtifactError(
+            f"{folder / MANIFEST}: example: expected shapes such as [1, 16] and as many dtypes such as int64, got "
+            f"{shapes!r} and {dtypes!r}; the manifest is damaged"
+        ) from error
 
 
 def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:

@@ -191,3 +191,5 @@ def test_classes_may_be_named_or_left_out() -> None:
     sets["test"] = sets["train"]
     assert sample_splits(sets, SEGMENTATION).classes == ()
     assert sample_splits(sets, SEGMENTATION, classes=["a", "b"]).classes == ("a", "b")
+    with pytest.raises(DataError, match=r"expected data sets named train and test, .* got \['train'\]"):
+        sample_splits({"train": sets["train"]}, SEGMENTATION)

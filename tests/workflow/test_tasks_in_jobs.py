@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from prunekit.calibration import CalibrationSettings
 from prunekit.cli import cli
 from prunekit.compaction import read_manifest
 from prunekit.data import DataSettings, sample_splits
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import ArtifactError, DataError, UsageError
 from prunekit.inputs import arguments
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
@@ -34,6 +35,7 @@ from prunekit.report.headline import compared
 from prunekit.tasks import TEXT_CLASSIFICATION
 from prunekit.training import DistillSettings, TrainSettings
 from prunekit.workflow import JobSettings, Own, finetune
+from prunekit.workflow.bench import bench
 from prunekit.workflow.evaluate import evaluate
 from prunekit.workflow.targets import resolve
 
@@ -147,7 +149,8 @@ def test_texts(texts: Any) -> None:
     commonest = float(rows["labels"].bincount().max()) / len(rows["labels"])
     assert reached["low"] > 100 * commonest + 5  # well above always saying the same, noise included
     assert [row.label for row in compared(texts.metrics)][:2] == ["Top-1 on the test texts", "Test texts"]
-    assert read_manifest(texts.folder / "model")["example"]["shapes"] == [[1, 16], [1, 16]]
+    example = read_manifest(texts.folder / "model")["example"]
+    assert example == {"shapes": [[1, 16], [1, 16]], "dtypes": ["int64", "int64"]}
 
 
 def test_a_model_folder_is_evaluated_on_texts(texts: Any) -> None:
@@ -157,6 +160,18 @@ def test_a_model_folder_is_evaluated_on_texts(texts: Any) -> None:
     assert found["top1"] == texts.metrics["pruned"]["top1"]
     assert found["task"]["samples"] == "texts"
     assert found["macs"] == texts.metrics["pruned"]["macs"]
+    timed = bench([target], LatencySettings(batches=(2,), repeats=5))
+    assert timed["models"][target.name]["macs"] == found["macs"]
+    assert not timed["failures"]
+
+
+def test_inputs_that_a_manifest_does_not_say_right(texts: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(texts.folder / "model", tmp_path / "model"))
+    manifest = json.loads((folder / "prunekit.json").read_text())
+    manifest["example"]["dtypes"] = ["int64", "nothing"]
+    (folder / "prunekit.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match=r"as many dtypes such as int64, got .*'nothing'.*damaged"):
+        resolve(folder, factory=f"{FILE}:bert")
 
 
 def test_one_call_and_calibration_on_batches_of_several_inputs(texts: Any) -> None:
