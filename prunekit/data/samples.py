@@ -18,7 +18,7 @@ from prunekit.data.settings import DataSettings
 from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
 from prunekit.nested import gather
-from prunekit.tasks import Task
+from prunekit.tasks import Task, Unpacking
 
 KNOWN_BY = 16
 """Samples of each part that its fingerprint is taken from: reading all would take too long."""
@@ -34,13 +34,13 @@ class Samples:
 
     Args:
         dataset: gives samples, such as (image, mask) or a mapping of tensors, all of the same shapes.
-        task: whose `unpack` knows them.
+        unpacking: of the task that knows them (`Task.unpacking`).
         where: what the data is, for messages.
         indices: (N,) int64, which of its samples; None: all.
     """
 
     dataset: MapStyle
-    task: Task
+    unpacking: Unpacking
     where: str
     indices: Tensor | None = None
     corrupt: CorruptImages = field(default_factory=CorruptImages)
@@ -66,7 +66,7 @@ class Samples:
                 f"{self.where}: samples {chosen[:4]}...: expected samples of the same shapes that torch's "
                 f"default_collate makes a batch of, got {type(error).__name__}: {error}"
             ) from error
-        return self.task.unpacked(batch, self.where)
+        return self.unpacking(batch, self.where)
 
     def _sample(self, index: int) -> Any:
         try:
@@ -117,7 +117,7 @@ def sample_splits(
         if len(part) < (2 if name == "train" else 1):
             raise DataError(f"{where} {name}: expected samples, two at least to train on, got {len(part)}")
     names = getattr(parts["train"], "classes", ()) if classes is None else classes
-    made = {name: Samples(part, task, f"{where} {name}") for name, part in parts.items()}
+    made = {name: Samples(part, task.unpacking, f"{where} {name}") for name, part in parts.items()}
     if "validation" not in made:
         rest, drawn = _drawn(len(parts["train"]), settings)
         made["validation"] = replace(made["train"], indices=drawn)

@@ -3,7 +3,7 @@
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION, wilson_interval
 from prunekit.tasks.segmentation import SEGMENTATION
 from prunekit.tasks.settings import TaskName
-from prunekit.tasks.task import Counts, Loss, Score, Task, training_loss
+from prunekit.tasks.task import Counts, Loss, Score, Task, Unpacking, training_loss
 
 TASKS: dict[str, Task] = {task.name: task for task in (IMAGE_CLASSIFICATION, SEGMENTATION, TEXT_CLASSIFICATION)}
 """Those that recipes know by name."""
@@ -18,6 +18,7 @@ __all__ = [
     "Score",
     "Task",
     "TaskName",
+    "Unpacking",
     "training_loss",
     "wilson_interval",
 ]

@@ -45,6 +45,38 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
+class Unpacking:
+    """What of a task takes batches apart; worker processes are given this, and nothing else of the task.
+
+    Attributes:
+        task: its name, for messages.
+        unpack: the task's.
+    """
+
+    task: str
+    unpack: Callable[[Any], tuple[Any, Any]]
+
+    def __call__(self, batch: Any, where: str = "a batch") -> tuple[Any, Any]:
+        """A batch's inputs and targets.
+
+        Raises:
+            DataError: the task does not know how; says what came and what was expected.
+        """
+        try:
+            inputs, targets = self.unpack(batch)
+            samples = count_of(inputs)
+            if not gather(inputs) or samples != len(targets):
+                raise DataError(f"expected inputs with tensors, and as many targets, got {samples} and {len(targets)}")
+        except Exception as error:  # a task of the user's own may raise anything
+            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"{where}: task {self.task!r} cannot unpack {described(batch)}: {reason}; return such samples, or give "
+                "a task of your own whose `unpack` knows these"
+            ) from error
+        return inputs, targets
+
+
+@dataclass(frozen=True)
 class Task:
     """What a model is trained for. Data carries its task (`Splits.task`), so whatever sees the data knows it.
 
@@ -77,24 +109,10 @@ class Task:
         """The score that chooses the best epoch."""
         return self.scores[0]
 
-    def unpacked(self, batch: Any, where: str = "a batch") -> tuple[Any, Any]:
-        """A batch's inputs and targets.
-
-        Raises:
-            DataError: the task does not know how; says what came and what was expected.
-        """
-        try:
-            inputs, targets = self.unpack(batch)
-            samples = count_of(inputs)
-            if not gather(inputs) or samples != len(targets):
-                raise DataError(f"expected inputs with tensors, and as many targets, got {samples} and {len(targets)}")
-        except Exception as error:  # a task of the user's own may raise anything
-            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
-            raise DataError(
-                f"{where}: task {self.name!r} cannot unpack {described(batch)}: {reason}; return such samples, or give "
-                "a task of your own whose `unpack` knows these"
-            ) from error
-        return inputs, targets
+    @property
+    def unpacking(self) -> Unpacking:
+        """`unpack` alone, with its checks."""
+        return Unpacking(self.name, self.unpack)
 
     def score(self, counts: Any) -> dict[str, float]:
         """Every score of summed counts, (K,), by name, in percent."""

@@ -61,7 +61,7 @@ def inputs_for(model: nn.Module, task: Task | None = None) -> Callable[[Any], An
     def take(batch: Any) -> Any:
         if task is None and isinstance(batch, Mapping):
             return batch  # nobody knows what in it are inputs
-        given = arguments(model, inputs_in(batch) if task is None else task.unpacked(batch, "calibration")[0])
+        given = arguments(model, inputs_in(batch) if task is None else task.unpacking(batch, "calibration")[0])
         return given if len(given) > 1 else given[0]
 
     return take

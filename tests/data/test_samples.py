@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from prunekit.tasks import SEGMENTATION, TEXT_CLASSIFICATION, Task
 from prunekit.training import check_fits
 
 CODE = """
+import pickle
 import random
 
 import torch
@@ -103,6 +105,13 @@ def test_samples_are_split_collated_and_taken_apart(file: Path) -> None:
     assert numbers(other, "validation") != numbers(splits, "validation")
     assert other.fingerprint != splits.fingerprint
     assert loaded(file, "split").task is SEGMENTATION
+
+
+def test_workers_that_are_spawned_are_given_what_unpacks_and_no_more_of_the_task(file: Path) -> None:
+    task = replace(SEGMENTATION, loss=lambda output, masks: output.mean())  # as factories make them: not to be pickled
+    part = loaded(file, "scenes", task).test
+    there = pickle.loads(pickle.dumps(part))
+    assert all(map(torch.equal, there.fetch(torch.arange(4))[1:], part.fetch(torch.arange(4))[1:]))
 
 
 def test_what_is_drawn_for_a_sample_depends_on_seed_epoch_and_index_alone(file: Path) -> None:

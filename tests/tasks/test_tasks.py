@@ -100,7 +100,7 @@ def test_sums_of_processes_of_which_one_had_no_batch(monkeypatch: pytest.MonkeyP
 
 def test_texts_come_apart_by_name_and_score_as_classifiers() -> None:
     ids, labels = torch.ones(4, 3, dtype=torch.int64), torch.tensor([0, 1, 1, 0])
-    inputs, targets = TEXT_CLASSIFICATION.unpacked({"label": labels, "input_ids": ids, "attention_mask": ids})
+    inputs, targets = TEXT_CLASSIFICATION.unpacking({"label": labels, "input_ids": ids, "attention_mask": ids})
     assert list(inputs) == ["input_ids", "attention_mask"]
     assert targets is labels
     output = type("Output", (), {"logits": torch.eye(2)[[0, 0, 1, 0]]})()
@@ -122,7 +122,7 @@ def test_texts_come_apart_by_name_and_score_as_classifiers() -> None:
 )
 def test_a_batch_that_a_task_cannot_unpack(name: str, batch: Any, expected: str, came: str) -> None:
     with pytest.raises(DataError) as raised:
-        TASKS[name].unpacked(batch, "here")
+        TASKS[name].unpacking(batch, "here")
     assert str(raised.value).startswith(f"here: task {name!r} cannot unpack ")
     assert expected in str(raised.value)
     assert came in str(raised.value)
