@@ -14,7 +14,7 @@ from prunekit.calibration.layers import Call, CallWatch, Layer
 from prunekit.calibration.patches import gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
-from prunekit.errors import NonFiniteError, UsageError
+from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.inputs import arguments, count_of, inputs_in, taken
 from prunekit.nested import first_not_finite
 
@@ -80,7 +80,18 @@ class _Collector(CallWatch):
             self._add(layer, operands.inputs, layer.matrix(operands.matrix), result)
         final = self._finals.get(call.number)
         if final is not None and isinstance(result, Tensor):
-            self._ends.setdefault(final.call, []).append(final.reading.outputs(result, self._rows(final, result)))
+            ends, found = (
+                self._ends.setdefault(final.call, []),
+                final.reading.outputs(result, self._rows(final, result)),
+            )
+            if ends and ends[0].shape[1:] != found.shape[1:]:
+                raise ModelError(
+                    f"layer {final.weight.rpartition('.')[0]!r}: expected a model that makes the same calls on every "
+                    "batch, but this one branches on values, as attention does that leaves out a mask which masks "
+                    "nothing; turn that off (transformers: attn_implementation='eager'), or choose a criterion such as "
+                    "taylor or l2, without repair"
+                )
+            ends.append(found)
         return result
 
     def _rows(self, layer: Layer, output: Tensor) -> Tensor:
@@ -170,6 +181,7 @@ def collect_patches(
 
     Raises:
         UsageError: there are no batches.
+        ModelError: the model makes other calls on other batches.
         NonFiniteError: a layer reads NaN or Inf; names it, and the weight to blame if one is.
     """
     collector: _Collector | None = None
