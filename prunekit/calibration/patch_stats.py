@@ -80,16 +80,14 @@ class _Collector(CallWatch):
             self._add(layer, operands.inputs, layer.matrix(operands.matrix), result)
         final = self._finals.get(call.number)
         if final is not None and isinstance(result, Tensor):
-            ends, found = (
-                self._ends.setdefault(final.call, []),
-                final.reading.outputs(result, self._rows(final, result)),
-            )
+            ends = self._ends.setdefault(final.call, [])
+            found = final.reading.outputs(result, self._rows(final, result))
             if ends and ends[0].shape[1:] != found.shape[1:]:
                 raise ModelError(
                     f"layer {final.weight.rpartition('.')[0]!r}: expected a model that makes the same calls on every "
-                    "batch, but this one branches on values, as attention does that leaves out a mask which masks "
-                    "nothing; turn that off (transformers: attn_implementation='eager'), or choose a criterion such as "
-                    "taylor or l2, without repair"
+                    "batch, but this one branches on values, as transformers do that leave out a mask which masks "
+                    "nothing; let every batch be alike (some padding in each), or choose a criterion such as taylor "
+                    "or l2, without repair"
                 )
             ends.append(found)
         return result
