@@ -3,9 +3,10 @@
 Each row is a step of training with something in it beside the same step of the same model without, the two timed
 alternately in one run. `ratio` is the median over rounds of the one over the other; `low` and `high` are the 10th and
 90th percentile. `masked` is what fine-tuning runs under: weight masks and gradient masks. `torch/prune` are the same
-zeros by torch.nn.utils.prune. Weights are random, and pruned ones zero in both models.
+zeros by torch.nn.utils.prune. `compiled` is the plain step through torch.compile, beside eager; `compiled/masked` the
+masked one, beside the plain one compiled too. Weights are random, and pruned ones zero in both models.
 
-`grown_bytes` is by how much the live tensors of the process are more after the timed steps than before: it must be 0.
+`grown_bytes`: by how much the live tensors of the process are more after the timed steps than before; it must be 0.
 
     python benchmarks/training.py [--json] [--only PREFIX] [--rounds N] [--threads N] [--batch N] [--size PX]
                                   [--dtype fp32|bf16] [--device cpu|cuda] [--cpu-time] [--keep]
@@ -37,6 +38,7 @@ from prunekit.measure.timing import Timer, alternate, warm_up
 from prunekit.planning import Plan
 from prunekit.training import (
     AverageSettings,
+    CompiledForward,
     DistillSettings,
     FeatureSettings,
     Part,
@@ -73,8 +75,9 @@ class Case:
     """What a step has beside the plain one: parts for a student, whose teacher is another model of its kind."""
 
     name: str
-    parts: Callable[[nn.Module], list[Part]]
+    parts: Callable[[nn.Module], list[Part]] = lambda model: []
     own_parameters: bool = False  # whether it puts others in the place of the model's
+    compiled: tuple[bool, bool] = (False, False)  # the plain step, and the one with something in it
 
 
 def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
@@ -96,29 +99,23 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
         stack.enter_context(clamp_weight_grad(training.model, training.optimizer, OFTEN))
         return stack
 
-    @contextmanager
-    def by_torch(training: Training) -> Iterator[None]:
-        yield
-
     in_force = Within(lambda run: masked(run.model, plan, run.optimizer))
     average, lasso = TrainSettings(average=AverageSettings()), RegulariserSettings("group_lasso", 1e-6)
     logits, features = DistillSettings(), DistillSettings(features=FeatureSettings(("layer[1-4]",)))
-    yield Case("plain", lambda model: [])  # how far two like steps are apart
+    yield Case("plain")  # how far two like steps are apart
     yield Case("masked", lambda model: [in_force])
     yield Case("masks/weights", lambda model: around(lambda run: WeightMasks(run.model, plan, run.optimizer)))
+    yield Case("compiled", compiled=(False, True))
+    yield Case("compiled/masked", lambda model: [in_force], compiled=(True, True))
     yield Case("masked+clamps", lambda model: [in_force, Within(clamps)])
-    yield Case("torch/prune", lambda model: around(by_torch), own_parameters=True)
+    yield Case("torch/prune", own_parameters=True)
     yield Case("average/ema", asked(average))
-    yield Case("masked+ema", lambda model: [in_force, *_averaged(average, plan)])
+    yield Case("masked+ema", lambda model: [in_force, *asked_parts(average, Sources(_splits(), 2, masks=lambda: plan))])
     yield Case("regularise/group_lasso", asked(TrainSettings(regularise=lasso)))
     yield Case("regularise/bn_l1", asked(TrainSettings(regularise=RegulariserSettings("bn_l1", 1e-6))))
     yield Case("regularise/growing", asked(TrainSettings(regularise=RegulariserSettings("growing", 1e-6))))
     yield Case("distill/logits", asked(TrainSettings(distill=logits)))
     yield Case("distill/features", asked(TrainSettings(distill=features)))
-
-
-def _averaged(settings: TrainSettings, plan: Plan) -> list[Part]:
-    return asked_parts(settings, Sources(_splits(), 2, masks=lambda: plan))
 
 
 def _splits() -> Splits:
@@ -138,8 +135,8 @@ def row(case: Case, plan: Plan, setting: Setting) -> dict[str, Any]:
         torch_prune(student, plan)
     with ExitStack() as stack:
         steps = [
-            stack.enter_context(_step(model, case.parts(model) if model is student else [], images, labels, setting))
-            for model in (plain, student)
+            stack.enter_context(_step(model, parts, images, labels, setting, compiled))
+            for model, parts, compiled in zip((plain, student), ([], case.parts(student)), case.compiled, strict=True)
         ]
         runs = [_cpu_time(step) if setting.cpu_time else Timer(step, setting.device) for step in steps]
         for run in runs:
@@ -170,17 +167,18 @@ def _model(plan: Plan, device: torch.device) -> nn.Module:
 
 @contextmanager
 def _step(
-    model: nn.Module, parts: list[Part], images: Tensor, labels: Tensor, setting: Setting
+    model: nn.Module, parts: list[Part], images: Tensor, labels: Tensor, setting: Setting, compiled: bool
 ) -> Iterator[Callable[[], None]]:
     """One step as the training loop makes it, but for what is the same with and without parts."""
     optimizer = SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
     taking, done = Parts(parts), 0
+    called = CompiledForward(model) if compiled else model
 
     def step() -> None:
         nonlocal done
         done += 1
         with autocast(setting.precision, setting.device):
-            output = model(images)
+            output = called(images)
             loss = taking.added_to(F.cross_entropy(output, labels), images, output, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         taking.before_step(done)
@@ -190,6 +188,8 @@ def _step(
 
     with taking.active(Training(model, optimizer, setting.device, STEPS, 1)):
         yield step
+        if isinstance(called, CompiledForward) and called.compilation.fallback is not None:
+            raise RuntimeError(called.compilation)
 
 
 def _cpu_time(step: Callable[[], None]) -> Callable[[], float]:
@@ -209,7 +209,7 @@ def _live_bytes() -> int:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         return int(torch.cuda.memory_allocated())
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    tensors = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]  # torch.compile's are fake
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

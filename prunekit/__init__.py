@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prunekit.calibration import ChannelStats, StatsCollector, collect_gradients
     from prunekit.calibration import collect as calibrate
+    from prunekit.capturing.capture import capture  # not through the package: there mypy finds the module first
+    from prunekit.capturing.intervene import intervene
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
+    from prunekit.diagnosis import diagnose
     from prunekit.errors import PrunekitError
     from prunekit.masking import (
         ActivationMasks,
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
     from prunekit.repair import RepairSettings
-    from prunekit.training import carry_average, carry_over, recalibrate_batchnorm
+    from prunekit.training import GradientFlow, carry_average, carry_over, recalibrate_batchnorm
+    from prunekit.visualise import class_activation_map, saliency
     from prunekit.workflow import plan_model, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
     from prunekit.workflow.finetune import finetune
@@ -42,6 +46,7 @@ _PLACES = {
     "ChangingMasks": "prunekit.masking:ChangingMasks",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
+    "GradientFlow": "prunekit.training:GradientFlow",
     "ModelSettings": "prunekit.models:ModelSettings",
     "Plan": "prunekit.planning:Plan",
     "PruneSettings": "prunekit.planning:PruneSettings",
@@ -51,17 +56,21 @@ _PLACES = {
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
+    "capture": "prunekit.capturing:capture",
     "carry_average": "prunekit.training:carry_average",
     "carry_over": "prunekit.training:carry_over",
     "channels_last": "prunekit.deploy:channels_last",
     "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
     "collect_gradients": "prunekit.calibration:collect_gradients",
+    "class_activation_map": "prunekit.visualise:class_activation_map",
     "compact": "prunekit.compaction:compact",
+    "diagnose": "prunekit.diagnosis:diagnose",
     "explain": "prunekit.workflow:explain",
     "finetune": "prunekit.workflow:finetune",
     "flush_subnormals": "prunekit.deploy:flush_subnormals",
     "fold_batchnorm": "prunekit.deploy:fold_batchnorm",
+    "intervene": "prunekit.capturing:intervene",
     "load": "prunekit.compaction:load",
     "load_plan": "prunekit.planning:load_plan",
     "masked": "prunekit.masking:masked",
@@ -69,6 +78,7 @@ _PLACES = {
     "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
+    "saliency": "prunekit.visualise:saliency",
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
@@ -95,6 +105,7 @@ __all__ = [
     "ChangingMasks",
     "ChannelMap",
     "ChannelStats",
+    "GradientFlow",
     "ModelSettings",
     "Plan",
     "PruneSettings",
@@ -104,17 +115,21 @@ __all__ = [
     "StatsCollector",
     "calibrate",
     "calibrate_thresholds",
+    "capture",
     "carry_average",
     "carry_over",
     "channels_last",
     "clamp_activation_grad",
     "clamp_weight_grad",
+    "class_activation_map",
     "collect_gradients",
     "compact",
+    "diagnose",
     "explain",
     "finetune",
     "flush_subnormals",
     "fold_batchnorm",
+    "intervene",
     "load",
     "load_plan",
     "masked",
@@ -122,6 +137,7 @@ __all__ = [
     "profile",
     "prune",
     "recalibrate_batchnorm",
+    "saliency",
     "save",
     "sensitivity",
     "trace",

@@ -38,8 +38,8 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
         TypeError: something else is in it; says where.
         OSError: the disk is full, or cannot be written to; what was in `folder` before is still there.
     """
-    tensors: dict[str, Tensor] = {}
-    body = {"format": FORMAT, "state": _encoded(state, "", tensors)}
+    plain, tensors = taken_apart(state)
+    body = {"format": FORMAT, "state": plain}
     with atomic_folder(folder, durable=True) as temporary:
         save_tensors(temporary / TENSORS, tensors)
         body["tensors"] = sha256(temporary / TENSORS)
@@ -66,9 +66,24 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not path.is_file() or sha256(path) != body["tensors"]:
         raise ArtifactError(f"{path}: missing, or not what prunekit wrote (checksum differs)")
     try:
-        state: dict[str, Any] = _decoded(body["state"], safetensors.torch.load_file(path))
+        return put_together(body["state"], safetensors.torch.load_file(path))
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error
+
+
+def taken_apart(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """A state in JSON's terms, and its tensors by name: contiguous copies on the CPU.
+
+    Raises:
+        TypeError: something else is in it; says where.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _encoded(state, "", tensors), tensors
+
+
+def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state that `taken_apart` took apart."""
+    state: dict[str, Any] = _decoded(plain, tensors)
     return state
 
 

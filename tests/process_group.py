@@ -7,9 +7,10 @@ file, because a port may be taken.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ LIMIT_S = 240
 """On a machine that does other work meanwhile."""
 
 
-def together(processes: int, folder: Path, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def together(
+    processes: int, folder: Path, work: Callable[..., Any], *arguments: Any, killed: Collection[int] = ()
+) -> list[Any]:
     """What `work(*arguments)` returns in each process of a group, in their order.
 
     Args:
         folder: where they meet, and leave what they return.
         work: a function of a module; the processes import it.
+        killed: numbers of processes that are, and return nothing.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "prunekit.workflow.finetune"])
@@ -40,7 +44,8 @@ def together(processes: int, folder: Path, work: Callable[..., Any], *arguments:
         process.join(max(0.0, end - time.monotonic()))
         if process.exitcode is None:
             process.kill()
-    told = [folder / f"{rank}.pt" for rank in range(processes)]
+    assert {rank for rank, process in enumerate(started) if process.exitcode == -signal.SIGKILL} == set(killed)
+    told = [folder / f"{rank}.pt" for rank in range(processes) if rank not in killed]
     assert [path.name for path in told if not path.exists()] == [], "a process ended without a result"
     found = [torch.load(path, weights_only=False) for path in told]
     failed = [f"process {rank}: {error}" for rank, (_, error) in enumerate(found) if error]

@@ -90,6 +90,21 @@ def test_training_steps_beside_plain_ones_and_what_memory_grows_by() -> None:
     assert rows[0]["grown_bytes"] == 0
 
 
+def test_captures_beside_the_plain_forward_and_copies_beside_the_memory() -> None:
+    arguments = ("--model", "resnet18", "--batch", "1", "--size", "32", "--rounds", "2", "--json")
+    done = run("capture.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert [name.removesuffix("/resnet18") for name in rows] == [
+        "capture/hooks", "capture/mean", "capture/moments", "capture/extremes", "capture/copies", "torch/copies"
+    ]  # fmt: skip
+    for row in rows.values():
+        assert row["outputs"] == 20
+        assert 0 < row["low"] <= row["ratio"] <= row["high"]
+    copies = rows["capture/copies/resnet18"]
+    assert copies["of_copy"] == pytest.approx(copies["added_ms"] / copies["copy_ms"])
+
+
 def test_time_per_operator_is_measured_for_both_nets() -> None:
     done = run("scaling.py", "--json", "--sizes", "24", "--repeats", "1")
     assert done.returncode == 0, done.stderr

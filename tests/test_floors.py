@@ -15,11 +15,11 @@ FLOORS = {
     "catalogue": 0, "inputs": 0, "vocabulary": 0, "distributed": 0,
     "channels": 1,
     "data": 2, "models": 2, "calibration": 2, "tasks": 2,
-    "criteria": 3,
+    "criteria": 3, "capturing": 3,
     "planning": 4,
     "masking": 5, "compaction": 5, "repair": 5,
     "measure": 6, "export": 6,
-    "training": 7, "deploy": 7,
+    "training": 7, "deploy": 7, "visualise": 7, "diagnosis": 7,
     "workflow": 8,
     "recipe": 9, "report": 9,
     "cli": 10, "__main__": 11,
@@ -45,6 +45,7 @@ WITHIN = {
 FORBIDDEN = {
     "planning": {"yaml", "ruamel", "click"},
     "training": {"yaml", "ruamel", "click"},
+    "visualise": {"yaml", "ruamel", "click"},
     "measure": {"yaml", "ruamel", "click"},
     "channels": {"yaml", "ruamel", "click", "torchvision"},
 }

@@ -81,8 +81,9 @@ _MIXING = frozenset(
 )  # fmt: skip
 """What takes the entries of a weight elsewhere, or sums over them."""
 
-See = Callable[[Consumer, Tensor, int], None]
-"""Gets a consumer, a tensor that it reads or makes, and which axis of that holds the channels."""
+See = Callable[[Consumer, Tensor, int], Tensor | None]
+"""Gets a consumer, a tensor that it reads or makes, and which axis of that holds the channels; returns the one to use
+in its place, or None."""
 
 
 class ReadWatch(CallWatch):
@@ -93,7 +94,7 @@ class ReadWatch(CallWatch):
 
     Args:
         model: whose tensors are known by name.
-        before, after: get what is read, before it may be overwritten, and what is made.
+        before, after: get what is read, before it may be overwritten, and what is made; may put others in their place.
     """
 
     def __init__(self, model: nn.Module, before: See, after: See) -> None:
@@ -119,10 +120,10 @@ class ReadWatch(CallWatch):
             return call.run()
         groups = call.argument(6, "groups") or 1
         consumer = Consumer(name, values.shape[product.axis(values)], int(groups), product.input_axis)
-        self._before(consumer, values, product.axis(values))
-        result = call.run()
-        self._after(consumer, result, product.axis(result))
-        return result
+        replaced = self._before(consumer, values, product.axis(values))
+        result = (call if replaced is None else call.reading(product.values, product.names[0], replaced)).run()
+        changed = self._after(consumer, result, product.axis(result))
+        return result if changed is None else changed
 
     def _sources(self, tensor: Tensor) -> frozenset[str]:
         """Which of the model's tensors one is or is made of; none if also of others."""

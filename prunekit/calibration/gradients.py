@@ -81,7 +81,6 @@ def collect_gradients(
         NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter and the batch.
     """
     rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
-    draw = torch.Generator().manual_seed(seed)
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
     with training_mode(model, False), torch.enable_grad(), plain, _all_trainable(model) as parameters:
         weights = list(parameters.values())
@@ -93,7 +92,8 @@ def collect_gradients(
             gradients = torch.autograd.grad(value, weights, allow_unused=True, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]
             if second_order:
-                found += curvature_factors(weights, gradients, draw)
+                signs = torch.Generator().manual_seed(int(np.random.default_rng((seed, number)).integers(2**63)))
+                found += curvature_factors(weights, gradients, signs)  # drawn for the batch, whoever looks at it
             for kind, factors in zip(rows, found, strict=False):
                 _add(kind, parameters, factors, number)
     if not rows[0]:

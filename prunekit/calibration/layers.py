@@ -99,6 +99,12 @@ class Call(NamedTuple):
         """An argument that may be given by its place or by its name."""
         return self.args[place] if len(self.args) > place else self.named.get(name, default)
 
+    def reading(self, place: int, name: str, value: Any) -> Call:
+        """The same call with another argument."""
+        if len(self.args) > place:
+            return self._replace(args=(*self.args[:place], value, *self.args[place + 1 :]))
+        return self._replace(named={**self.named, name: value})
+
 
 class Operands(NamedTuple):
     """What a linear layer is called with; the names are those of the model's parameters."""

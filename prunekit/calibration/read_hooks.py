@@ -7,13 +7,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.consumers import Consumer, ReadWatch
+from prunekit.calibration.consumers import Consumer, ReadWatch, See
 from prunekit.calibration.passes import PassHooks, run_passes
 from prunekit.channels.substitutes import SUBSTITUTES, substitute_all
 from prunekit.hooks import refuse_nested
 
 
-class ReadHooks(PassHooks):
+class WatchedPasses(PassHooks):
+    """Passes in which the layers with a weight are seen at the level of torch's functions, where that is asked for."""
+
+    _reads: ReadWatch | None = None
+    _reading = False
+
+    def watch_reads(self, before: See, after: See, watch: type[ReadWatch] = ReadWatch) -> None:
+        """Watches torch's functions while the model runs.
+
+        Until this owner has left, attention modules that hide their projections from torch's functions are their
+        equivalents, and attention's fast path is off.
+        """
+        self.own(_SlowAttention())
+        self.own(_Substituted(self._model))
+        self._reads = watch(self._model, before, after)
+
+    def remove(self) -> None:
+        """Removes every hook of this owner, also when a pass was interrupted."""
+        super().remove()
+        self._stop_reading()
+
+    def _enter(self, *forward: Any) -> None:
+        super()._enter(*forward)
+        if self._depth == 1 and self._reads is not None:
+            self._reads.__enter__()  # type: ignore[no-untyped-call]
+            self._reading = True
+
+    def _leave(self, *forward: Any) -> None:
+        if self._depth == 1:
+            self._stop_reading()
+        super()._leave(*forward)
+
+    def _stop_reading(self) -> None:
+        if self._reading and self._reads is not None:
+            self._reading = False
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._reads.forget()
+
+
+class ReadHooks(WatchedPasses):
     """Sees the input of every layer with a weight in each forward pass; subclasses say what becomes of it.
 
     Inside the `with`, attention modules that hide their projections from torch's functions are their equivalents, and
@@ -24,7 +63,6 @@ class ReadHooks(PassHooks):
         super().__init__(model)
         self.consumers: dict[str, Consumer] = {}
         """Those that were called so far, by their path."""
-        self._reads: ReadWatch | None = None
 
     def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Takes note of an input, which a later layer may overwrite; `axis` holds the channels."""
@@ -34,20 +72,7 @@ class ReadHooks(PassHooks):
 
     def watch(self) -> None:
         """Prepares the watch over torch's functions, which is on while the model runs."""
-        self.own(_SlowAttention())
-        self.own(_Substituted(self._model))
-        self._reads = ReadWatch(self._model, self._before, self._after)
-
-    def _enter(self, *forward: Any) -> None:
-        super()._enter(*forward)
-        if self._depth == 1 and self._reads is not None:
-            self._reads.__enter__()  # type: ignore[no-untyped-call]
-
-    def _leave(self, *forward: Any) -> None:
-        if self._depth == 1 and self._reads is not None:
-            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._reads.forget()
-        super()._leave(*forward)
+        self.watch_reads(self._before, self._after)
 
     def _before(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         if self.inside and values.is_floating_point():

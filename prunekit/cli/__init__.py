@@ -9,6 +9,7 @@ import click
 
 from prunekit.cli.bench import bench_command
 from prunekit.cli.calibrate import calibrate_command
+from prunekit.cli.diagnose import diagnose_command
 from prunekit.cli.evaluate import evaluate_command
 from prunekit.cli.explain import explain_command
 from prunekit.cli.finetune import finetune_command
@@ -19,6 +20,7 @@ from prunekit.cli.options import debug_option
 from prunekit.cli.profile import profile_command
 from prunekit.cli.prune import prune_command
 from prunekit.cli.sensitivity import sensitivity_command
+from prunekit.cli.visualise import visualise_group
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -40,6 +42,8 @@ COMMANDS = (
     profile_command,
     bench_command,
     explain_command,
+    diagnose_command,
+    visualise_group,
     inspect_command,
     list_command,
 )

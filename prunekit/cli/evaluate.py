@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, one_target, recipe_of_data, refuse_idle_overrides
 from prunekit.cli.options import (
     common_options,
     device_option,
@@ -53,7 +53,7 @@ def evaluate_command(
     console = Console(as_json)
     check_folder(output)
     targets, overrides = split_overrides(arguments)
-    data_recipe = _data_recipe(targets, data_recipe)
+    data_recipe = recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
     given = ModelOptions(**options)
     whole = any(map(is_recipe, targets))
@@ -97,16 +97,6 @@ def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, 
 
 def _task(given: ModelOptions) -> Literal["own", "image_classification"]:
     return "own" if given.task else "image_classification"
-
-
-def _data_recipe(targets: list[str], given: str | None) -> str | None:
-    own = next((target for target in targets if is_recipe(target)), None)
-    if own is not None and given is not None:
-        raise UsageError(f"--recipe goes with a model folder, a zoo's name or --model; {own} has images of its own")
-    if own or given or not targets:
-        return own or given
-    beside = Path(targets[0]).resolve().parent / "recipe.yaml"
-    return str(beside) if Path(targets[0]).is_dir() and beside.is_file() else None
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -90,3 +90,19 @@ def refuse_idle_overrides(overrides: Sequence[str], recipes: Iterable[str | None
     changes = [repr(overrides[0])] if overrides else [f"--data {data}"] if data else []
     if changes and not any(recipe is not None and is_recipe(recipe) for recipe in recipes):
         raise UsageError(f"{changes[0]} changes a recipe, and no recipe was given")
+
+
+def recipe_of_data(targets: Sequence[str], given: str | None) -> str | None:
+    """The recipe whose images a command uses: what it names as its model, `--recipe`, or that of the run which a model
+    folder lies in; None where there is none.
+
+    Raises:
+        UsageError: the model is a recipe, and another one was given.
+    """
+    own = next((target for target in targets if is_recipe(target)), None)
+    if own is not None and given is not None:
+        raise UsageError(f"--recipe goes with a model folder, a zoo's name or --model; {own} has images of its own")
+    if own or given or not targets:
+        return own or given
+    beside = Path(targets[0]).resolve().parent / "recipe.yaml"
+    return str(beside) if Path(targets[0]).is_dir() and beside.is_file() else None

@@ -9,7 +9,7 @@ from prunekit.data.mixing import Mixing
 from prunekit.data.own import load_own
 from prunekit.data.samples import Samples, sample_splits
 from prunekit.data.settings import AugmentSettings, DataSettings, Workers
-from prunekit.data.sources import load_splits, missing_data
+from prunekit.data.sources import feed_of, load_splits, missing_data
 from prunekit.data.splits import Splits
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Workers",
     "batches",
     "describe_corrupt",
+    "feed_of",
     "load_own",
     "load_splits",
     "missing_data",

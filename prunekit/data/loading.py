@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,12 +48,14 @@ class Chunk:
         draw: seed, epoch and the batch's number in it.
         augment: whether images are changed at random.
         mixing: how they are mixed with each other.
+        before: (0 or 1,) int64: of a share of a batch, the image that comes before it in the batch, which is a ring.
     """
 
     indices: Tensor
     draw: tuple[int, int, int]
     augment: bool
     mixing: Mixing | None
+    before: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property
     def seed(self) -> int:
@@ -62,8 +64,15 @@ class Chunk:
 
     def fetch(self, dataset: SampleDataset) -> Batch:
         """Reads, augments and mixes; the labels of mixed images are (B, classes) float32."""
-        images, labels = dataset.fetch(self.indices, self.draw[:2] if self.augment else None)
-        return (images, labels) if self.mixing is None or not len(labels) else self.mixing(images, labels, self.draw)
+        draw = self.draw[:2] if self.augment else None
+        images, labels = dataset.fetch(self.indices, draw)
+        if self.mixing is None or not len(labels):
+            return images, labels
+        if not len(self.before):
+            return self.mixing(images, labels, self.draw)
+        other, label = dataset.fetch(self.before, draw)
+        images, labels = self.mixing(torch.cat([other, images]), torch.cat([label, labels]), self.draw)
+        return images[len(label) :], labels[len(label) :]
 
 
 @dataclass(frozen=True)
@@ -144,10 +153,11 @@ class Batches:
     def _chunks(self) -> Iterator[Chunk]:
         indices = torch.split(self.order(), self.batch_size)
         for number in self._shared(range(self.start, self._all)):
-            part = indices[number]
-            if self.share.split:
-                part = torch.tensor_split(part, self.share.of)[self.share.rank]
-            yield Chunk(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing)
+            part, before = indices[number], indices[number][:0]
+            if self.share.split and self.share.of > 1:
+                parts = torch.tensor_split(part, self.share.of)
+                part, before = parts[self.share.rank], parts[self.share.rank - 1][-1:]
+            yield Chunk(part, (self.shuffle_seed or 0, self.epoch, number), self.augment, self.mixing, before)
 
     def _here(self, chunks: Sequence[Chunk]) -> Iterator[Batch]:
         for chunk in chunks:

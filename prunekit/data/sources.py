@@ -123,6 +123,11 @@ def _forms(parts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {part.shape or 'pixels'}" for name, part in parts.items())
 
 
+def feed_of(settings: DataSettings) -> Feed:
+    """How image files are fed with these settings."""
+    return _feed(settings, HALF, HALF) if settings.source == "digits" else _feed(settings)
+
+
 def _feed(
     settings: DataSettings, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
 ) -> Feed:
@@ -133,7 +138,7 @@ def _digits(settings: DataSettings) -> Source:
     """UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 grey images of 8x8, values 0..16."""
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
         pixels, labels = archive["images"][:, None], archive["labels"].astype(np.int64)
-    feed = _feed(settings, HALF, HALF)
+    feed = feed_of(settings)
     dataset = TensorImages(torch.from_numpy(pixels), torch.from_numpy(labels), feed, scale=16.0)
     classes = tuple(str(digit) for digit in range(10))
     return Source("digits", classes, dataset, None, (pixels.tobytes(), labels.tobytes()))

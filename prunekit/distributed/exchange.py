@@ -29,6 +29,11 @@ def everyone(flag: bool) -> bool:
     return total(int(flag))[0] == size()
 
 
+def main_says(flag: bool) -> bool:
+    """Whether it is so in the main process."""
+    return total(int(flag and is_main()))[0] > 0
+
+
 def total(*numbers: float) -> tuple[float, ...]:
     """Sums over all processes, in float64: exact for whole numbers up to 2^53."""
     if size() == 1:
@@ -36,6 +41,15 @@ def total(*numbers: float) -> tuple[float, ...]:
     sums = torch.tensor(numbers, dtype=torch.float64, device=_where())
     dist.all_reduce(sums)
     return tuple(sums.tolist())
+
+
+def total_of(values: Tensor) -> Tensor:
+    """The sum of a tensor over all processes, entry by entry; without a gradient."""
+    if size() == 1:
+        return values.detach()
+    sums = values.detach().to(_where(values), copy=True).contiguous()
+    dist.all_reduce(sums)
+    return sums.to(values.device)
 
 
 def gather(value: T) -> list[T]:

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from prunekit.distributed.group import rank, size
-from prunekit.errors import PeerError
+from prunekit.errors import PeerError, RunError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 TOLD_S = 5.0
 """How long another process may take to say why it failed."""
+GONE = ("by peer", "remote process exit")
+"""What gloo and NCCL say where a process they talk to is no more."""
+LOST = (
+    "another process has ended without a word: killed, out of memory, or its machine is gone; a run that keeps "
+    "checkpoints goes on with --resume"
+)
 
 
 def store() -> Store:
@@ -43,10 +49,13 @@ def one_for_all(*passing: type[BaseException]) -> Iterator[None]:
     except BaseException as error:
         if size() == 1 or isinstance(error, PeerError):
             raise
-        failed = _claim(error)
-        if failed is None or (isinstance(error, KeyboardInterrupt) and failed.exit_code == INTERRUPTED):
+        told = RunError(LOST) if isinstance(error, RuntimeError) and any(text in str(error) for text in GONE) else error
+        failed = _claim(told)
+        if isinstance(error, KeyboardInterrupt) and failed is not None and failed.exit_code == INTERRUPTED:
             raise  # a launcher interrupts all of them
-        raise failed from error
+        if failed is None and told is error:
+            raise
+        raise failed or told from error
 
 
 def require_no_failure() -> None:

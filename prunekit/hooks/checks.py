@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +31,7 @@ class HookWarning(UserWarning):
 
 def recomputing() -> bool:
     """Whether a backward pass is running now: a forward pass inside it is activation checkpointing's second one."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def never_called(module: nn.Module) -> bool:
@@ -64,6 +67,32 @@ def refuse_compiled(model: nn.Module, owner: str) -> None:
             raise ModelError(
                 f"{owner}: {path or 'the model'} is compiled, and hooks added after torch.compile are silently "
                 "ignored; enter with the model as it was before, and compile it inside if at all"
+            )
+
+
+def not_traced(what: str) -> None:
+    """Has `torch.compile` leave what follows out of its graph, and say why where it must be one; otherwise nothing."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=what)
+
+
+def require_not_compiled(model: nn.Module, owner: str) -> None:
+    """Checks that `torch.compile` has compiled no code that this model runs, of this model or another of its class.
+
+    Raises:
+        ModelError: it has, and hooks that came later were left out of a forward pass.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for path, module in model.named_modules():
+        forward = inspect.unwrap(type(module).forward)
+        if isinstance(forward, FunctionType) and _debug_get_cache_entry_list(forward.__code__):
+            raise ModelError(
+                f"{owner}: its hooks did not run, because {path or 'the model'} ({type(module).__name__}), or another "
+                "of its class, was compiled before they were there; compile after entering, or call "
+                "torch._dynamo.reset() then"
             )
 
 

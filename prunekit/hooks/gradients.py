@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.hooks.checks import not_traced
 from prunekit.hooks.owned import Active
 from prunekit.hooks.reading import Change, Read, catch, read_by
 from prunekit.nested import map_tensors, tensors_in
@@ -25,24 +26,45 @@ Check = Callable[[Any], object]
 """Looks at what a module returned, or was given, and raises if that is not what its gradients were meant of."""
 
 
+Traced = Callable[[Tensor], Tensor]
+"""Takes a module's first result, and returns the same values with another way back; of operators alone."""
+
+
 class OutputGradients:
     """A forward hook that catches the gradients of a module's results, while its owner is active."""
 
-    def __init__(self, owner: Active, change: GradientChange, check: Check | None) -> None:
-        self._owner, self._change, self._check = owner, change, check
-        self._first = at(owner, change, 0)
+    def __init__(
+        self, owner: Active, change: GradientChange, check: Check | None, traced: Traced | None = None
+    ) -> None:
+        self._owner, self._change, self._check, self._traced = owner, change, check, traced
 
-    def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+    def change(self) -> GradientChange:
+        """What the gradients of the call that runs now go through."""
+        return self._change
+
+    def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
         """Hooks the tensors of a result; a single one, as nearly always, without looking for others."""
         if self._check is not None:
             self._check(result)
+        if self._traced is not None and torch.compiler.is_compiling():
+            return _first_replaced(result, self._traced)
+        not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         if isinstance(result, Tensor):
             if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
-                catch(result, self._first)
-            return
-        for index, tensor in differentiable(result):
-            if tensor.grad_fn is not None:
-                catch(tensor, at(self._owner, self._change, index))
+                catch(result, at(self._owner, self.change(), 0))
+            return None
+        found = [(index, tensor) for index, tensor in differentiable(result) if tensor.grad_fn is not None]
+        change = self.change() if found else self._change
+        for index, tensor in found:
+            catch(tensor, at(self._owner, change, index))
+        return None
+
+
+def _first_replaced(result: Any, traced: Traced) -> Any:
+    if isinstance(result, Tensor):
+        return traced(result)
+    first = next(iter(tensors_in(result)), None)
+    return map_tensors(result, lambda tensor: traced(tensor) if tensor is first else tensor)
 
 
 def differentiable(value: Any) -> Iterator[tuple[int, Tensor]]:
@@ -70,15 +92,22 @@ class InputGradients:
         self._owner, self._change, self._check = owner, change, check
         self._running: list[list[Read]] = []  # a module may call itself
 
+    def change(self) -> GradientChange:
+        """What the gradients of the call that runs now go through."""
+        return self._change
+
     def before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
         """Exchanges the inputs."""
         if self._check is not None:
             self._check((arguments, named))
+        not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         reads: dict[int, Read] = {}
         if torch.is_grad_enabled():
-            for index, tensor in differentiable((arguments, named)):
+            found = list(differentiable((arguments, named)))
+            change = self.change() if found else self._change
+            for index, tensor in found:
                 read = reads[id(tensor)] = read_by(module, tensor)
-                catch(read.view, at(self._owner, self._change, index))
+                catch(read.view, at(self._owner, change, index))
         self._running.append(list(reads.values()))  # known to other owners while the module runs
         if not reads:
             return None

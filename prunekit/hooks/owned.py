@@ -10,7 +10,13 @@ from prunekit.hooks.checks import HookWarning, recomputing
 
 
 class Active(Protocol):
-    """What a hook asks of its owner."""
+    """What a hook asks of its owner, and tells it.
+
+    Attributes:
+        called: set whenever a hook runs.
+    """
+
+    called: bool
 
     @property
     def active(self) -> bool: ...
@@ -29,6 +35,7 @@ class OwnedHook:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self._owner is None or not self._owner.active:
             return None
+        self._owner.called = True
         if not self._again and recomputing():
             self._again = True  # said once
             warnings.warn(

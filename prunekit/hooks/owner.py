@@ -8,8 +8,8 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from prunekit.hooks.checks import warn_if_ignored
-from prunekit.hooks.gradients import Check, GradientChange, InputGradients, OutputGradients, at
+from prunekit.hooks.checks import require_not_compiled, warn_if_ignored
+from prunekit.hooks.gradients import Check, GradientChange, InputGradients, OutputGradients, Traced, at
 from prunekit.hooks.owned import OwnedHook
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
@@ -37,6 +37,9 @@ class HookOwner:
 
     def __init__(self) -> None:
         self._handles: list[Removable] = []
+        self._active = False  # its own, for torch.compile, which cannot ask lists of handles
+        self._forward = False  # whether there are hooks that forward passes run
+        self.called = False
 
     def register(self) -> None:
         """Registers this owner's hooks; called once by `__enter__`."""
@@ -45,6 +48,7 @@ class HookOwner:
     def own(self, handle: Removable) -> None:
         """Takes charge of a handle: it is removed when this owner exits."""
         self._handles.append(handle)
+        self._active = True
 
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False) -> None:
         """Runs a hook before a module's forward; it may change the arguments.
@@ -56,6 +60,7 @@ class HookOwner:
                 second run is warned of.
         """
         warn_if_ignored(module, type(self).__name__)
+        self._forward = True
         self.own(module.register_forward_pre_hook(OwnedHook(self, hook, again=again), with_kwargs=True))
 
     def own_forward(
@@ -70,10 +75,13 @@ class HookOwner:
             first: whether it runs before the hooks that are there already, so that they see what it returns.
         """
         warn_if_ignored(module, type(self).__name__)
+        self._forward = True
         owned = OwnedHook(self, hook, again=again)
         self.own(module.register_forward_hook(owned, prepend=first, with_kwargs=True, always_call=always))
 
-    def own_output_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
+    def own_output_gradients(
+        self, module: nn.Module, change: GradientChange, check: Check | None = None, traced: Traced | None = None
+    ) -> None:
         """Passes the gradients of a module's results through `change`, before its own backward sees them.
 
         What a full-backward pre-hook does, for every module: see `prunekit.hooks.gradients`. A tensor that a module
@@ -83,8 +91,9 @@ class HookOwner:
             module: its result may be a tensor, or tensors nested in tuples, lists and dictionaries.
             change: see `GradientChange`.
             check: gets each result first, and raises if it won't do.
+            traced: what a graph of `torch.compile` has in the place of `change`; None: that goes through Python.
         """
-        self.own_forward(module, OutputGradients(self, change, check).after, again=True)
+        self.own_forward(module, OutputGradients(self, change, check, traced).after, again=True)
 
     def own_input_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
         """Passes the gradients that a module sends back to its inputs through `change`.
@@ -109,15 +118,27 @@ class HookOwner:
         """Runs a hook on a parameter each time its `.grad` has been added to; it may write to that."""
         self.own(parameter.register_post_accumulate_grad_hook(OwnedHook(self, hook)))  # type: ignore[no-untyped-call]
 
+    def own_hearing(self, model: nn.Module) -> None:
+        """Has forward passes of a model fail that leave this owner's hooks on its modules out; call it after these.
+
+        `torch.compile` compiles once for what it does not know to have changed, and hooks that come later are no such
+        change to it, also where only a model of the same class was compiled.
+        """
+        if self._forward:
+            hearing = Hearing(self, model)
+            self.own(hearing)
+            hearing.__enter__()
+
     @property
     def active(self) -> bool:
         """Whether hooks of this owner are registered now."""
-        return bool(self._handles)
+        return self._active
 
     def remove(self) -> None:
         """Removes every hook of this owner; harmless when called again."""
         while self._handles:
             self._handles.pop().remove()
+        self._active = self._forward = False
 
     def __enter__(self) -> Self:
         if self.active:
@@ -133,3 +154,26 @@ class HookOwner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
+
+
+class Hearing(HookOwner):
+    """Looks whether the hooks of another owner run.
+
+    Raises:
+        ModelError: in a forward pass, when none did, and code of the model is compiled.
+    """
+
+    def __init__(self, owner: HookOwner, model: nn.Module) -> None:
+        super().__init__()
+        self._owner, self._model = owner, model
+
+    def register(self) -> None:
+        self.own_forward_pre(self._model, self._begin, again=True)
+        self.own_forward(self._model, self._end, again=True)
+
+    def _begin(self, *_: Any) -> None:
+        self._owner.called = False
+
+    def _end(self, *_: Any) -> None:
+        if not self._owner.called:
+            require_not_compiled(self._model, type(self._owner).__name__)

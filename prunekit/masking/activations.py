@@ -18,6 +18,8 @@ from prunekit.masking.targets import BITS
 from prunekit.nested import gather, map_tensors
 
 Side = Literal["input", "output"]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What `hardshrink` takes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class ActivationMasks(HookOwner):
 
     Raises:
         UsageError: a threshold is negative, a glob matches nothing, or the side is not that of the thresholds.
-        ModelError: on enter, when the model is compiled; in a hook, when a module has no floating-point tensor there.
+        ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
+            was; in a hook, when a module has no floating-point tensor there.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class ActivationMasks(HookOwner):
         refuse_compiled(self._model, type(self).__name__)
         for path, threshold in self._thresholds.items():
             change_activations(self, self._model, path, self._side, self._mask(path, threshold))
+        self.own_hearing(self._model)
 
     def sparsity(self) -> ActivationSparsity:
         """What was counted since this was made; the recomputation of activation checkpointing counts once.
@@ -91,12 +95,10 @@ class ActivationMasks(HookOwner):
         return ActivationSparsity(self._zeros.counts(), self._zeros.totals())
 
     def _mask(self, path: str, threshold: float) -> Callable[[Tensor], Tensor]:
-        bounds: dict[torch.dtype, float] = {}
+        bounds = {dtype: _largest_below(threshold, dtype) for dtype in FLOATS} if threshold else {}
 
         def mask(tensor: Tensor) -> Tensor:
             if threshold:
-                if tensor.dtype not in bounds:
-                    bounds[tensor.dtype] = _largest_below(threshold, tensor.dtype)
                 tensor = F.hardshrink(tensor, bounds[tensor.dtype])  # one pass, forward and backward
             if self._zeros is not None and not recomputing():
                 self._zeros.add(path, count_zeros(tensor), tensor.numel())

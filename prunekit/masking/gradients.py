@@ -15,15 +15,23 @@ from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
 from prunekit.masking.targets import BITS, Entries, MaskedTensor, all_or_no_bits, masked_tensors, widest_masks
 from prunekit.planning import Plan
 
+SMALL = 64
+"""Positions of a channel below which a mask has an entry for each of them."""
+
 
 class GradientMasks(HookOwner):
     """Keeps gradients of pruned entries at exactly 0.0, as a context manager.
 
     Two kinds of hooks: on each module that owns pruned parameters, the gradient of its output is masked along the
     pruned output channels before its own backward runs, whatever is written to in place later; and each pruned
-    parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps NaN and
-    Inf of a pruned channel from spreading, the second is what an optimizer sees. Gradients that were there on enter
-    are masked by the next backward.
+    parameter's gradient is masked when it has been accumulated, which is exact on every axis. The first keeps what
+    comes back through a pruned channel, NaN and Inf too, from spreading; the second is what an optimizer sees.
+    Gradients that were there on enter are masked by the next backward.
+
+    A module that keeps every channel to itself, as BatchNorm does, has none of the first kind where what it reads was
+    made by modules that have: nothing can spread in it, and behind it the gradient is masked all the same.
+
+    Under `torch.compile` what the first kind do is part of the graph.
 
     Args:
         model: its parameters are not changed.
@@ -34,7 +42,8 @@ class GradientMasks(HookOwner):
 
     Raises:
         PlanError: the plan does not fit the model.
-        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+        ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
+            was: hooks added after `torch.compile` are silently ignored.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, *, entries: Entries | None = None, changing: bool = False) -> None:
@@ -49,8 +58,10 @@ class GradientMasks(HookOwner):
     def register(self) -> None:
         """Hooks the modules' output gradients and the parameters' gradients."""
         refuse_compiled(self._model, type(self).__name__)
+        self._apart = self._channels_apart()
         for path in self._masked:
             self._hook(path)
+        self.own_hearing(self._model)
 
     def update(self, plan: Plan) -> None:
         """Puts another plan in force, between two steps; the hooks stay where they are.
@@ -71,12 +82,25 @@ class GradientMasks(HookOwner):
     def _hook(self, path: str) -> None:
         module, masked = self._masked[path]
         dropped = _dropped_outputs(path, self._plan)
-        if (dropped is not None or self._changing) and not never_called(module):
-            self._channels[path] = _Channels(path, module, dropped)
-            self.own_output_gradients(module, self._channels[path].change)
+        if (dropped is not None or self._changing) and not never_called(module) and path not in self._apart:
+            self._channels[path] = channels = _Channels(path, module, dropped)
+            self.own_output_gradients(module, channels.change, traced=channels.traced)
         for tensor in masked:
             if tensor.attribute in module._parameters:
                 self._watch(module, tensor)
+
+    def _channels_apart(self) -> set[str]:
+        """Modules that keep every channel to itself, and read only what others made whose outputs are hooked."""
+        chart = self._plan.channel_map
+        apart = {path for path, (module, _) in self._masked.items() if path not in chart.norms and _is_apart(module)}
+        others = self._masked.keys() - apart
+        made = [labels for (path, side, _), labels in chart.activations.items() if side == "output" and path in others]
+        known = np.unique(np.concatenate([np.zeros(1, np.int64), *made]))  # 0: locked
+        read: dict[str, list[bool]] = {path: [] for path in apart}
+        for (path, side, _), labels in chart.activations.items():
+            if side == "input" and path in apart:
+                read[path].append(bool(np.isin(labels, known).all()))
+        return {path for path, calls in read.items() if calls and all(calls)}
 
     def _watch(self, module: nn.Module, masked: MaskedTensor) -> None:
         hooked: weakref.ref[Tensor] | None = None
@@ -96,6 +120,11 @@ class GradientMasks(HookOwner):
         watch()
         # load_state_dict(assign=True) puts other parameters in the place of those that are hooked
         self.own(module.register_load_state_dict_post_hook(OwnedHook(self, watch)))  # type: ignore[no-untyped-call]
+
+
+def _is_apart(module: nn.Module) -> bool:
+    """Whether all that a module has of its own is one number for each channel."""
+    return not any(True for _ in module.children()) and all(p.ndim == 1 for p in module.parameters())
 
 
 def _dropped_outputs(path: str, plan: Plan) -> Tensor | None:
@@ -121,25 +150,47 @@ class _Channels:
     def use(self, dropped: Tensor | None) -> None:
         """Masks other channels from now on."""
         self._dropped = dropped
-        self._masks: dict[tuple[torch.device, torch.dtype, int], tuple[int, Tensor]] = {}
+        self._masks: dict[tuple[torch.device, torch.dtype, int | torch.Size], tuple[int, Tensor]] = {}
+        device = next(self._module.parameters()).device
+        self._kept = None if dropped is None else ~dropped.to(device)
 
     def change(self, gradient: Tensor, index: int) -> Tensor | None:
         """A `GradientChange`."""
         dropped = self._dropped
         if index or dropped is None:  # the plan knows the channels of a module's first result
             return None
-        key = gradient.device, gradient.dtype, gradient.ndim
+        small = gradient.numel() < SMALL * len(gradient) * len(dropped) and gradient.is_contiguous()
+        key = gradient.device, gradient.dtype, gradient.shape[1:] if small else gradient.ndim
         if key not in self._masks:
-            axis = channel_axis(self._module, gradient.ndim)
-            shape = [-1 if position == axis else 1 for position in range(gradient.ndim)]
-            bits = all_or_no_bits(~dropped, gradient.device, BITS[gradient.element_size()])
-            self._masks[key] = axis, bits.view(shape)
+            axis, shape = self._along(gradient)
+            self._require_channels(gradient, axis, len(dropped))
+            mask = all_or_no_bits(~dropped, gradient.device, BITS[gradient.element_size()]).view(shape)
+            if small and axis % gradient.ndim:  # a few positions are too short an inner loop
+                mask = mask.expand(1, *gradient.shape[1:]).contiguous()
+            self._masks[key] = axis, mask
         axis, mask = self._masks[key]
-        if gradient.shape[axis] != len(dropped):
-            raise PlanError(
-                f"{self._path}: expected {len(dropped)} output channels on axis {axis}, got shape "
-                f"{tuple(gradient.shape)}; was the plan made for another model?"
-            )
+        self._require_channels(gradient, axis, len(dropped))
         if gradient.requires_grad:  # of a second-order gradient: in operations that have one
             return gradient.masked_fill(mask == 0, 0)
         return gradient.view(mask.dtype).bitwise_and(mask).view(gradient.dtype)
+
+    def traced(self, result: Tensor) -> Tensor:
+        """The result as it is; what comes back to the pruned channels does not get past here."""
+        kept = self._kept
+        if kept is None or not result.requires_grad:
+            return result
+        axis, shape = self._along(result)
+        self._require_channels(result, axis, len(kept))
+        return torch.where(kept.to(result.device).view(shape), result, result.detach())
+
+    def _along(self, tensor: Tensor) -> tuple[int, list[int]]:
+        """The channel axis, and the shape with which a vector lies along it."""
+        axis = channel_axis(self._module, tensor.ndim)
+        return axis, [-1 if position == axis else 1 for position in range(tensor.ndim)]
+
+    def _require_channels(self, tensor: Tensor, axis: int, channels: int) -> None:
+        if tensor.shape[axis] != channels:
+            raise PlanError(
+                f"{self._path}: expected {channels} output channels on axis {axis}, got shape "
+                f"{tuple(tensor.shape)}; was the plan made for another model?"
+            )

@@ -49,4 +49,16 @@ def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
     return write_explanation_page(Path(folder), result)
 
 
-__all__ = ["write", "write_explanation", "write_profile", "write_sensitivity"]
+def write_features(folder: Path) -> Path:
+    """Renders `features.html` into a folder of pictures that `prunekit.workflow.features.write_features` has written,
+    with what it returned in `features.json`.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
+    from prunekit.report.features import write_features_page
+
+    return write_features_page(Path(folder))
+
+
+__all__ = ["write", "write_explanation", "write_features", "write_profile", "write_sensitivity"]

@@ -201,6 +201,13 @@ def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield f"{run}: {numbers.duration(cost['seconds'])}, {numbers.share(cost['step_share'])} of the training steps"
 
 
+def compiled(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """What came of compiling the steps of each training run, a line each."""
+    for run, found in (metrics.get("compiled") or {}).items():
+        seconds = f"{run}: {numbers.duration(found['seconds'])} of compiling"
+        yield seconds if found["fallback"] is None else f"{run}: in eager, because {found['fallback']}"
+
+
 def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
     """A line for each training run and gradient clamp: what the module that needed it most needed."""
     for row in metrics.get("clamps", []):

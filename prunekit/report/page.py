@@ -14,9 +14,12 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
+from prunekit.report.features import pictured
+from prunekit.report.gradients import flow_figures
 from prunekit.report.headline import (
     budgeted,
     compared,
+    compiled,
     deployed,
     masked,
     models,
@@ -27,6 +30,7 @@ from prunekit.report.headline import (
     taught,
     tiles,
 )
+from prunekit.report.maps import mapped
 from prunekit.report.run import Run, read_run
 from prunekit.report.schedule import drawn
 
@@ -74,9 +78,11 @@ def render(run: Run, state: str | None = None) -> str:
         coupling=figures.figure_or_none(figures.coupling, run.coupling),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
         curves=figures.figure_or_none(partial(figures.curves, labels=dict(scores(run.metrics))), run.history),
+        gradients=flow_figures(run.gradients),
         skipped=_skipped(run.history),
         schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),
         taught=list(taught(run.metrics)),
+        compiled=list(compiled(run.metrics)),
         budgets=list(budgeted(run.metrics.get("plan", {}))),
         on_time=list(on_time(run.metrics)),
         masked=list(masked(run.metrics)),
@@ -87,6 +93,8 @@ def render(run: Run, state: str | None = None) -> str:
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
         machine=wording.surroundings(run.metrics.get("machine", {})),
         explained=explained(run.metrics["explanation"]) if run.metrics.get("explanation") else None,
+        maps=mapped(run.folder / "maps"),
+        features=pictured(run.folder / "features"),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),
     )

@@ -22,6 +22,7 @@ COLUMNS = {
     "clamps": ("run", "clamp", "module", "by", "limit", "share"),
     "repair": ("weight", "applied", "before", "after", "columns", "rank", "ridge", "note"),
     "schedule": ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown"),
+    "gradients": ("run", "step", "epoch", "layer", "p10", "median", "p90", "zeros"),
     "networks": ("predicted_ms", "measured_ms", "macs_left", "held_out", "error"),
     "latency_samples": ("model", "device", "runtime", "batch", "threads", "dtype", "ms"),
 }
@@ -43,6 +44,7 @@ TEXT_COLUMNS = (
     "applied",
     "note",
     "resource",
+    "layer",
 )
 
 
@@ -65,6 +67,7 @@ class Run:
     repair: pd.DataFrame | None
     sensitivity: pd.DataFrame | None
     schedule: pd.DataFrame | None
+    gradients: pd.DataFrame | None
     networks: pd.DataFrame | None
     analysis: dict[str, Any]
     profile: dict[str, Any]
@@ -97,6 +100,7 @@ def read_run(folder: Path) -> Run:
         repair=tables["repair"],
         sensitivity=tables["sensitivity"],
         schedule=tables["schedule"],
+        gradients=tables["gradients"],
         networks=tables["networks"],
         analysis=_object(folder / "sensitivity.json"),
         profile=_object(folder / "profile.json"),

@@ -6,16 +6,18 @@ from prunekit.training.carrying import carry_average, carry_over
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
+from prunekit.training.compiling import CompiledForward
 from prunekit.training.distillation import Distillation, TeacherCost
 from prunekit.training.features import PlanInForce, feature_paths
-from prunekit.training.history import ClampRow, EpochRow, History
+from prunekit.training.gradient_flow import FlowRow, GradientFlow
+from prunekit.training.history import ClampRow, Compilation, EpochRow, History
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
 from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.regularisers import Sparsifying
-from prunekit.training.replicas import share_corrupt
+from prunekit.training.replicas import share_buffers, share_corrupt
 from prunekit.training.settings import (
     AverageSettings,
     CheckpointSettings,
@@ -32,10 +34,14 @@ __all__ = [
     "CheckpointWarning",
     "Checkpoints",
     "ClampRow",
+    "Compilation",
+    "CompiledForward",
     "DistillSettings",
     "Distillation",
     "EpochRow",
     "FeatureSettings",
+    "FlowRow",
+    "GradientFlow",
     "History",
     "LearningRateRewinding",
     "MakeOptimizer",
@@ -60,6 +66,7 @@ __all__ = [
     "fit",
     "needs_plan",
     "recalibrate_batchnorm",
+    "share_buffers",
     "share_corrupt",
     "steps_per_epoch",
     "task_loss",

@@ -26,7 +26,7 @@ class BestWeights:
     def __init__(self, model: nn.Module, path: Path | None, warn: Callable[[str], None]) -> None:
         self.model, self.path, self.warn = model, path, warn
         self.epoch, self.score = 0, -1.0
-        self._state: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
         self._written = False
 
     def offer(self, epoch: int, score: float) -> None:
@@ -40,7 +40,7 @@ class BestWeights:
         if not is_main():
             return
         # A clone each: safetensors refuses tensors that share memory, as tied weights do.
-        self._state = {
+        self.weights = {
             name: value.detach().cpu().clone().contiguous() for name, value in self.model.state_dict().items()
         }
         self._written = False
@@ -52,7 +52,7 @@ class BestWeights:
     def _write(self) -> None:
         if self.path is not None and not self._written:
             with atomic_file(self.path) as temporary:
-                save_tensors(temporary, self._state)
+                save_tensors(temporary, self.weights)
             self._written = True
 
     def restore(self) -> None:
@@ -63,14 +63,14 @@ class BestWeights:
         """
         if is_main():
             self._write()
-            self.model.load_state_dict(self._state)
+            self.model.load_state_dict(self.weights)
         share_tensors(self.model.state_dict().items(), "the model")
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, and of which epoch."""
-        return {"epoch": self.epoch, "score": self.score, "weights": self._state}
+        """Of which epoch the kept weights are; `weights` has them, in the main process."""
+        return {"epoch": self.epoch, "score": self.score}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; the file may hold something else until `restore`."""
-        self.epoch, self.score, self._state = state["epoch"], state["score"], dict(state["weights"])
+        """Goes on from a state, once `weights` are there; the file may hold something else until `restore`."""
+        self.epoch, self.score = state["epoch"], state["score"]
         self._written = False

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.context import training_mode
+from prunekit.distributed.exchange import total_of
 from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, recomputing
-from prunekit.inputs import arguments
+from prunekit.inputs import arguments, count_of
 from prunekit.models import logits
 from prunekit.tasks import IMAGE_CLASSIFICATION, Task
 from prunekit.training.features import Features, PlanInForce, feature_paths, not_alike
@@ -37,17 +38,25 @@ def soft_targets(student: Tensor, teacher: Tensor, temperature: float) -> Tensor
     return F.kl_div(given, wanted, reduction="batchmean", log_target=True) * temperature**2
 
 
-def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
+def feature_error(student: Sequence[Tensor], teacher: Sequence[Tensor], images: int = 1) -> Tensor:
     """Mean over layers of |student - teacher|^2 / |teacher|^2: hints (Romero et al. 2015, "FitNets") of equal say.
+
+    Where several processes share a batch, |teacher|^2 is that of all: the mean of what they get, each weighted by its
+    images, is what a single one would get.
 
     Args:
         student, teacher: one tensor for each layer, in the same shapes.
+        images: in this process's share.
     """
-    errors = []
-    for given, wanted in zip(map(_wide, student), map(_wide, teacher), strict=True):
-        size = wanted.square().sum().clamp_min(torch.finfo(wanted.dtype).tiny)
-        errors.append((given - wanted).square().sum() / size)
-    return torch.stack(errors).mean()
+    pairs = list(zip(map(_wide, student), map(_wide, teacher), strict=True))
+    sizes = [wanted.square().sum() for _, wanted in pairs]
+    *of_all, together = total_of(torch.stack([*sizes, torch.full_like(sizes[0], images)]))
+    errors = [
+        (given - wanted).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)
+        for (given, wanted), size in zip(pairs, of_all, strict=True)
+    ]
+    mean: Tensor = torch.stack(errors).mean() * (together / images)
+    return mean
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -145,7 +154,7 @@ class Distillation(Part):
             given, taught = (outputs.taken() for outputs in self._outputs)
             if given.keys() != taught.keys() or not given:
                 raise ModelError(not_alike(given, taught))
-            error = feature_error(list(given.values()), [taught[key] for key in given])
+            error = feature_error(list(given.values()), [taught[key] for key in given], count_of(inputs))
             loss = loss + settings.features.weight * error
         return loss
 

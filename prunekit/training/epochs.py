@@ -45,12 +45,12 @@ Numbered = tuple[int, Batch]
 class Epochs:
     """What stays the same from step to step of a run; optimizer and schedule as Accelerate prepared them.
 
-    Where several processes train together `replica` is what they call to train the model, and `train` and `validation`
-    are this one's shares. `loss` is that of training.
+    `replica` is what is called to train the model: compiled, or where several processes train together their own, and
+    `train` and `validation` are this one's shares then. `loss` is that of training.
     """
 
     model: nn.Module
-    replica: nn.Module
+    replica: Callable[..., Any]
     optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     accelerator: Accelerator

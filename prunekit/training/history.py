@@ -66,9 +66,37 @@ class ClampRow:
 
 
 @dataclass(frozen=True)
+class Compilation:
+    """What came of compiling the training steps of a run.
+
+    Attributes:
+        graphs: how many were compiled; more than one where shapes or hooks changed.
+        seconds: what compiling took, the first pass through each graph included.
+        fallback: why steps ran in eager, from some step on; None: all ran compiled.
+    """
+
+    graphs: int
+    seconds: float
+    fallback: str | None
+
+    def __str__(self) -> str:
+        if self.fallback is not None:
+            return f"trained in eager, because steps could not be compiled: {self.fallback}"
+        return f"steps were compiled, which took {self.seconds:.1f} s; graphs: {self.graphs}"
+
+
+@dataclass(frozen=True)
 class History:
-    """Every epoch in order, the one whose weights the model was left with (0: there was none), and what was clamped."""
+    """Every epoch in order, and what else is to be known of a run.
+
+    Attributes:
+        rows: the epochs.
+        best_epoch: the one whose weights the model was left with; 0: there was none.
+        clamps: what was clamped.
+        compilation: what came of compiling; None where it was not asked for.
+    """
 
     rows: tuple[EpochRow, ...]
     best_epoch: int
     clamps: tuple[ClampRow, ...] = ()
+    compilation: Compilation | None = None

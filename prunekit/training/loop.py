@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -22,14 +22,15 @@ from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
+from prunekit.training.compiling import SEVERAL, CompiledForward
 from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
-from prunekit.training.history import EpochRow, History
+from prunekit.training.history import Compilation, EpochRow, History
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
 from prunekit.training.position import Position
 from prunekit.training.progress import Progress
-from prunekit.training.replicas import has_unused, prepared, require_same_weights, shares
+from prunekit.training.replicas import replica_of, require_same_weights, shares
 from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
 from prunekit.training.strides import LongStrides
@@ -80,8 +81,9 @@ def fit(
         on_epoch: called after every epoch.
         checkpoint: `.safetensors` file that holds the best weights so far; None: none.
         checkpoints: where the run is written down as it goes, and resumed from, bit-identical on the CPU with the same
-            threads: model, optimizer, schedule, loss scale, random states, place in the epoch, parts. A run that is
-            over there gives its result again. None: nowhere.
+            threads and processes: model, optimizer, schedule, loss scale, random states, place in the epoch, parts. A
+            run that is over there gives its result again. Of several processes the main one writes and reads, the
+            others' folders are not touched; all give one or none does. None: nowhere.
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these inputs or give what the task knows.
@@ -109,40 +111,45 @@ def fit(
         reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),
         reading(splits.validation, shuffle_seed=None),
     )
-    unused = has_unused(model, train, device)
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
-    training = Training(model, optimizer, device, steps, settings.epochs)
-    entered = taking.active(training)
     scaler = loss_scaler(settings.precision, device)
+    scale = (lambda: 1.0) if scaler is None else scaler.get_scale
+    training = Training(model, optimizer, device, steps, settings.epochs, scale=scale)
+    entered = taking.active(training)
     clamps = Clamps(model, optimizer, settings, scaler)
-    if size() > 1:
-        checkpoints = None  # they hold the random state of one process
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
-    identity = identity_of(model, splits, settings, taking, device=device.type, seed=seed, batch=batch, **facts)
+    facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
+    identity = identity_of(model, splits, settings, taking, **facts)
     best = BestWeights(model, checkpoint, warn)
     score = splits.task.main.name
     bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main(), score)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
-    with (
-        seeded(seed + rank()), training_mode(model, True), this_group(device, scaler) as accelerator, entered, exact,
-        clamps, bar,
-    ):  # fmt: skip
+    with ExitStack() as stack:
+        stack.enter_context(seeded(seed + rank()))
+        stack.enter_context(training_mode(model, True))
+        accelerator = stack.enter_context(this_group(device, scaler))
+        replica = replica_of(accelerator, model, train)
+        for context in (entered, exact, clamps, bar):
+            stack.enter_context(context)
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
-        ready = prepared(accelerator, model, optimizer, schedule, unused=unused)
+        stepping, stepped = accelerator.prepare(optimizer, schedule)
+        compiled = CompiledForward(model) if settings.compile and size() == 1 else None
         position = Position()
         state = RunState(
             model, optimizer, schedule, scaler, clamps, taking, best, splits, position, identity, checkpoints
         )
         state.resume()
         run = Epochs(
-            model, *ready, accelerator, settings, device, train, validation, steps, state, bar, splits.task, loss
-        )
+            model, compiled or replica, stepping, stepped, accelerator, settings, device, train, validation, steps,
+            state, bar, splits.task, loss,
+        )  # fmt: skip
         run.run(on_epoch)
         require_same_weights(model, f"after {label}")
         best.restore()
-    return History(position.rows, best.epoch, clamps.rows())
+    asked = Compilation(0, 0.0, SEVERAL) if settings.compile else None
+    return History(position.rows, best.epoch, clamps.rows(), asked if compiled is None else compiled.compilation)
 
 
 def _warn(message: str) -> None:

@@ -21,6 +21,7 @@ class Training:
         optimizer: torch's own.
         steps: of an epoch in which none is skipped.
         epochs: of the run.
+        scale: what gradients are multiplied by before a step: float16's loss scale.
     """
 
     model: nn.Module
@@ -28,6 +29,7 @@ class Training:
     device: torch.device
     steps: int
     epochs: int
+    scale: Callable[[], float] = lambda: 1.0
 
 
 class Part:
@@ -35,7 +37,7 @@ class Part:
 
     A part is entered before the first step and left after the last. Steps are counted from 1 over the whole run, those
     skipped under float16's loss scale included, as the epochs' are. State that a resumed run needs goes through
-    `state_dict`: tensors, numbers, text, and lists and dicts of them.
+    `state_dict`: tensors, numbers, text, and lists and dicts of them. Several processes are all given the main one's.
     """
 
     def active(self, training: Training) -> AbstractContextManager[Any]:

@@ -37,7 +37,7 @@ class Planner:
         return nullcontext()
 
     def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
-        """The plan of a stage.
+        """The plan of a stage; of several processes all ask for it, and must get the same.
 
         Args:
             model: as it is now, under the masks of the plan before.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,16 +13,15 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from prunekit.context import seeded, training_mode
+from prunekit.context import same_random_state, seeded, training_mode
 from prunekit.data import Batches
-from prunekit.distributed.exchange import everyone, gather, require_equal, share_tensors
-from prunekit.distributed.group import rank, size
+from prunekit.distributed.exchange import everyone, from_main, gather, require_equal, share_tensors
+from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import UsageError
 from prunekit.inputs import arguments, moved
 from prunekit.nested import tensors_in
+from prunekit.states import put_together, taken_apart
 from prunekit.training.checks import two_samples
 
 if TYPE_CHECKING:
@@ -45,44 +45,61 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
     return train.split(rank(), size()), validation.dealt(rank(), size())
 
 
-def has_unused(model: nn.Module, train: Batches, device: torch.device) -> bool:
-    """Whether what a model returns depends on fewer than all of its trainable parameters; False in a single process.
-
-    Tried on two images in train mode; buffers and the random state are left alone.
-    """
-    if size() == 1:
-        return False
-    inputs, _ = two_samples(train.dataset)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with seeded(0), training_mode(model, True), torch.enable_grad():
-        output = functional_call(model, buffers, moved(arguments(model, inputs), device))
-        whole = sum(found.float().sum() for found in tensors_in(output) if found.requires_grad)
-        assert isinstance(whole, Tensor)
-        gradients = torch.autograd.grad(whole, weights, allow_unused=True)
-    return not everyone(all(gradient is not None for gradient in gradients))
-
-
-def prepared(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, *, unused: bool
-) -> tuple[Any, Any, Any]:
-    """Model, optimizer and schedule for the steps of a run: the model as a replica where there are several processes.
+def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn.Module:
+    """What is called in the steps of a run: the model, or its replica where there are several processes.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Its gradients are summed over the processes, not averaged: losses are divided by the
     images of all processes, so that what flows back through each is what would flow in a single process.
 
     Args:
-        unused: whether there are trainable parameters that the output may not depend on: found in each step.
+        model: without hooks, such as those of masks, that the two images it is tried on would disturb.
+        train: what it will be trained on.
     """
-    if size() > 1:
-        accelerator.ddp_handler = DistributedDataParallelKwargs(
-            find_unused_parameters=unused, gradient_as_bucket_view=True
-        )
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(None, lambda _, bucket: _summed(bucket))
-    return model, optimizer, schedule
+    if size() == 1:
+        alone: nn.Module = accelerator.prepare(model)
+        return alone
+    with same_random_state():
+        inputs, _ = two_samples(train.dataset)
+        given = moved(arguments(model, inputs), next(model.parameters()).device)
+    unused = _has_unused(model, given)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused, gradient_as_bucket_view=True)
+    replica = accelerator.prepare(model)
+    assert isinstance(replica, DistributedDataParallel)
+    replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
+    if not unused:
+        _arrange_buckets(replica, given)
+    return replica
+
+
+def _has_unused(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Whether what a model returns depends on fewer than all of its trainable parameters."""
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with _tried(model, inputs) as whole:
+        gradients = torch.autograd.grad(whole, weights, allow_unused=True)
+    return not everyone(all(gradient is not None for gradient in gradients))
+
+
+def _arrange_buckets(replica: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Has DDP see the order in which gradients come, by which it arranges its buckets anew before the next step.
+
+    Sums over more than two processes depend on a number's place in its bucket: in the first step of a run that is
+    resumed they would be others than in the same step of one that is not.
+    """
+    with _tried(replica, inputs) as whole:
+        whole.backward()  # type: ignore[no-untyped-call]
+    replica.zero_grad()
+
+
+@contextmanager
+def _tried(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The sum of all that a model returns for two images in train mode; buffers and the random state are left alone."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with seeded(0), training_mode(model, True), torch.enable_grad():
+        output = functional_call(model, buffers, inputs)
+        whole = sum(found.float().sum() for found in tensors_in(output) if found.requires_grad)
+        assert isinstance(whole, Tensor)
+        yield whole
 
 
 def _summed(bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -92,7 +109,7 @@ def _summed(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-def kept_apart(replica: nn.Module) -> AbstractContextManager[None]:
+def kept_apart(replica: Callable[..., Any]) -> AbstractContextManager[None]:
     """Within, gradients are added up in each process for itself, until a backward pass outside of it."""
     return replica.no_sync() if isinstance(replica, DistributedDataParallel) else nullcontext()
 
@@ -100,6 +117,19 @@ def kept_apart(replica: nn.Module) -> AbstractContextManager[None]:
 def share_buffers(model: nn.Module) -> None:
     """Gives every process the main one's buffers: BatchNorm statistics are of its share of the images, as in DDP."""
     share_tensors(model.named_buffers(), "the model's buffers")
+
+
+def share_state(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The main process's nested state (see `states`) in every process; None where that has none."""
+    if size() == 1:
+        return state
+    plain, tensors = (None, {}) if state is None else taken_apart(state)
+    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    plain, shapes = from_main(lambda: (plain, shapes))
+    if not is_main():
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shapes}
+    share_tensors(tensors.items(), "the state of a run")
+    return None if plain is None else put_together(plain, tensors)
 
 
 def share_corrupt(*batches: Batches) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
@@ -15,13 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from prunekit.channels.copying import named_tensors
 from prunekit.context import random_state, set_random_state
 from prunekit.data import Splits
-from prunekit.errors import NonFiniteError
+from prunekit.distributed.exchange import from_main, gather, main_says
+from prunekit.distributed.group import is_main, rank
+from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.clamping import Clamps
 from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.parts import Parts
 from prunekit.training.position import Position
+from prunekit.training.replicas import share_state
 from prunekit.training.settings import TrainSettings
 
 
@@ -32,7 +35,7 @@ class RunState:
     Attributes:
         schedule: torch's own, as are the optimizer and the scaler.
         identity: plain data that must be the same where the run is resumed.
-        checkpoints: where it is kept; None: nowhere.
+        checkpoints: where it is kept; None: nowhere. Of several processes the main one reads and writes.
     """
 
     model: nn.Module
@@ -51,11 +54,24 @@ class RunState:
         """Goes on from the newest checkpoint, if there is one.
 
         Raises:
-            ResumeError: it is of another run; says what differs.
+            ResumeError: it is of another run; says what differs, in every process.
         """
-        if self.checkpoints is None or (state := self.checkpoints.newest(self.identity)) is None:
+        if self.checkpoints is None:
+            return
+        found, refused = None, ""
+        if is_main():
+            try:
+                found = self.checkpoints.newest(self.identity)
+            except ResumeError as error:
+                refused = str(error)
+        if refused := from_main(lambda: refused):
+            raise ResumeError(refused)
+        if found is not None:  # nobody else needs these
+            self.best.weights = found["best"].pop("weights")
+        if (state := share_state(found)) is None:
             return
         self._load(state)
+        self.checkpoints.last = gather(self.checkpoints.last)[0]
         over = state["training"] is None
         self.checkpoints.say(f"resumed from {self.checkpoints.last}: {'finished' if over else self.position}")
 
@@ -65,7 +81,7 @@ class RunState:
         Raises:
             NonFiniteError: a weight is NaN or Inf: nobody could go on from there.
         """
-        if self.checkpoints is not None and self.checkpoints.due(self.position.step):
+        if self.checkpoints is not None and main_says(self.checkpoints.due(self.position.step)):
             if (tensor := non_finite_tensor(self.model)) is not None:
                 last = self.checkpoints.last or "none yet"
                 raise NonFiniteError(f"{tensor} is NaN or Inf in {self.position}; the last good checkpoint: {last}")
@@ -77,19 +93,28 @@ class RunState:
             self._write(self.checkpoints, over=True)
 
     def _write(self, checkpoints: Checkpoints, *, over: bool) -> None:
-        at = self.position
-        checkpoints.write(self._state(over), epoch=at.epoch, batch=at.batch, step=at.step)
+        at, processes = self.position, gather(self._own())
+        if is_main():
+            checkpoints.write(self._state(over, processes), epoch=at.epoch, batch=at.batch, step=at.step)
+        checkpoints.last = gather(checkpoints.last)[0]
 
-    def _state(self, over: bool) -> dict[str, Any]:
-        corrupt = {name: dict(part.corrupt.found) for name, part in self._parts_of_data()}
+    def _state(self, over: bool, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
             "identity": self.identity,
             "position": self.position.state_dict(),
-            "best": self.best.state_dict(),
+            "best": {**self.best.state_dict(), "weights": self.best.weights},
             "parts": self.parts.state_dict(),
-            "clamps": self.clamps.state_dict(),
-            "corrupt": corrupt,
+            "processes": list(processes),
             "training": None if over else self._training(),
+        }
+
+    def _own(self) -> dict[str, Any]:
+        """What each process has of its own; the rest is the main one's."""
+        return {
+            "sums": asdict(self.position.sums),
+            "clamps": self.clamps.state_dict(),
+            "corrupt": {name: dict(part.corrupt.found) for name, part in self._parts_of_data()},
+            "random": random_state(),
         }
 
     def _training(self) -> dict[str, Any]:
@@ -100,15 +125,15 @@ class RunState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "random": random_state(),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.position.load_state_dict(state["position"])
+        own = state["processes"][rank()]
+        self.position.load_state_dict({**state["position"], "sums": own["sums"]})
         self.best.load_state_dict(state["best"])
-        self.clamps.load_state_dict(state["clamps"])
+        self.clamps.load_state_dict(own["clamps"])
         for name, part in self._parts_of_data():
-            part.corrupt.merge(state["corrupt"][name])
+            part.corrupt.merge(own["corrupt"][name])
         self.parts.load_state_dict(state["parts"])
         training = state["training"]
         if training is not None:
@@ -121,7 +146,7 @@ class RunState:
             self.schedule.load_state_dict(training["schedule"])
             if self.scaler is not None:
                 self.scaler.load_state_dict(training["scaler"])
-            set_random_state(training["random"])  # last: nothing may draw after it
+            set_random_state(own["random"])  # last: nothing may draw after it
 
     def _parts_of_data(self) -> tuple[tuple[str, Any], ...]:
         return ("train", self.splits.train), ("validation", self.splits.validation)

@@ -87,6 +87,8 @@ class TrainSettings:
     """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1
     """Batches whose gradients make one optimizer step."""
+    compile: bool = False
+    """Training steps through `torch.compile`; in eager, and saying why, where that cannot be (`CompiledForward`)."""
     clamp_activation_grad: ClampSettings | None = None
     clamp_weight_grad: ClampSettings | None = None
     distill: DistillSettings | None = None

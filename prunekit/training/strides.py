@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from prunekit.hooks import HookOwner
+from prunekit.hooks import HookOwner, not_traced
 from prunekit.nested import map_tensors
 
 
@@ -42,6 +42,8 @@ class LongStrides(HookOwner):
         values: Tensor = arguments[0] if arguments else named["input"]
         sizes = values.shape[-len(module.stride) :]
         long = any(size < stride for size, stride in zip(sizes, module.stride, strict=True))
+        if long:
+            not_traced(f"LongStrides: a convolution of stride {module.stride} on input {tuple(sizes)} runs in float32")
         context = torch.autocast(values.device.type, enabled=False) if long else nullcontext()
         context.__enter__()
         self._open.append(context)

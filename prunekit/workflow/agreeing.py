@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -39,6 +41,31 @@ def share_plan(plan: Plan | None) -> Plan:
     result = plan if is_main() and plan is not None else received
     require_same_plan(result, "as it was made")
     return result
+
+
+def share_stage(make: Callable[[], Plan], before: Plan) -> Plan:
+    """The plan that the main process makes for a stage of a schedule, in every process.
+
+    Args:
+        make: called in the main process alone.
+        before: the plan in force, of the same channel map.
+
+    Raises:
+        Whatever `make` raises, as `from_main` does.
+        RunError: it did not arrive as it is.
+    """
+    if size() == 1:
+        return make()
+    made: list[Plan] = []
+
+    def parts() -> tuple[Any, ...]:
+        made.append(make())
+        return made[0].keep, dict(made[0].provenance), dict(made[0].element_masks)
+
+    received = from_main(parts)  # without the channel map, which they have
+    plan = made[0] if made else Plan(before.channel_map, *received)
+    require_same_plan(plan, "at a stage of the schedule")
+    return plan
 
 
 def require_same_plan(plan: Plan, when: str) -> None:

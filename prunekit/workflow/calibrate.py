@@ -24,7 +24,7 @@ from prunekit.calibration import collect as collect
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.calibration.shortage import too_few_rows
 from prunekit.channels import ChannelMap
-from prunekit.context import seeded, threads
+from prunekit.context import threads
 from prunekit.criteria import get_criterion
 from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.distributed.exchange import from_main, gather_on_main
@@ -34,7 +34,7 @@ from prunekit.inputs import count_of, moved
 from prunekit.training import share_corrupt
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.digests import digest, weights_digest
-from prunekit.workflow.evidence import gathered, inputs_for, needs_activations, patch_statistics
+from prunekit.workflow.evidence import gathered, inputs_for, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log
@@ -113,15 +113,21 @@ def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
     job = prepared.job
     images = calibration_batches(prepared)
     log(f"calibration: {images.images} training {prepared.splits.task.samples}")
-    collectors = _collectors(job, model.to(prepared.device), images, prepared.device)
+    collectors = collectors_for(job, model.to(prepared.device), images, prepared.device)
     if collectors.moments is not None:
         log(f"calibration: {collectors.moments.memory}")
-    collectors.dealt(rank(), size())
-    mine = images.dealt(rank(), size())
     with threads(job.threads):
-        seen = collectors.run(model, mine, prepared.device) if len(mine) else None
+        found = seen_by_all(collectors, model, images, prepared.device)
     model.cpu()
     log(f"calibration: reduction {collectors.stats.form}, {collectors.stats.compile_seconds:.1f} s of compiling")
+    return found
+
+
+def seen_by_all(collectors: Collectors, model: nn.Module, images: Batches, device: torch.device) -> ChannelStats:
+    """What all processes saw, each in its share of the batches; empty elsewhere than in the main one."""
+    collectors.dealt(rank(), size())
+    mine = images.dealt(rank(), size())
+    seen = collectors.run(model, mine, device) if len(mine) else None
     share_corrupt(images)
     parts = (part for part in gather_on_main(seen) if part is not None)
     return reduce(ChannelStats.merge, parts) if is_main() else ChannelStats({})
@@ -140,7 +146,8 @@ def _wants_ranks(job: JobSettings) -> bool:
     return "ranks" in get_criterion(job.prune.criterion).needs
 
 
-def _collectors(job: JobSettings, model: nn.Module, images: Batches, device: torch.device) -> Collectors:
+def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: torch.device) -> Collectors:
+    """What the job's calibration and criterion want to be seen of a model."""
     settings = job.calibration
     moments = None
     if _wants_moments(job):
@@ -175,39 +182,29 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     images = calibration_batches(prepared)
     log(f"calibration: gradients of the loss on {images.images} training {prepared.splits.task.samples}")
     with threads(prepared.job.threads):
-        share, mine = (rank(), size()), images.dealt(rank(), size())
-        model.to(prepared.device)
-        seen = _gradients(prepared, model, mine, share) if len(mine) else None
+        found = gradients_of_all(prepared, model.to(prepared.device), images)
     model.cpu()
+    return found
+
+
+def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> TaylorTerms | None:
+    """Taylor terms of all batches, of which each process has a share; None elsewhere than in the main one."""
+    second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
+    share, mine = (rank(), size()), images.dealt(rank(), size())
+    seen = None
+    if len(mine):
+        seen = collect_gradients(
+            model,
+            mine,
+            prepared.device,
+            prepared.splits.task.loss,
+            second_order=second,
+            seed=prepared.job.seed,
+            dealt=share,
+        )
     share_corrupt(images)
     parts = [part for part in gather_on_main(seen) if part is not None]
     return reduce(TaylorTerms.merge, parts) if parts else None
-
-
-def _gradients(prepared: Prepared, model: nn.Module, images: Batches, dealt: tuple[int, int] = (0, 1)) -> TaylorTerms:
-    second = "curvature" in get_criterion(prepared.job.prune.criterion).needs
-    loss = prepared.splits.task.loss
-    return collect_gradients(
-        model, images, prepared.device, loss, second_order=second, seed=prepared.job.seed, dealt=dealt
-    )
-
-
-def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:
-    """Statistics and Taylor terms that the job's criterion needs, of a model in training; nothing is kept in files.
-
-    Args:
-        model: on the job's device, where it stays, under its masks; the process's random state stays as it is.
-
-    Raises:
-        NonFiniteError: an activation or a gradient is NaN or Inf.
-    """
-    needs, images, stats = get_criterion(prepared.job.prune.criterion).needs, calibration_batches(prepared), None
-    with seeded(prepared.job.seed):
-        if needs_activations(prepared.job.prune.criterion):
-            collectors = _collectors(prepared.job, model, images, prepared.device)
-            stats = collectors.run(model, images, prepared.device)
-            stats.require_finite()
-        return stats, _gradients(prepared, model, images) if "gradients" in needs else None
 
 
 def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:

@@ -23,6 +23,7 @@ from prunekit.tasks import Task
 from prunekit.training import (
     Checkpoints,
     ClampRow,
+    Compilation,
     EpochRow,
     Part,
     Sources,
@@ -60,7 +61,7 @@ class Baseline:
     Attributes:
         model: on the CPU.
         rows: its training, empty when the weights were given.
-        clamps: what its gradient clamps did.
+        clamps, compilation: what its gradient clamps did, and what came of compiling where it was trained now.
         reused: whether it came from the cache; then `rows` and `clamps` are known to the main process alone.
     """
 
@@ -68,6 +69,7 @@ class Baseline:
     rows: tuple[EpochRow, ...]
     clamps: tuple[ClampRow, ...]
     reused: bool
+    compilation: Compilation | None = None
 
 
 def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
@@ -113,9 +115,7 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: 
     task_loss(task, settings)
     if settings.distill is not None:
         if name == "baseline":
-            raise UsageError(
-                "baseline.distill: expected none, because the dense model is the teacher; distill `finetune`"
-            )
+            raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
         feature_paths(model, settings.distill)
     if needs_plan(settings) and name != "sparsify":
         raise UsageError(
@@ -161,7 +161,7 @@ def train_baseline(prepared: Prepared, *, log: Log, progress: bool, checkpoints:
     if is_main():
         save_weights(path, prepared.model)
         write_json(path.with_suffix(".json"), asdict(history))
-    return Baseline(prepared.model, history.rows, history.clamps, reused=False)
+    return Baseline(prepared.model, history.rows, history.clamps, reused=False, compilation=history.compilation)
 
 
 def _parts(prepared: Prepared, settings: TrainSettings) -> list[Part]:

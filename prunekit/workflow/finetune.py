@@ -12,8 +12,7 @@ from prunekit.context import threads
 from prunekit.deploy.transform import transform_of
 from prunekit.distributed.exchange import from_main, wait_for_all
 from prunekit.distributed.failing import one_for_all
-from prunekit.distributed.group import is_main, size
-from prunekit.errors import UsageError
+from prunekit.distributed.group import is_main
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import require_reachable
 from prunekit.workflow.dense import prepare
@@ -67,7 +66,8 @@ def finetune(
         finish: called with the run's folder at the end, before the run counts as finished (the report).
         own: the user's own code, where the job's model or data is their own.
         resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if there is
-            one. On the CPU with the same threads it ends with the weights that it would have ended with at once.
+            one. On the CPU with the same threads and as many processes it ends with the weights that it would have
+            ended with at once.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
@@ -114,37 +114,26 @@ def _run(
     training: bool,
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
-    _require_one_process(job, resume)
     require_optimizer(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
     require_schedule(prepared, training=training)
     identity = identity_of(prepared, training=training)
-    again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
     transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
-    goal = None
-    if is_main():
-        goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
-        if goal is None:
-            feasible(chart, job.prune)
-        else:
-            require_reachable(goal, prepared.example_inputs)
+    again = goal = None
     with one_for_all():
+        if is_main():
+            again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
+            goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
+            if goal is None:
+                feasible(chart, job.prune)
+            else:
+                require_reachable(goal, prepared.example_inputs)
+        wait_for_all()
         with run_folder(job.output, job.name, log, resolved, finish, again) as run, one_for_all(), threads(job.threads):
             note(run, identity)
             metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
             folder = from_main(lambda: run.path)
         wait_for_all()  # until the report is written
     return RunResult(folder, metrics)
-
-
-def _require_one_process(job: JobSettings, resume: Any) -> None:
-    """Refuses to several processes what is made for one.
-
-    Raises:
-        UsageError: channels go while the model is trained, or a run is resumed.
-    """
-    if size() > 1 and (job.prune.schedule is not None or resume is not None):
-        what = "--resume" if resume is not None else "prune.schedule"
-        raise UsageError(f"{what}: expected a single process, got {size()}; start without torchrun, or leave it out")

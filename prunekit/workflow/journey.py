@@ -102,18 +102,19 @@ class Journey:
         sparse = self._sparsified(sparse, plan, trainings)
         report = schedule = None
         if self.job.prune.schedule is not None:
-            assert found is not None  # several processes are refused a schedule
-            schedule, pruned = self._scheduled(*found), copy.deepcopy(sparse)
+            scores = None if found is None else found[0].scores
+            schedule, pruned = JobSchedule(self.prepared, plan, scores, self.run), copy.deepcopy(sparse)
         else:
             with self.clock.stage("repair"):
                 pruned, report = repair_model(self.prepared, sparse, plan, self.run, training=self.training)
         if self.training:
             with self.clock.stage("fine-tune"):
                 pruned = self._finetune_masked(pruned, plan, trainings, schedule)
-        if schedule is not None and found is not None:
-            found = schedule.finished(), found[1]
-            write_plan(found[0], self.run)
-            plan = found[0].plan
+        if schedule is not None:
+            plan = schedule.in_force()
+            if found is not None:
+                found = schedule.finished(found[0]), found[1]
+                write_plan(found[0], self.run)
         require_same_plan(plan, "after training")
         compacted = self._compact(pruned, dense, plan) if is_main() else None
         control = None
@@ -160,9 +161,6 @@ class Journey:
         for shortfall in metrics["shortfalls"]:
             self.log(f"shortfall: {shortfall}")
         return metrics
-
-    def _scheduled(self, planned: Planned, frozen: Frozen | None) -> JobSchedule:
-        return JobSchedule(self.prepared, planned, self.run, fixed=frozen is not None)
 
     def _sparsified(self, dense: nn.Module, plan: Plan | None, trainings: Trainings) -> nn.Module:
         """The dense model after the job's `sparsify`: asked for before there is a plan, and again with it."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import ChannelMap
+from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import is_main
 from prunekit.planning import PruneSettings
 from prunekit.workflow import results
@@ -52,7 +53,8 @@ def find_plan(
     Returns:
         The plan, and how it was found where a budget is one of time; in the main process alone.
     """
-    if (kept := kept_plan(run, dense, goal)) is not None:
+    kept = kept_plan(run, dense, goal) if is_main() else None
+    if from_main(lambda: kept is not None):
         return kept
     job, log = prepared.job, run.log
     with stage("calibrate"):

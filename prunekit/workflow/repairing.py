@@ -38,12 +38,15 @@ def repair_model(
         DataError: fewer than 8 calibration images.
         NonFiniteError: a layer computes NaN or Inf; names the layer.
     """
-    if (kept := kept_repair(run, dense)) is not None:
-        return kept
-    model, report = _repaired(prepared, dense, plan, run, training) if is_main() else (copy.deepcopy(dense), None)
-    share_model(model, "the masked model")
-    keep_repair(run, model, report)
-    return model, report
+    if not is_main():
+        model = copy.deepcopy(dense)
+        share_model(model, "the masked model")
+        return model, None
+    if (kept := kept_repair(run, dense)) is None:
+        kept = _repaired(prepared, dense, plan, run, training)
+        keep_repair(run, *kept)
+    share_model(kept[0], "the masked model")
+    return kept
 
 
 def _repaired(

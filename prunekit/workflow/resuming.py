@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from prunekit.artifacts import read_json, write_json
+from prunekit.distributed.group import size
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.states import differences
 from prunekit.training.checkpoints import require_same
@@ -33,6 +34,7 @@ def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:
         "data": prepared.splits.fingerprint,
         "model": {"structure": digest(prepared.structure), "weights": weights_digest(prepared.model)},
         "device": prepared.device.type,
+        "processes": size(),
         "versions": {"prunekit": version("prunekit"), "torch": str(torch.__version__)},
     }
     plain: dict[str, Any] = json.loads(json.dumps(facts, default=str))

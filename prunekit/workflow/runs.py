@@ -123,7 +123,7 @@ def run_folder(
             raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-            with suppress(OSError):  # a full disk must not hide what failed
+            with _undisturbed(), suppress(OSError):  # a full disk must not hide what failed
                 run.mark("failed", finished=_now(), error=reason)
                 file.write(f"{_now()} {reason}\n")
                 _offer(run)
@@ -148,15 +148,19 @@ def _history(path: Path, now: str) -> tuple[str, tuple[str, ...]]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Lets no second Ctrl-C in: the mark would be lost. Signals belong to the main thread; another has none to fear."""
+    """Lets no second Ctrl-C in, nor a launcher that ends all: the mark would be lost.
+
+    Signals belong to the main thread; another has none to fear.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _now() -> str:

@@ -11,21 +11,25 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.channels import ChannelMap
 from prunekit.compaction import compact
 from prunekit.criteria import get_criterion
 from prunekit.criteria.movement import Movement
+from prunekit.distributed.exchange import from_main
 from prunekit.errors import UsageError
 from prunekit.measure.verify import verify
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 from prunekit.planning.schedule import WITH_REPAIR, Stage, Timeline, at_stage, clashes, share_kept, timeline
 from prunekit.planning.select import Between, Scores
+from prunekit.planning.settings import LATENCIES
 from prunekit.training import PlanChange, Planner, PruningSchedule, Training, steps_per_epoch
-from prunekit.workflow.calibrate import calibrate_again
+from prunekit.workflow.agreeing import share_stage
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import ranked, raw_importance
+from prunekit.workflow.recalibrating import calibrate_again
 from prunekit.workflow.runs import Log, RunFolder
 from prunekit.workflow.tables import write_csv
 
@@ -61,10 +65,14 @@ def final_shares(plan: Plan) -> dict[str, float]:
 
     A budget of time cannot be measured at each stage: there it goes by MACs, down to those of the plan.
     """
-    found = plan.provenance["budgets"]
-    if any(name in ("latency_ms", "speedup") for name in found):
+    if _of_time(plan):
         return {"macs": plan.channel_map.macs(plan.keep) / plan.channel_map.macs()}
-    return {name: min(1.0, budget["asked"] / budget["dense"]) for name, budget in found.items()}
+    found = plan.provenance["budgets"].items()
+    return {name: min(1.0, budget["asked"] / budget["dense"]) for name, budget in found}
+
+
+def _of_time(plan: Plan) -> bool:
+    return any(name in LATENCIES for name in plan.provenance["budgets"])
 
 
 class JobPlanner(Planner):
@@ -75,24 +83,25 @@ class JobPlanner(Planner):
     keeps the score that it had when it last was there.
 
     Args:
-        planned: on the dense model: its channel map, with what its trial locked, is that of all stages.
-        fixed: the final plan, where it is known already, as for budgets of time.
+        plan: on the dense model: its channel map, with what its trial locked, is that of all stages; the final one
+            where a budget is one of time.
+        scores: of the dense model; None elsewhere than in the main process, which makes the plans of all.
     """
 
-    def __init__(self, prepared: Prepared, planned: Planned, *, fixed: bool) -> None:
-        settings = prepared.job.prune
+    def __init__(self, prepared: Prepared, plan: Plan, scores: Scores | None) -> None:
+        settings, fixed = prepared.job.prune, _of_time(plan)
         assert settings.schedule is not None
-        self._prepared, self._chart = prepared, planned.plan.channel_map
-        self._final = planned.plan if fixed else None
-        shares = final_shares(planned.plan)
+        self._prepared, self._chart = prepared, plan.channel_map
+        self._final = plan if fixed else None
+        shares = final_shares(plan)
         self._settings = replace(in_blocks(settings), budget=BudgetSettings(**shares)) if fixed else settings
         self._shares, self._schedule = shares, settings.schedule
-        budgets = planned.plan.provenance["budgets"]
+        budgets = plan.provenance["budgets"]
         self._dense = dict.fromkeys(shares, 1.0) | {k: v["dense"] for k, v in budgets.items() if k in shares}
-        self._dense_scores = planned.scores
+        self._dense_scores = np.zeros(self._chart.n_labels) if scores is None else scores
         self._movement: Movement | None = None
         self._raw = np.full(self._chart.n_labels, np.inf)
-        self.scores = planned.scores
+        self.scores = self._dense_scores
         """As the last plan was made by."""
 
     @contextmanager
@@ -105,7 +114,19 @@ class JobPlanner(Planner):
 
     def plan(self, model: nn.Module, stage: Stage, before: Plan) -> Plan:
         """Within the plan before, unless channels may come back; around the final one, where that is known."""
-        self.scores = self._scored(model, before)
+        seen = calibrate_again(self._prepared, model) if self._looks else (None, None)
+        return share_stage(lambda: self._made(model, stage, before, *seen), before)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether the model is scored as it is at a stage."""
+        dense_alone = {"moments", "patches"} & set(get_criterion(self._settings.criterion).needs)
+        return self._movement is None and not dense_alone
+
+    def _made(
+        self, model: nn.Module, stage: Stage, before: Plan, stats: ChannelStats | None, gradients: TaylorTerms | None
+    ) -> Plan:
+        self.scores = self._scored(model, before, stats, gradients)
         if self._final is not None and stage.progress >= 1:
             return self._final
         between = Between(
@@ -116,13 +137,14 @@ class JobPlanner(Planner):
         made = make_plan(self._chart, self.scores, settings, seed=self._prepared.job.seed, between=between)
         return replace(made, provenance={**made.provenance, "schedule": asdict(stage)})
 
-    def _scored(self, model: nn.Module, before: Plan) -> Scores:
+    def _scored(
+        self, model: nn.Module, before: Plan, stats: ChannelStats | None, gradients: TaylorTerms | None
+    ) -> Scores:
         settings = self._settings
         if self._movement is not None:
             return self._movement.scores()
-        if {"moments", "patches"} & set(get_criterion(settings.criterion).needs):
+        if not self._looks:
             return self._dense_scores
-        stats, gradients = calibrate_again(self._prepared, model)
         fresh = raw_importance(model, self._chart, settings, stats, gradients, self._prepared.job.seed)
         self._raw = np.where(before.keep, fresh, self._raw)
         return ranked(self._raw, self._chart, settings)
@@ -157,17 +179,17 @@ class JobSchedule:
     """A job's schedule as a part of its fine-tuning, with what the run's folder gets of it.
 
     Args:
-        planned: on the dense model.
-        fixed: whether that is the final plan, as for budgets of time.
+        plan: on the dense model; the final one where a budget is one of time.
+        scores: that it was made by; None elsewhere than in the main process.
     """
 
-    def __init__(self, prepared: Prepared, planned: Planned, run: RunFolder, *, fixed: bool) -> None:
-        self._prepared, self._planned, self._run = prepared, planned, run
+    def __init__(self, prepared: Prepared, plan: Plan, scores: Scores | None, run: RunFolder) -> None:
+        self._prepared, self._run, self._shares = prepared, run, final_shares(plan)
         settings = prepared.job.prune.schedule
         assert settings is not None
         self.settings = settings
-        chart: ChannelMap = planned.plan.channel_map
-        self.planner = JobPlanner(prepared, planned, fixed=fixed)
+        chart: ChannelMap = plan.channel_map
+        self.planner = JobPlanner(prepared, plan, scores)
         self.start = Plan(chart, np.ones(chart.n_labels, dtype=bool))
         self.part = PruningSchedule(settings, self.start, self.planner, self._changed)
 
@@ -176,6 +198,9 @@ class JobSchedule:
         return self.part.plan
 
     def _changed(self, part: PruningSchedule) -> None:
+        from_main(lambda: self._note(part))
+
+    def _note(self, part: PruningSchedule) -> None:
         """Notes a change; the final masks are proven at once, before anything is trained under them."""
         steps = part.timeline.steps
         rows = [row for change in part.changes for row in change_rows(change, steps)]
@@ -186,9 +211,9 @@ class JobSchedule:
             proof = verify(part.model, small, part.plan, [self._prepared.example_inputs])
             self._run.log(f"schedule: final masks; masked == compact to {proof.max_relative_difference:.1e}")
 
-    def finished(self) -> Planned:
-        """The plan that training ended with."""
-        return replace(self._planned, plan=self.part.plan, scores=self.planner.scores)
+    def finished(self, planned: Planned) -> Planned:
+        """The plan that training ended with, in place of the one on the dense model."""
+        return replace(planned, plan=self.part.plan, scores=self.planner.scores)
 
     def summary(self) -> dict[str, Any]:
         """For `metrics.json`: what the curve was."""
@@ -197,7 +222,7 @@ class JobSchedule:
             "settings": asdict(self.settings),
             "steps_per_epoch": line.steps,
             "epochs": line.epochs,
-            "final": final_shares(self._planned.plan),
+            "final": self._shares,
             "changes": len(self.part.changes),
         }
 

@@ -47,6 +47,8 @@ class JobSettings:
     finetune: TrainSettings = field(default_factory=TrainSettings)
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
     """Of all training, so that a run which was killed goes on where it was; null: each training starts anew."""
+    gradient_flow: bool = False
+    """Records how large the gradients of each layer are while a run trains, for `gradients.csv` and the report."""
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)

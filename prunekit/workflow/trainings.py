@@ -13,8 +13,11 @@ from prunekit.planning import Plan
 from prunekit.training import (
     Checkpoints,
     ClampRow,
+    Compilation,
     Distillation,
     EpochRow,
+    FlowRow,
+    GradientFlow,
     LearningRateRewinding,
     Part,
     PlanInForce,
@@ -58,12 +61,18 @@ class Trainings:
         self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
         self._history: list[dict[str, Any]] = []
         self._clamps: list[dict[str, Any]] = []
+        self._flow: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
-        self._note("baseline", baseline.rows, baseline.clamps)
+        self._compiled: dict[str, dict[str, Any]] = {}
+        self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
 
     def summary(self) -> dict[str, Any]:
         """What `metrics.json` holds of them."""
-        return {"clamps": clamp_summary(self._clamps), "teacher": self._teaching or None}
+        return {
+            "clamps": clamp_summary(self._clamps),
+            "teacher": self._teaching or None,
+            "compiled": self._compiled or None,
+        }
 
     def control(self, dense: nn.Module) -> nn.Module:
         """The dense model after as much training as the pruned one had, with the same settings but no regulariser."""
@@ -98,6 +107,7 @@ class Trainings:
         asked = asked_parts(settings, sources)
         plan = masks() if removed is None else removed
         facts = {} if plan is None else {"plan": plan.digest}
+        flows = [GradientFlow()] if self._job.gradient_flow and settings.epochs else []
         history = fit(
             model,
             self._prepared.splits,
@@ -106,14 +116,17 @@ class Trainings:
             seed=self._job.seed,
             batch=self._job.data.batch,
             workers=self._job.data.reading,
-            parts=[*parts, *asked],
+            parts=[*parts, *asked, *flows],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,
             checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
             checkpoints=checkpoints_of(self._run, self._job, name, **facts),
         )
-        self._note(name, history.rows, history.clamps)
+        self._note(name, history.rows, history.clamps, history.compilation)
+        for flow in flows:
+            self._flow += [{"run": name, **asdict(row)} for row in flow.rows()]
+            write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))
         for part in asked:
             if isinstance(part, Distillation):
                 cost = part.cost
@@ -121,7 +134,12 @@ class Trainings:
                 self._log(f"{name}: the teacher took {cost.seconds:.1f} s, {cost.step_share:.1%} of the training steps")
         return model.cpu()
 
-    def _note(self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...]) -> None:
+    def _note(
+        self, name: str, rows: tuple[EpochRow, ...], clamps: tuple[ClampRow, ...], compilation: Compilation | None
+    ) -> None:
+        if compilation is not None:
+            self._compiled[name] = asdict(compilation)
+            self._log(f"{name}: {compilation}")
         skipped = sum(row.skipped for row in rows)
         if skipped:
             self._log(f"{name}: steps skipped: {skipped} (overflowing float16 gradients, or batches without images)")

@@ -19,7 +19,11 @@ from prunekit.cli import cli
 from prunekit.cli.output import Console, check_folder, plain, table, writable
 from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 
-COMMANDS = ("finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "inspect")
+COMMANDS = (
+    "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",
+)  # fmt: skip
+VIEWS = ("visualise features", "visualise cam", "visualise saliency", "visualise gradients")
+LISTED = [*COMMANDS[:-1], "visualise", "inspect", "list"]
 
 
 def run(*arguments: str) -> Result:
@@ -39,9 +43,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     return install
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *VIEWS])
 def test_help_of_every_command_shows_its_shared_options(command: str) -> None:
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     for option in ("--json", "--debug", "--output", "--seed"):
         assert option in result.stdout
@@ -66,7 +70,7 @@ def test_help_imports_neither_torch_nor_anything_as_large(arguments: list[str]) 
 def test_the_package_is_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "prunekit", "-h"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.split("Commands:\n")[1].splitlines()] == [*COMMANDS, "list"]
+    assert [line.split()[0] for line in done.stdout.split("Commands:\n")[1].splitlines()] == LISTED
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_table_puts_text_to_the_left_and_numbers_to_the_right() -> None:
 
 
 def test_every_command_is_registered() -> None:
-    assert tuple(cli.list_commands(click.Context(cli))) == (*COMMANDS, "list")
+    assert list(cli.list_commands(click.Context(cli))) == LISTED
 
 
 @pytest.mark.parametrize(

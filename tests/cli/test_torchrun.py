@@ -1,4 +1,4 @@
-"""`torchrun -m prunekit`: the command as a launcher starts it, in two processes."""
+"""`torchrun -m prunekit` and `accelerate launch -m prunekit`: the command in two processes, as launchers start it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 RECIPE = """
 name: tiny
 model: {name: net, zoo: own}
@@ -18,16 +16,29 @@ baseline: {epochs: 1, lr: 0.05}
 calibration: {images: 128, fused: false}
 prune: {budget: {macs: 0.6}, criterion: l2, scope: global}
 finetune: {epochs: 1, lr: 0.02}
+checkpoint: {every_steps: 2}
 latency: {batches: [1], threads: [1], repeats: 5, explain: false}
 device: cpu
 threads: 1
 """
 NET = """
+import os
+import signal
+from pathlib import Path
+
 from torch import nn
+
+
+class Deadly(nn.Identity):
+    def forward(self, images):
+        if os.environ.get("KILLED") == os.environ["RANK"] and list(Path("runs").glob("tiny/*/resume/pruned/epoch*")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return images
 
 
 def net():
     return nn.Sequential(
+        Deadly(),
         nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
         nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
@@ -35,43 +46,53 @@ def net():
 """
 
 
-def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    "accelerate": (
+        *(
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes=2",
+            "--num_machines=1",
+            "--main_process_port=0",
+        ),
+        *("--mixed_precision=no", "--dynamo_backend=no"),
+    ),
+}
+
+
+def launched(launcher: str, folder: Path, *arguments: str, killed: str = "none") -> subprocess.CompletedProcess[str]:
     (folder / "several.py").write_text(NET)
     (folder / "tiny.yaml").write_text(RECIPE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "prunekit"]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "prunekit", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
-    return subprocess.run(
-        [*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
-    )
+    environment["KILLED"] = killed
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
 
 
-def test_finetune_in_two_processes(tmp_path: Path) -> None:
-    done = launched(tmp_path, "finetune", "tiny.yaml", "--model", "several.py:net", "--json")
+def test_finetune_in_two_processes_of_which_one_is_killed(tmp_path: Path) -> None:
+    """One launcher's run goes on under the other: they say the same in the environment."""
+    command = ("finetune", "tiny.yaml", "--model", "several.py:net", "--json")
+    ended = launched("torchrun", tmp_path, *command, killed="1")
+    assert ended.returncode != 0
+    assert ended.stdout == ""
+    (folder,) = (each.parent for each in (tmp_path / "runs" / "tiny").glob("*/status.json"))
+    assert json.loads((folder / "status.json").read_text())["state"] != "finished"
+    done = launched("accelerate", tmp_path, *command, "--resume", "auto")
     result = json.loads(done.stdout)  # one object: one process has written
     assert done.returncode == bool(result["shortfalls"]), done.stderr
-    assert result["environment"]["processes"] == 2
+    assert (result["environment"]["processes"], result["resumed"]) == (2, 1)
     assert result["pruned"]["n_test"] == 539
-    (folder,) = (each for each in (tmp_path / "runs" / "tiny").iterdir() if each.name != "calibration")
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
     assert (folder / "report.html").is_file()
-    for line in ("run: ", "baseline: training several.py:net on 1079 images", "verify: masked == compact"):
+    assert ended.stderr.count("baseline: training several.py:net on 1079 images") == 1
+    for line in ("run: ", "pruned: resumed from ", "verify: masked == compact"):
         assert done.stderr.count(line) == 1
     assert "Warning" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            ("finetune", "tiny.yaml", "data.batch=2"),
-            "data.batch: expected at least 4, two images for each of 2 processes",
-        ),
-        (("inspect", "resnet18"), "inspect: expected a single process, but a launcher started several"),
-    ],
-)
-def test_what_is_wrong_is_said_once(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    model = ("--model", "several.py:net") if arguments[0] == "finetune" else ()
-    done = launched(tmp_path, *arguments, *model)
+def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
+    done = launched("torchrun", tmp_path, "finetune", "tiny.yaml", "data.batch=2", "--model", "several.py:net")
     assert done.returncode != 0
     assert done.stderr.count("prunekit: error: ") == 1, done.stderr
-    assert f"prunekit: error: {said}" in done.stderr
+    assert "prunekit: error: data.batch: expected at least 4, two images for each of 2 processes" in done.stderr

@@ -54,7 +54,7 @@ class Page(HTMLParser):
         if values.get("id"):
             self.ids.append(values["id"] or "")
         addresses = [values.get(name) for name in ("src", "href", "xlink:href", "action", "data")]
-        self.requests += [address for address in addresses if address and not address.startswith("#")]
+        self.requests += [address for address in addresses if address and not address.startswith(("#", "data:"))]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -163,6 +163,26 @@ def test_skipped_steps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path
     history.to_csv(run / "history.csv", index=False)
     text = Page(write(run).read_text(encoding="utf-8")).text["curves"]
     assert "Steps that were skipped: baseline 2, pruned 2." in " ".join(text.split())
+
+
+def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Path) -> None:
+    assert "Gradients by layer" not in page.text["curves"]
+    run = write_run(tmp_path / "runs" / "gradients", groups=2)
+    sizes = {"p10": 1e-5, "median": 1e-4, "p90": 1e-3, "zeros": 0.5}
+    rows = [
+        {"run": name, "step": step, "epoch": step / 4, "layer": layer, **sizes}
+        for name in ("pruned", "control")
+        for step in (1, 2, 3)
+        for layer in ("conv1", "<fc>")
+    ]
+    pd.DataFrame(rows).to_csv(run / "gradients.csv", index=False)
+    found = Page(write(run).read_text(encoding="utf-8"))
+    assert (found.open, found.requests, found.svgs) == ([], [], page.svgs + 2)
+    clip_paths = [name for name in found.ids if re.fullmatch(r"p[0-9a-f]{10}", name)]
+    assert len(clip_paths) == len(set(clip_paths))
+    text = " ".join(found.text["curves"].split())
+    for expected in ("Gradients by layer: pruned", "Gradients by layer: control", "<fc>", "0.0001", "last tenth"):
+        assert expected in text
 
 
 def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:

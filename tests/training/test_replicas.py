@@ -14,20 +14,33 @@ from process_group import together
 from torch import Tensor, nn
 from training_models import CPU, images, net, splits
 
-from prunekit.data import batches
+from prunekit.data import Mixing, batches
 from prunekit.data.corrupt import CorruptImages
 from prunekit.distributed.group import rank
 from prunekit.errors import DataError, UsageError
 from prunekit.masking import ClampSettings, masked
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.training import History, Part, Training, TrainSettings, Within, fit
+from prunekit.training import (
+    AverageSettings,
+    DistillSettings,
+    FeatureSettings,
+    History,
+    Part,
+    RegulariserSettings,
+    Sources,
+    Training,
+    TrainSettings,
+    Within,
+    asked_parts,
+    fit,
+)
 from prunekit.training.settings import Precision
 from prunekit.workflow import plan_model
 
 
-def plain_net() -> nn.Sequential:
+def plain_net(seed: int = 3) -> nn.Sequential:
     """Without BatchNorm and dropout, which look at a process's share alone; with a weight that nothing uses."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1),
         nn.GroupNorm(2, 8),
@@ -44,17 +57,19 @@ def plain_net() -> nn.Sequential:
 def trained(settings: TrainSettings, under_masks: bool) -> dict[str, Any]:
     """The end of a run of 22 images a step: 66 = 3 x 22 over 4 processes makes shares of 6 and 5."""
     model = plain_net()
-    parts = []
+    parts: list[Part] = []
+    sources = Sources(splits(), 22)
     if under_masks:
         budget = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="l2")
         plan = plan_model(model, (torch.zeros(1, 3, 8, 8),), budget).plan
+        sources = Sources(splits(), 22, plain_net(seed=4), plan.channel_map, masks=lambda: plan)
 
         @contextmanager
         def masks(training: Training) -> Iterator[None]:
             with masked(model, plan, training.optimizer):
                 yield
 
-        parts = [Within(masks)]
+        parts = [Within(masks), *asked_parts(settings, sources)]
     history = fit(model, splits(), settings, device=CPU, seed=1, batch=22, parts=parts)
     return {"weights": {name: tensor.clone() for name, tensor in model.state_dict().items()}, "history": history}
 
@@ -63,6 +78,15 @@ SGD = TrainSettings(epochs=3, lr=0.1)
 CASES = {
     "sgd": (SGD, False),
     "under masks, accumulated": (replace(SGD, accumulate=2), True),
+    "taught, averaged, sparsified": (
+        replace(
+            SGD,
+            distill=DistillSettings(features=FeatureSettings(modules=("3",), weight=3.0)),
+            average=AverageSettings(),
+            regularise=RegulariserSettings("group_lasso", strength=1e-3),
+        ),
+        True,
+    ),
     "adamw, clamped": (
         TrainSettings(
             epochs=2,
@@ -102,8 +126,9 @@ def same_history(found: History, expected: History) -> None:
         assert row.validation_loss == pytest.approx(alone.validation_loss, rel=1e-5)
 
 
-def test_shares_are_disjoint_and_whole() -> None:
-    whole = batches(images(66, 0), 22, shuffle_seed=1).at_epoch(2)
+@pytest.mark.parametrize("mixing", [None, Mixing(4, mixup=0.4), Mixing(4, cutmix=1.0)])
+def test_shares_are_disjoint_and_whole(mixing: Mixing | None) -> None:
+    whole = batches(images(66, 0), 22, shuffle_seed=1, mixing=mixing).at_epoch(2)
     for of in (1, 2, 4):
         split, dealt = ([list(share(rank, of)) for rank in range(of)] for share in (whole.split, whole.dealt))
         for number, (pixels, labels) in enumerate(whole):

@@ -196,7 +196,7 @@ def test_dry_run_changes_nothing(finished: tuple[Path, dict[str, Any], list[str]
 
 @pytest.fixture(scope="module")
 def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict[str, Any], list[str]]:
-    """A run with activation masks, both gradient clamps, bf16 and accumulation; the same dense model."""
+    """A run with activation masks, both gradient clamps, bf16, accumulation and compiling; the same dense model."""
     settings = job(
         finished[0].parent.parent,
         finetune=TrainSettings(
@@ -204,6 +204,7 @@ def hooked(finished: tuple[Path, dict[str, Any], list[str]]) -> tuple[Path, dict
             lr=0.02,
             precision="bf16",
             accumulate=2,
+            compile=True,
             clamp_activation_grad=ClampSettings(1e-4, modules=("layer*.conv*",)),
             clamp_weight_grad=ClampSettings(0.1, by="norm"),
         ),
@@ -253,6 +254,18 @@ def test_clamped_shares_are_kept_for_each_run_and_layer(
     for row in metrics["clamps"]:
         same = table[(table["run"] == row["run"]) & (table["clamp"] == row["clamp"])]
         assert row["share"] == same["share"].max()
+
+
+def test_why_steps_were_not_compiled_is_said_in_log_metrics_and_report(
+    hooked: tuple[Path, dict[str, Any], list[str]],
+) -> None:
+    folder, metrics, log = hooked
+    reason = "ActivationGradientClamp: gradients go through Python while the backward pass runs"
+    for name in ("pruned", "control"):
+        found = metrics["compiled"][name]
+        assert (found["graphs"], found["fallback"]) == (0, reason)
+        assert f"{name}: trained in eager, because steps could not be compiled: {reason}" in log
+        assert f"{name}: in eager, because {reason}" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_baselines_clamps_are_kept_also_where_it_comes_from_the_cache(tmp_path: Path) -> None:

@@ -12,21 +12,19 @@ import pytest
 import torch
 from process_group import together
 from safetensors.torch import load_file
+from several_jobs import job, ran, written
 
 import prunekit
-from prunekit.calibration import CalibrationSettings, ChannelStats
-from prunekit.data import DataSettings
+from prunekit.calibration import ChannelStats
 from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import rank
-from prunekit.errors import PeerError, RunError, UsageError
+from prunekit.errors import PeerError, RunError
 from prunekit.masking import ActivationSettings
-from prunekit.measure import LatencySettings, isolated, latency, measuring
-from prunekit.models import ModelSettings, load_factory
+from prunekit.measure import latency
+from prunekit.models import load_factory
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
-from prunekit.planning.settings import ScheduleSettings
 from prunekit.repair import RepairSettings
-from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, Own, finetune
+from prunekit.workflow import JobSettings, Own
 from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.calibrate import loss_gradients
 from prunekit.workflow.dense import prepare
@@ -34,53 +32,10 @@ from prunekit.workflow.evaluate import evaluate
 from prunekit.workflow.targets import Target
 from prunekit.workflow.trainings import Trainings
 
-NET = '''
-from torch import nn
-
-
-def net():
-    """Without BatchNorm, which looks at each process's share alone."""
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )
-'''
-
-
-def job(output: Path, **changes: Any) -> JobSettings:
-    """Calibrates on 320 images in batches of 64: five, which neither 2 nor 4 processes share evenly."""
-    settings = JobSettings(
-        name="small",
-        model=ModelSettings("net", zoo="own"),
-        data=DataSettings(image_size=16, batch=64),
-        baseline=TrainSettings(epochs=2, lr=0.05),
-        calibration=CalibrationSettings(images=320, moments="full", moments_positions=8, fused=False),
-        prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="activation", scope="global"),
-        finetune=TrainSettings(epochs=2, lr=0.02),
-        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
-        device="cpu",
-        threads=1,
-        output=output,
-    )
-    return replace(settings, **changes)
-
-
-def ran(output: Path, factory: str, changes: dict[str, Any]) -> tuple[Path, dict[str, Any], list[str]]:
-    def here(job: measuring.Job, folder: Path) -> tuple[list[isolated.Outcome], str]:
-        return list(measuring.measure(job, own_process=False)), ""
-
-    latency.measure_apart = here
-    log: list[str] = []
-    result = finetune(job(output, **changes), log=log.append, own=Own(model=factory))
-    return result.folder, result.metrics, log
-
 
 @pytest.fixture(scope="module")
 def factory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("own") / "several.py"
-    file.write_text(NET)
-    return f"{file}:net"
+    return written(tmp_path_factory.mktemp("own"))
 
 
 CHANGES: dict[str, Any] = {
@@ -141,16 +96,19 @@ def same_statistics(found: ChannelStats, expected: ChannelStats) -> None:
         close(moments.gram, expected.moments[path].gram, 0.1)
 
 
-def taylor_terms(settings: JobSettings, factory: str) -> dict[tuple[str, int], Any] | None:
+def taylor_terms(settings: JobSettings, factory: str) -> dict[tuple[str, str, int], Any] | None:
     torch.manual_seed(3)
     prepared = prepare(settings, Own(model=factory))
     found = loss_gradients(prepared, prepared.model, log=lambda _: None)
-    return None if found is None else {axis: np.sort(rows, axis=0) for axis, rows in found.terms.items()}
+    if found is None or found.diagonal is None:
+        return None
+    kinds = {"first": found.terms, "second": found.diagonal}
+    return {(kind, *axis): np.sort(rows, axis=0) for kind, terms in kinds.items() for axis, rows in terms.items()}
 
 
 def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
-    """Five batches of 64, whole: what each process finds in a batch is what a single one finds."""
-    settings = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="taylor"))
+    """Five batches of 64, whole: what each process finds in a batch is what a single one finds, random signs too."""
+    settings = job(tmp_path, prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="obd"))
     (expected,) = together(1, tmp_path / "alone", taylor_terms, settings, factory)
     main, *others = together(4, tmp_path / "meet", taylor_terms, settings, factory)
     assert others == [None] * 3
@@ -202,23 +160,6 @@ def test_one_that_fails_ends_the_run(failing: int, factory: str, tmp_path: Path)
         "failed",
         "RunError: the disk is full" if failing == 0 else f"PeerError: {told}",
     )
-
-
-def alone_only(output: Path, factory: str) -> list[str]:
-    told = []
-    schedule = replace(job(output).prune, schedule=ScheduleSettings(kind="linear"))
-    for changes, resume in (({"prune": schedule}, None), ({}, "auto")):
-        try:
-            finetune(job(output, **changes), log=print, own=Own(model=factory), resume=resume)
-        except UsageError as error:
-            told.append(str(error))
-    return told
-
-
-def test_what_is_for_one_process_is_refused_to_several(factory: str, tmp_path: Path) -> None:
-    for told in together(2, tmp_path / "meet", alone_only, tmp_path / "runs", factory):
-        assert [line.partition(":")[0] for line in told] == ["prune.schedule", "--resume"]
-        assert all("expected a single process, got 2" in line for line in told)
 
 
 def plans() -> tuple[str, int, str]:

@@ -1,0 +1,208 @@
+"""Capture: what chosen layers read and make, and the gradients of both, copied or reduced while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.capturing.hooks import LayerHooks, What, Where
+from prunekit.capturing.layers import Layers
+from prunekit.capturing.reducers import Named, Reducer, reducer_of
+from prunekit.capturing.sizes import Size, size_of
+from prunekit.capturing.store import OnDisk, Store, mib
+from prunekit.errors import UsageError, nearest
+from prunekit.hooks import refuse_nested
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """One tensor of one call of a layer.
+
+    Attributes:
+        path, what, batch, call, position: see `Where`.
+        shape: of the tensor, before it was reduced.
+    """
+
+    path: str
+    what: What
+    batch: int | None
+    call: int
+    position: int
+    shape: tuple[int, ...]
+    _kept: Any
+
+    @property
+    def value(self) -> Any:
+        """The copy, read from its file where it is in one; or what the reducer made."""
+        return self._kept.read() if isinstance(self._kept, OnDisk) else self._kept
+
+
+class Capture(LayerHooks):
+    """What was captured, in the order in which it happened; see `capture`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Layers,
+        what: What | Iterable[What],
+        *,
+        reduce: Named | Reducer | None,
+        every: int,
+        to: str | Path,
+        limit_mib: float | None,
+        example: tuple[Any, ...] | None,
+    ) -> None:
+        super().__init__(model, layers, what, every)
+        self._layers, self._reduced, self._reduce = layers, reduce is not None, reducer_of(reduce)
+        self._store = Store(to, limit_mib, next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._entries: list[Captured] = []
+        self._whole = self._channels = 0
+        self.expected: Size | None = None
+        """What one forward pass would add as full copies, where an example was given."""
+        if example is not None:
+            self.expected = size_of(model, layers, what, example)
+            if not self._reduced and self.expected.bytes > self._store.limit:
+                raise self._too_much(f"one forward pass takes {mib(self.expected.bytes)}", self.expected)
+
+    def __iter__(self) -> Iterator[Captured]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, path: str) -> list[Captured]:
+        """All of one layer.
+
+        Raises:
+            KeyError: nothing of it was captured.
+        """
+        found = [entry for entry in self._entries if entry.path == path]
+        if not found:
+            raise KeyError(f"{path!r}: nothing of it was captured; {nearest(path, {e.path for e in self._entries})}")
+        return found
+
+    def find(
+        self, pattern: str = "*", what: What | None = None, *, batch: int | None = None, call: int | None = None
+    ) -> list[Captured]:
+        """Those of the layers that a glob matches, of one kind, one forward pass, or the same call in each."""
+        return [
+            entry
+            for entry in self._entries
+            if (entry.path == pattern or fnmatchcase(entry.path, pattern))
+            and what in (None, entry.what)
+            and batch in (None, entry.batch)
+            and call in (None, entry.call)
+        ]
+
+    def values(self, pattern: str = "*", what: What | None = None) -> list[Any]:
+        """The values of what `find` finds."""
+        return [entry.value for entry in self.find(pattern, what)]
+
+    @property
+    def bytes(self) -> int:
+        """How much is kept."""
+        return self._store.bytes
+
+    def clear(self) -> None:
+        """Forgets what was captured so far; files stay."""
+        self._entries.clear()
+        self._store.bytes = self._whole = self._channels = 0
+
+    def seen(self, where: Where, values: Tensor, axis: int) -> None:
+        """Keeps a tensor, or what is made of it."""
+        refuse_nested(values, str(where))
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self._reduced:
+                with torch.autocast(values.device.type, enabled=False):
+                    made = self._reduce(values.detach(), axis)
+            else:
+                made = values
+            self._whole += values.numel() * values.element_size()
+            self._channels += values.shape[axis] if values.dim() else 1
+            kept = self._store.keep(made, values, lambda: f"{where.path}_{where.what}", self._full(where))
+        self._entries.append(Captured(*where, tuple(values.shape), kept))
+
+    def _full(self, where: Where) -> Any:
+        def error(needed: int) -> Exception:
+            passes = max(self._begun, 1)
+            so_far = Size(len(self._entries) + 1, self._whole, self._channels)
+            kept = f"{_several(len(self._entries), 'tensor')} of {_several(passes, 'forward pass', 'es')}"
+            text = f"{where} takes {mib(needed)} more, after {kept} that take {mib(self._store.bytes)}"
+            return self._too_much(text, so_far)
+
+        return error
+
+    def _too_much(self, what: str, size: Size) -> UsageError:
+        least = 4 * size.channels
+        where = "memory" if self._store.folder is None else "disk"
+        advice = f"every=, to=FOLDER or limit_mib={_enough(size.bytes)}"
+        if least < size.bytes:
+            advice = f"reduce='mean' ({mib(least)} instead of {mib(size.bytes)}), {advice}"
+        return UsageError(f"capture: {what}, and the limit of {where} is {mib(self._store.limit)}; use {advice}")
+
+
+def _several(count: int, name: str, plural: str = "s") -> str:
+    return f"{count} {name}{plural if count != 1 else ''}"
+
+
+def _enough(count: int) -> int:
+    return -(-count // 2**20)
+
+
+def capture(
+    model: nn.Module,
+    layers: Layers,
+    what: What | Iterable[What] = "output",
+    *,
+    reduce: Named | Reducer | None = None,
+    every: int = 1,
+    to: str | Path = "cpu",
+    limit_mib: float | None = None,
+    example: tuple[Any, ...] | None = None,
+) -> Capture:
+    """Captures what layers read and make, every call in its order, for as long as the `with` lasts.
+
+        with prunekit.capture(model, "layer*.conv*", what=("input", "output", "grad_output")) as record:
+            model(images).sum().backward()
+        for entry in record:
+            print(entry.path, entry.what, entry.value.shape)
+
+    Each tensor is copied, or reduced, when it is seen, so that nothing that is done in place changes it afterwards.
+    A gradient is seen on its way: the backward pass belongs inside the `with`. `grad_input` is what the layer
+    itself sends back, without what other readers of the same tensor do. Inputs that need no gradient have none. Works
+    on dense, masked and compact models, alone or beside other hooks, which run in the order in which they were
+    registered; when the `with` ends, also by an exception, no hook is left.
+
+    Projections of attention modules, whose weights are used without their modules' being called, are captured where
+    they are chosen: `*.out_proj`, `*.in_proj_weight` (one call where queries, keys and values are of one tensor, else
+    three in this order). Attention modules are then computed by their equivalents, which
+    differ from them in rounding at most. The second forward of activation checkpointing is not captured again.
+
+    Args:
+        model: not compiled, and not changed.
+        layers: globs over module paths (`*` also stands for dots), classes of modules (`nn.Conv2d`), channel groups, or
+            several of these.
+        what: `input`, `output`, `grad_input`, `grad_output`, or several of them.
+        reduce: what is kept in place of a copy: a function of a tensor, `mean` (channels,), `moments` (2, channels:
+            mean and root mean square) or `extremes` (2, channels); channels are on the last axis behind linear
+            layers, else on axis 1.
+        every: of so many forward passes the first; calls outside of `model(...)` all count.
+        to: `cpu`; `device`, where the tensors are; or a new folder, for a file of safetensors each.
+        limit_mib: how much is kept at most; None: half of the memory, or of the disk, that is free.
+        example: positional arguments of `forward`: `expected` then says what full copies of a forward pass on them take
+            before anything is captured.
+
+    Raises:
+        UsageError: a glob, a class or a group matches nothing; or, in a forward pass or with `example` at once, full
+            copies are beyond the limit; the message says how much they take and which reducer avoids it.
+        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+    """
+    return Capture(
+        model, layers, what, reduce=reduce, every=every, to=to, limit_mib=limit_mib, example=example
+    )  # fmt: skip

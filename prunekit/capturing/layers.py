@@ -1,0 +1,117 @@
+"""Which layers are looked at: by glob, by type, or by channel group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from prunekit.channels import ChannelGroup
+from prunekit.channels.copying import named_tensors
+from prunekit.channels.substitutes import SUBSTITUTES
+from prunekit.errors import UsageError, nearest
+from prunekit.globs import matching
+from prunekit.hooks import never_called
+
+Layer = str | type[nn.Module] | ChannelGroup
+Layers = Layer | Iterable[Layer]
+"""Globs over module paths, classes of modules, channel groups, or several of these. A glob that matches no module may
+match names of weights, which are then seen where they are used, without a module's being called."""
+
+NEVER_RUN = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Layers by their paths, in the order of the model.
+
+    Attributes:
+        modules: those that may be called.
+        functional: paths of those whose weight may be used without their being called, as attention does: of modules,
+            and names of weights that have no module of their own.
+    """
+
+    modules: dict[str, nn.Module]
+    functional: frozenset[str]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of them: modules in the order of the model, then weights without one."""
+        return (*self.modules, *sorted(self.functional - self.modules.keys()))
+
+
+def choose(model: nn.Module, layers: Layers, key: str) -> Chosen:
+    """Finds the layers that are meant.
+
+    Args:
+        model: whose they are.
+        layers: see `Layers`.
+        key: what they are for; messages begin with it.
+
+    Raises:
+        UsageError: one of them matches nothing; the message gives near spellings.
+    """
+    modules = {path: module for path, module in _named(model).items() if type(module) not in NEVER_RUN}
+    hidden = _hidden(model)
+    several = [layers] if isinstance(layers, (str, type, ChannelGroup)) else list(layers)
+    if not several:
+        raise UsageError(f"{key}: expected a glob over module paths, a class of modules or a channel group, got none")
+    found = {path for layer in several for path in _paths(layer, modules, hidden, model, key)}
+    seen: set[int] = set()
+    called = {}
+    for path, module in modules.items():
+        if path in found and not never_called(module) and id(module) not in seen:
+            seen.add(id(module))
+            called[path] = module
+    functional = found & hidden | found - modules.keys()
+    return Chosen(called, frozenset(name.removesuffix(".weight") for name in functional))
+
+
+def _named(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by every path that they have, but the model itself."""
+    return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+
+
+def _hidden(model: nn.Module) -> set[str]:
+    """Layers in attention modules, whose weights may be used out of their modules' sight."""
+    hosts = {path for path, module in model.named_modules() if type(module) in SUBSTITUTES or _is_equivalent(module)}
+    weights = {name for name, tensor in named_tensors(model) if tensor.dim() == 2 and isinstance(tensor, nn.Parameter)}
+    inside = {name for name in weights if any(name.startswith(f"{host}." if host else "") for host in hosts)}
+    return {name.removesuffix(".weight") for name in inside}
+
+
+def _is_equivalent(module: nn.Module) -> bool:
+    return isinstance(module, tuple(SUBSTITUTES.values()))
+
+
+def _paths(layer: Layer, modules: dict[str, nn.Module], hidden: set[str], model: nn.Module, key: str) -> Iterable[str]:
+    if isinstance(layer, ChannelGroup):
+        return _of_group(layer, modules, key)
+    if isinstance(layer, type):
+        found = [path for path, module in modules.items() if isinstance(module, layer)]
+        if not found:
+            kinds = {type(module).__name__ for module in modules.values()}
+            raise UsageError(f"{key}: the model has no {layer.__name__}; {nearest(layer.__name__, kinds)}")
+        return found
+    known = [*modules, *sorted(hidden - modules.keys())]
+    try:
+        return matching(layer, known, key)
+    except UsageError as error:
+        weights = [n for n, tensor in named_tensors(model) if isinstance(tensor, nn.Parameter) and tensor.dim() > 1]
+        try:
+            return matching(layer, weights, key)
+        except UsageError:
+            raise error from None
+
+
+def _of_group(group: ChannelGroup, modules: dict[str, nn.Module], key: str) -> Iterator[str]:
+    """The modules that make or scale the channels of a group."""
+    found = False
+    for name, axis in group.slots:
+        path = name.rpartition(".")[0]
+        if path in modules and axis == int(getattr(modules[path], "transposed", False)):
+            found = True
+            yield path
+    if not found:
+        raise UsageError(f"{key}: none of the model's modules makes the channels of group {group.name!r}")

@@ -1,0 +1,102 @@
+"""Where captured tensors are kept: in memory, where they are, or in files; never more than a limit."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from prunekit.artifacts import atomic_file
+from prunekit.errors import UsageError
+from prunekit.nested import gather, map_tensors
+
+MIB = 2**20
+SHARE = 0.5
+"""Of the memory, or of the disk, that is free when a capture begins: its limit where none is given."""
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """A tensor in a file of its own."""
+
+    path: Path
+
+    def read(self) -> Tensor:
+        return load_file(self.path)["value"]
+
+
+class Store:
+    """Keeps copies.
+
+    Args:
+        to: `cpu`; `device`, where the tensors are; or a folder, which is made.
+        limit_mib: how much is kept at most; None: half of what is free.
+        device: of the model.
+
+    Raises:
+        UsageError: the folder holds files already, or is a file; the limit is negative.
+    """
+
+    def __init__(self, to: str | Path, limit_mib: float | None, device: torch.device) -> None:
+        self.folder = None if to in ("cpu", "device") else Path(to)
+        self._cpu = to == "cpu"
+        self._numbers = itertools.count()
+        self.bytes = 0
+        if self.folder is not None:
+            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+                raise UsageError(f"to: expected 'cpu', 'device' or a new or empty folder, got {self.folder}")
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if limit_mib is not None and not limit_mib > 0:
+            raise UsageError(f"limit_mib: expected a number above 0, got {limit_mib}")
+        self.limit = int(SHARE * self._free(device)) if limit_mib is None else int(limit_mib * MIB)
+
+    def _free(self, device: torch.device) -> int:
+        if self.folder is not None:
+            return shutil.disk_usage(self.folder).free
+        if not self._cpu and device.type == "cuda":
+            return int(torch.cuda.mem_get_info(device)[0])
+        return int(psutil.virtual_memory().available)
+
+    def keep(self, value: Any, source: Tensor, name: Callable[[], str], too_much: Callable[[int], Exception]) -> Any:
+        """Copies the tensors of a value that a reducer made, so that nothing that is written to `source` changes them.
+
+        Args:
+            value: tensors, nested or not, and anything else.
+            source: what it was made of.
+            name: what a file is called, without its number.
+            too_much: the error to raise where so many bytes more are beyond the limit.
+        """
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in gather(value))
+        if self.bytes + needed > self.limit:
+            raise too_much(needed)
+        self.bytes += needed
+        if self.folder is None:
+            return map_tensors(value, lambda tensor: self._copied(tensor, source))
+        if not isinstance(value, Tensor):
+            return map_tensors(value, lambda tensor: tensor.detach().cpu().clone())
+        path = self.folder / f"{next(self._numbers):06d}_{name()}.safetensors"
+        with atomic_file(path) as temporary:
+            save_file({"value": value.detach().cpu().contiguous()}, temporary)
+        return OnDisk(path)
+
+    def _copied(self, tensor: Tensor, source: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        moved = tensor.cpu() if self._cpu else tensor
+        shared = moved.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+        return moved.clone() if shared else moved
+
+
+def mib(count: float) -> str:
+    """Bytes as text."""
+    for size, unit in ((2**30, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"

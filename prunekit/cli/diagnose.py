@@ -1,0 +1,118 @@
+"""`prunekit diagnose`: what is wrong with a model and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prunekit.cli.models import ModelOptions, one_target, recipe_of_data, refuse_idle_overrides
+from prunekit.cli.options import (
+    common_options,
+    device_option,
+    is_recipe,
+    load_job,
+    model_options,
+    output_option,
+    seed_option,
+    split_overrides,
+)
+from prunekit.cli.output import Console, check_folder, save
+
+if TYPE_CHECKING:
+    from prunekit.diagnosis import Diagnosis, Finding
+
+
+@click.command("diagnose", short_help="Find what is wrong with a model and its data.")
+@click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
+@click.option("--recipe", "data_recipe", metavar="RECIPE.yaml", help="Whose images and training to use.")
+@click.option("--batches", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Training batches.")
+@click.option("--ignore", multiple=True, metavar="KIND", help="A kind that is not looked for; may be repeated.")
+@model_options
+@device_option
+@seed_option
+@output_option("diagnose.json.")
+@common_options
+def diagnose_command(
+    arguments: tuple[str, ...],
+    data_recipe: str | None,
+    count: int,
+    ignore: tuple[str, ...],
+    device: str | None,
+    output: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run a model forward and backward on a few training batches and name what is wrong, the causes first.
+
+    Looked for, by module and in order of execution: shape mismatches with the way of the tensor, NaN and Inf where they
+    begin, exploding and vanishing gradients, dead ReLUs, saturated sigmoids, constant channels, BatchNorm in the wrong
+    mode or without variance, unused and frozen parameters; copies among the images, labels out of range, inputs unlike
+    normalised ones; and a learning rate too high for the curvature of the loss.
+
+    MODEL is a recipe (its dense model as training would begin: with the weights it names, else random ones), a model
+    folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
+    KEY=VALUE changes the recipe.
+
+    The exit code is 0 when nothing is found, 1 when something is, 2 for wrong usage.
+    """
+    console = Console(as_json)
+    check_folder(output)
+    targets, overrides = split_overrides(arguments)
+    data_recipe = recipe_of_data(targets, data_recipe)
+    refuse_idle_overrides(overrides, [data_recipe])
+    whole, given = any(map(is_recipe, targets)), ModelOptions(**options)
+    code = {"factory": given.factory if whole else None, "data": given.data}
+    job = None if data_recipe is None else load_job(data_recipe, overrides, **code, device=device, seed=given.seed)
+    from prunekit.context import resolve_device
+    from prunekit.data import DataSettings
+    from prunekit.workflow import Own
+    from prunekit.workflow.diagnose import diagnose_target, first_training
+
+    images = job.data if job else DataSettings(source="own") if given.data else None
+    training = None if job is None else first_training(job) if whole else job.finetune
+    with console.running():
+        target = one_target(targets, overrides if whole else [], given)
+        found = diagnose_target(
+            target,
+            images,
+            training,
+            device=resolve_device(device or (job.device if job else "auto")),
+            count=count,
+            ignore=ignore,
+            own=Own(data=given.data),
+            seed=job.seed if job else given.seed or 0,
+        )
+    payload = {"model": target.name, **found.as_dict()}
+    save(payload, output, "diagnose.json", console)
+    console.result(payload, "\n".join(text(target.name, found)))
+    if not found.healthy:
+        click.get_current_context().exit(1)
+
+
+def text(name: str, found: Diagnosis) -> Iterator[str]:
+    """The diagnosis as lines for a terminal."""
+    from prunekit.report.numbers import digits
+
+    figures = "".join(f", {key} {digits(value)}" for key, value in found.figures.items())
+    count = len(found.findings)
+    said = f"{count} fault{'s'[: count != 1]}" if count else f"healthy: {len(found.checked)} checks found nothing"
+    yield f"{name}: {said} ({found.images} training images{figures})"
+    for number, finding in enumerate(found.findings, 1):
+        yield ""
+        yield f"{number}. {named(finding)}"
+        yield f"   expected: {finding.expected}"
+        yield f"   came:     {finding.came}"
+        yield f"   to do:    {finding.advice}"
+        if finding.consequences:
+            yield f"   may cause: {', '.join(map(named, finding.consequences))}"
+    for reason in dict.fromkeys(found.skipped.values()):
+        kinds = [kind for kind, why in found.skipped.items() if why == reason]
+        yield f"\nnot looked for, {reason}: {', '.join(kinds)}"
+
+
+def named(finding: Finding) -> str:
+    """What it is, and where."""
+    return f"{finding.kind} in {finding.module or 'the model'}"

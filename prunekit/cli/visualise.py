@@ -1,0 +1,19 @@
+"""`prunekit visualise`: pictures of what a model computes, a subcommand for each kind."""
+
+from __future__ import annotations
+
+import click
+
+from prunekit.cli.visualise_cam import cam_command, saliency_command
+from prunekit.cli.visualise_features import features_command
+from prunekit.cli.visualise_gradients import gradients_command
+
+
+@click.group("visualise", short_help="Show what a model computes, as pictures.")
+def visualise_group() -> None:
+    """Pictures of what a model computes, the dense model's beside the pruned one's."""
+
+
+SUBCOMMANDS = (features_command, cam_command, saliency_command, gradients_command)
+for command in SUBCOMMANDS:
+    visualise_group.add_command(command)

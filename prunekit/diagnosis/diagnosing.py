@@ -1,0 +1,105 @@
+"""Every check on one observation of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from prunekit.diagnosis import activations, data, gradients, learning_rate, norms, numbers, parameters, shapes
+from prunekit.diagnosis.findings import CHECKS, Check, Diagnosis
+from prunekit.diagnosis.folding import folded
+from prunekit.diagnosis.images import Pool, batches_of
+from prunekit.diagnosis.observation import Observation, StepSize
+from prunekit.diagnosis.running import Loss, observe
+from prunekit.errors import DataError, UsageError, nearest
+
+FILES = (data, shapes, numbers, parameters, norms, activations, gradients, learning_rate)
+"""Imported so that their checks are registered."""
+
+
+def diagnose(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    ignore: Sequence[str] = (),
+    pool: Pool | None = None,
+    seed: int = 0,
+) -> Diagnosis:
+    """Looks for what is wrong with a model and its data: every kind in `prunekit.diagnosis.CHECKS`.
+
+    The model runs forward and backward on each batch in train mode, and on the first one in eval mode, and the
+    curvature of the loss is taken there. Parameters, buffers, gradients, modes, hooks and the process's random state
+    are afterwards what they were. Channels that are masked, zero by weights of zeros, are not reported as dead.
+
+    Args:
+        model: with the weights, on the device and in the mode in which it would be trained; dense, masked or compact.
+        batches: a few batches of inputs (B, ...) and labels, as the model is trained on them; gradients and learning
+            rate are not looked at where labels are missing. All are kept in memory.
+        loss: from what the model returned and the labels to one number, the mean over the batch; None: cross entropy
+            over (B, classes), for labels (B,) that number the classes.
+        optimizer: SGD, Adam or AdamW as it would make its first step; None: the learning rate is not looked at.
+        ignore: kinds that are not looked for, such as `frozen_parameter` where that is meant.
+        pool: what else there is of the data, for copies; None: the batches are all.
+        seed: of dropout and of whatever else is random in the model.
+
+    Raises:
+        UsageError: a kind in `ignore` is none.
+        DataError: there are no batches, or they are neither tensors nor pairs of tensors.
+        ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
+    """
+    require_kinds(ignore)
+    given = batches_of(batches, "batches")
+    if not given or not any(len(batch.images) for batch in given):
+        raise DataError("batches: expected at least one batch with an input in it, got none")
+    step = None if optimizer is None else step_size(optimizer)
+    seen = observe(model, given, loss, step, pool or Pool(), seed)
+    wanted = [each for kind, each in CHECKS.items() if kind not in ignore]
+    skipped = {each.kind: reason for each in wanted if (reason := _reason(each, seen)) is not None}
+    run = [each for each in wanted if each.kind not in skipped]
+    found = (finding for each in run for finding in each.run(seen))
+    return Diagnosis(
+        findings=folded(found),
+        checked=tuple(each.kind for each in run),
+        skipped=skipped,
+        images=seen.images,
+        figures=_figures(seen),
+    )
+
+
+def require_kinds(ignore: Sequence[str]) -> None:
+    """Checks that each is a kind of fault.
+
+    Raises:
+        UsageError: one is none; names the nearest.
+    """
+    for kind in ignore:
+        if kind not in CHECKS:
+            raise UsageError(f"ignore: there is no check {kind!r}; {nearest(kind, CHECKS)}")
+
+
+def _reason(check: Check, seen: Observation) -> str | None:
+    """Why a check has nothing to look at."""
+    return seen.missing.get(check.needs)
+
+
+def _figures(seen: Observation) -> dict[str, float]:
+    figures = {"loss": sum(seen.loss) / len(seen.loss)} if seen.loss else {}
+    if seen.sharpness is not None:
+        figures["sharpness"] = seen.sharpness
+    if seen.step is not None:
+        figures["lr"] = seen.step.lr
+    return figures
+
+
+def step_size(optimizer: Optimizer) -> StepSize | None:
+    """How an optimizer makes its first step; None for one whose steps are not known."""
+    groups = optimizer.param_groups
+    lr = max(float(group["lr"]) for group in groups)
+    if isinstance(optimizer, SGD):
+        return StepSize(lr, max(float(group["momentum"]) for group in groups))
+    return StepSize(lr, adaptive=True) if isinstance(optimizer, (Adam, AdamW)) else None

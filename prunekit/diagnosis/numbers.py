@@ -1,0 +1,88 @@
+"""NaN and Inf: where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from prunekit.calibration import ChannelStats
+from prunekit.diagnosis.findings import BEFORE, Finding, check, listed
+from prunekit.diagnosis.observation import Observation
+
+
+@check("non_finite", "data")
+def non_finite(seen: Observation) -> Iterator[Finding]:
+    """The first place that is NaN or Inf: images, a parameter or buffer, an activation, the loss, a gradient."""
+    for place in (_images, _tensors, _training, _evaluating, _loss, _gradient):
+        found = place(seen)
+        if found is not None:
+            yield found
+            return
+
+
+def _images(seen: Observation) -> Finding | None:
+    if not seen.data.not_finite:
+        return None
+    count = seen.data.not_finite
+    came = f"{count} values of the images are NaN or Inf"
+    return _finding("data", BEFORE, came, "look at how images are read and normalised", {"count": count})
+
+
+def _tensors(seen: Observation) -> Finding | None:
+    named: Iterable[tuple[str, Tensor]] = [*seen.model.named_parameters(), *seen.model.named_buffers()]
+    wrong = [name for name, tensor in named if not bool(torch.isfinite(tensor).all())]
+    if not wrong:
+        return None
+    first = min(wrong, key=lambda name: seen.place(name.rpartition(".")[0]))
+    path = first.rpartition(".")[0]
+    came = f"{listed([first, *(name for name in wrong if name != first)])} hold NaN or Inf"
+    advice = "load weights that are finite; where training made these, lower the learning rate"
+    return _finding(path, seen.place(path), came, advice, {"tensors": wrong})
+
+
+def _training(seen: Observation) -> Finding | None:
+    return _activation(seen, seen.stats, "train")
+
+
+def _evaluating(seen: Observation) -> Finding | None:
+    return _activation(seen, seen.evaluated, "eval")
+
+
+def _activation(seen: Observation, stats: ChannelStats, mode: str) -> Finding | None:
+    if not stats.non_finite:
+        return None
+    first, after = stats.non_finite[0], len(stats.non_finite) - 1
+    path, side = first.key.module, first.key.side
+    came = f"in {mode} mode {first}; {after} activations after it have some too"
+    where = "what comes before this module, between it and the one before" if side == "input" else "this module"
+    advice = f"look into {where}: a division by zero, the logarithm or root of what may be 0, an overflow"
+    figures = {"count": first.count, "batch": first.batch, "channel": first.channel, "after": after, "mode": mode}
+    return _finding(path, seen.place(path), came, advice, figures)
+
+
+def _loss(seen: Observation) -> Finding | None:
+    wrong = [number for number, value in enumerate(seen.loss, 1) if value - value != 0]
+    if not wrong:
+        return None
+    came = f"the loss of batch {wrong[0]} is {seen.loss[wrong[0] - 1]}, and every module's output is finite"
+    advice = "look at the loss, and at what the model computes behind its last module"
+    return _finding("", len(seen.order), came, advice, {"batch": wrong[0]})
+
+
+def _gradient(seen: Observation) -> Finding | None:
+    gradients = seen.gradients
+    if gradients is None:
+        return None
+    wrong = [name for name, norm in gradients.parameters.items() if norm is not None and norm - norm != 0]
+    if gradients.not_finite is None and not wrong:
+        return None
+    path = gradients.not_finite if gradients.not_finite is not None else wrong[-1].rpartition(".")[0]
+    came = f"the gradient of its output is NaN or Inf, the first on the way back; {len(wrong)} parameters get such ones"
+    advice = "look for what has no slope there behind this module: the root of 0, a division by a norm that is 0"
+    return _finding(path, seen.place(path), came, advice, {"parameters": wrong})
+
+
+def _finding(path: str, order: int, came: str, advice: str, evidence: dict[str, object]) -> Finding:
+    return Finding("non_finite", path, order, "finite numbers", came, advice, evidence)

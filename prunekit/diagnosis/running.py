@@ -1,0 +1,239 @@
+"""Runs a model on a few batches and writes down what is seen; the model is afterwards as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from prunekit.calibration import ChannelStats, StatsCollector
+from prunekit.context import seeded, training_mode
+from prunekit.diagnosis.before import batchnorm_modes, unchanged
+from prunekit.diagnosis.curvature import largest_eigenvalue, too_sharp, trial
+from prunekit.diagnosis.failing import failure_of
+from prunekit.diagnosis.images import Batch, DataWatch, Pool, class_labels, in_range
+from prunekit.diagnosis.observation import Failure, Gradients, Observation, StepSize
+from prunekit.diagnosis.watching import GradientWatch, Running, UnitWatch
+from prunekit.errors import ModelError, PrunekitError
+from prunekit.hooks import refuse_compiled
+from prunekit.models import auxiliary, logits
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""From what the model returned and the labels to one number, the mean over the batch."""
+CURVATURE_IMAGES = 32
+"""Images on which the curvature is taken, which costs up to two dozen forward and backward passes."""
+
+
+def cross_entropy(output: Any, labels: Tensor) -> Tensor:
+    """The loss of a classifier, auxiliary heads included, as `finetune` trains it."""
+    loss = F.cross_entropy(logits(output), labels)
+    for weight, head in auxiliary(output):
+        loss = loss + weight * F.cross_entropy(head, labels)
+    return loss
+
+
+class _Raised(Exception):
+    """Ends the observation."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error)
+        self.failure = failure
+
+
+class Observer:
+    """Runs the passes of one observation.
+
+    Args:
+        model: on the device that the batches are moved to, in the mode in which it would be trained.
+        loss: None: the cross entropy of a classifier.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
+        self.model, self.loss, self.classifies = model, loss or cross_entropy, loss is None
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.running = Running(model)
+        self.units = UnitWatch(self.running)
+        self.watched = GradientWatch(model)
+        self.losses: list[float] = []
+        self.outputs: dict[str, float] = {}
+        self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters: dict[str, float | None] = dict.fromkeys(self.names)
+        self.missing: dict[str, str] = {}
+        self.images = 0
+
+    def train(self, batches: Sequence[Batch], seen: DataWatch) -> ChannelStats:
+        """Forward and backward, in train mode."""
+        collector = StatsCollector(self.model, fused=False)
+        with training_mode(self.model, True), collector, self.running, self.watched:
+            for batch in batches:
+                self._pass(batch, seen)
+            return collector.stats()
+
+    def _pass(self, batch: Batch, seen: DataWatch) -> None:
+        for watch in (self.running, self.units, self.watched):
+            watch.begin()
+        images = batch.images.to(self.device)
+        try:
+            with torch.enable_grad(), self.units:
+                output = self.model(images)
+        except (PrunekitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            raise _Raised(failure_of(error, self.running)) from error
+        self.images += len(images)
+        if batch.labels is None:
+            self.missing["gradients"] = "the batches have no labels, which the loss needs"
+            return
+        self._backward(output, batch.labels.to(self.device), seen)
+
+    def _backward(self, output: Any, labels: Tensor, seen: DataWatch) -> None:
+        if self.classifies and seen.classes is None:
+            seen.classes = _classes(output)
+        try:
+            value = self.loss(*self._in_range(output, labels, seen.classes))
+        except ModelError as error:
+            self.missing["gradients"] = f"{error}; or give the loss"
+            return
+        except PrunekitError:
+            raise
+        except Exception as error:
+            raise _Raised(failure_of(error, self.running, "the loss")) from error
+        if not value.requires_grad:
+            self.missing["gradients"] = "the loss depends on no trainable parameter"
+            return
+        self.losses.append(float(value.detach()))
+        names = list(self.names)
+        try:
+            found = torch.autograd.grad(value, list(self.names.values()), allow_unused=True)
+        except Exception as error:
+            raise _Raised(failure_of(error, self.running, "the backward pass")) from error
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None:
+                self.parameters[name] = _larger(self.parameters[name], float(gradient.detach().float().norm()))
+        for path, norm in self.watched.norms.items():
+            self.outputs[path] = _larger(self.outputs.get(path), norm)
+
+    def _in_range(self, output: Any, labels: Tensor, classes: int | None) -> tuple[Any, Tensor]:
+        """What the loss takes; that some labels are no class is told apart from it."""
+        if not self.classifies or classes is None or not class_labels(labels):
+            return output, labels
+        return output, in_range(labels, classes)
+
+    def evaluate(self, batches: Sequence[Batch]) -> ChannelStats:
+        """Forward in eval mode, on the first batch."""
+        collector = StatsCollector(self.model, fused=False)
+        with training_mode(self.model, False), torch.no_grad(), collector, self.running:
+            self.running.begin()
+            try:
+                self.model(batches[0].images.to(self.device))
+            except (PrunekitError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise _Raised(failure_of(error, self.running, "the forward pass in eval mode")) from error
+            return collector.stats()
+
+    def gradients(self) -> Gradients | None:
+        """What came back."""
+        if not self.losses:
+            self.missing.setdefault("gradients", "there was no loss")
+            return None
+        inside = {path: norm for path, norm in self.outputs.items() if path}
+        return Gradients(inside, self.outputs.get("", 0.0), self.parameters, self.watched.not_finite)
+
+    def curvature(self, batch: Batch, step: StepSize, classes: int | None) -> tuple[float | None, tuple[float, ...]]:
+        """The sharpness of the loss on the first batch, in train mode, and where it is too sharp for the step a trial.
+
+        None where the loss has no curvature to be had.
+        """
+        if any(weight.dtype not in (torch.float32, torch.float64) for weight in self.names.values()):
+            self.missing["step"] = "the weights have too few digits for the curvature; diagnose the model in float32"
+            return None, ()
+        few = slice(0, CURVATURE_IMAGES)
+        assert batch.labels is not None
+        images, labels = batch.images[few].to(self.device), batch.labels[few].to(self.device)
+        weights = list(self.names.values())
+
+        def loss() -> Tensor:
+            with seeded(0):  # the same dropout each time
+                return self.loss(*self._in_range(self.model(images), labels, classes))
+
+        with training_mode(self.model, True):
+            sharpness = largest_eigenvalue(loss, weights, too_sharp(step))
+            beyond = sharpness is not None and sharpness > too_sharp(step)
+            return sharpness, trial(loss, weights, step) if beyond else ()
+
+
+def _larger(before: float | None, now: float) -> float:
+    """The larger of two numbers; NaN is larger than all."""
+    return before if before is not None and (before != before or now <= before) else now
+
+
+def _classes(output: Any) -> int | None:
+    try:
+        scores = logits(output)
+    except ModelError:
+        return None
+    return scores.shape[1] if scores.ndim > 1 else None
+
+
+def observe(
+    model: nn.Module, batches: Sequence[Batch], loss: Loss | None, step: StepSize | None, pool: Pool, seed: int
+) -> Observation:
+    """Runs the model forward and backward in train mode, once in eval mode, and looks at its curvature.
+
+    Parameters, buffers, gradients, modes and the random state are afterwards what they were, also after an error.
+
+    Raises:
+        ModelError: the model is compiled.
+        PrunekitError: what a hook refuses, such as nested tensors.
+    """
+    refuse_compiled(model, "diagnose")
+    seen, observer = DataWatch(pool), Observer(model, loss)
+    for batch in batches:
+        seen.add(batch)
+    modes, failure, stats, evaluated = batchnorm_modes(model), None, ChannelStats({}), ChannelStats({})
+    sharpness: float | None = None
+    losses: tuple[float, ...] = ()
+    with seeded(seed), unchanged(model):
+        try:
+            stats = observer.train(batches, seen)
+            evaluated = observer.evaluate(batches)
+        except _Raised as raised:
+            failure = raised.failure
+        found = observer.gradients()
+        if step is not None and not step.adaptive and failure is None and found is not None:
+            sharpness, losses = observer.curvature(batches[0], step, seen.classes)
+    return Observation(
+        model=model,
+        order=observer.running.order,
+        data=seen.result(),
+        images=observer.images,
+        failure=failure,
+        stats=stats,
+        evaluated=evaluated,
+        units=observer.units.units,
+        gradients=found,
+        loss=tuple(observer.losses),
+        modes=modes,
+        training=model.training,
+        step=step,
+        sharpness=sharpness,
+        trial=losses,
+        missing=_missing(observer, failure, step),
+    )
+
+
+def _missing(observer: Observer, failure: Failure | None, step: StepSize | None) -> dict[str, str]:
+    """Why there is nothing to look at, by what a check may need."""
+    missing = dict(observer.missing)
+    if failure is not None:
+        stopped = f"{failure.stage} stopped in {failure.module or 'the model'}"
+        missing = {"forward": stopped, "gradients": stopped, "step": stopped}
+    elif step is None:
+        missing.setdefault("step", "no learning rate is known: give the optimizer, SGD, Adam or AdamW")
+    elif "gradients" in missing:
+        missing.setdefault("step", missing["gradients"])
+    return missing
