@@ -1,6 +1,6 @@
 """Calibration: what activations look like, channel by channel, on a few hundred images."""
 
-from prunekit.calibration.collect import Collectors, collect, few_images
+from prunekit.calibration.collect import Collectors, collect, few_samples
 from prunekit.calibration.collector import StatsCollector, first_tensor
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.gradients import TaylorTerms, collect_gradients
@@ -34,7 +34,7 @@ __all__ = [
     "collect",
     "collect_gradients",
     "combine",
-    "few_images",
+    "few_samples",
     "find_consumers",
     "first_tensor",
 ]

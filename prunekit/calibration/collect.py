@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.calibration.collector import StatsCollector
 from prunekit.calibration.moments_collector import MomentsCollector
@@ -17,6 +17,7 @@ from prunekit.calibration.ranks import RankCollector
 from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
 from prunekit.calibration.stats import ChannelStats
 from prunekit.errors import UsageError
+from prunekit.inputs import inputs_in, moved, taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,8 @@ def collect(
 
     Args:
         model: already on `device`; every module is afterwards in the mode it had.
-        batches: tensors, or tuples and lists whose first entry is the model's input.
+        batches: tensors, or mappings of them by the names of the model's arguments; or tuples and lists whose first
+            entry is that or a tuple of all arguments, such as (images, labels).
         modules, inputs, outputs, fused: as for `StatsCollector`.
         moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
         moments_exclude, moments_limit_mib, moments_positions: its `exclude`, `limit_mib` and `positions`.
@@ -78,10 +80,10 @@ def collect(
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
     second = None
     if moments == "full":
-        images, batches = few_images(batches)
+        few, batches = few_samples(batches)
         second = MomentsCollector(
             model,
-            images.to(device),
+            moved(few, device),
             exclude=moments_exclude,
             limit_mib=moments_limit_mib,
             positions=moments_positions,
@@ -89,14 +91,13 @@ def collect(
     return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, batches, device)
 
 
-def few_images(batches: Iterable[Any]) -> tuple[Tensor, Iterator[Any]]:
-    """The first two images, and the same batches.
+def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
+    """The inputs of the first two samples, and the same batches.
 
     Raises:
         UsageError: there are none.
     """
     rest = iter(batches)
     for first in rest:
-        images: Tensor = first[0] if isinstance(first, (tuple, list)) else first
-        return images[:2], chain([first], rest)
+        return taken(inputs_in(first), slice(2)), chain([first], rest)
     raise UsageError("calibration: expected at least one batch, got none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,13 @@ from prunekit.calibration.layers import Layer
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.context import training_mode
+from prunekit.inputs import arguments
 
 RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
 
 
-def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStats:
+def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     """Measures what errors in each layer do to the model's output.
 
     Every second input channel of a layer goes, the others take over what they can by least squares, and the model runs:
@@ -30,7 +32,7 @@ def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStat
     Args:
         model: the dense model; only read.
         stats: of that model.
-        images: (B, ...) for as many forward passes as there are layers, and one.
+        inputs: (B, ...), as `arguments` takes them, for as many forward passes as there are layers, and one.
 
     Returns:
         The statistics with `output_gain` filled in: 1 where a layer has nothing to measure.
@@ -38,16 +40,17 @@ def with_gains(model: nn.Module, stats: PatchStats, images: Tensor) -> PatchStat
     copy = with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
     with training_mode(copy, False), torch.no_grad():
-        dense = _output(copy, images)
-        gains = [_gain(copy, moments, tensors, modules, images, dense) for moments in stats.layers]
+        given = arguments(model, inputs)
+        dense = _output(copy, given)
+        gains = [_gain(copy, moments, tensors, modules, given, dense) for moments in stats.layers]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
     return PatchStats(tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
 
 
-def _output(model: nn.Module, images: Tensor) -> Tensor | None:
-    found = first_tensor(model(images))
+def _output(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor | None:
+    found = first_tensor(model(*inputs))
     return None if found is None else found.double()
 
 
@@ -56,7 +59,7 @@ def _gain(
     moments: LayerMoments,
     tensors: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module],
-    images: Tensor,
+    inputs: tuple[Any, ...],
     dense: Tensor | None,
 ) -> float | None:
     layer = moments.layer
@@ -67,7 +70,7 @@ def _gain(
     weight.copy_(halved)
     if shift is not None:
         shift[0].add_(shift[1] * bias)
-    got = _output(model, images)
+    got = _output(model, inputs)
     weight.copy_(saved[0])
     if shift is not None and saved[1] is not None:
         shift[0].copy_(saved[1])

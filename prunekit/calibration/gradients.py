@@ -16,9 +16,11 @@ from prunekit.calibration.layer_stats import FloatArray
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.inputs import arguments, moved
+from prunekit.nested import gather
 
-Loss = Callable[[Any, Tensor], Tensor]
-"""From what the model returned and the labels to one number, the mean over the batch."""
+Loss = Callable[[Any, Any], Tensor]
+"""From what the model returned and the targets to one number, the mean over the batch."""
 Axis = tuple[str, int]
 """A parameter's name and one of its axes."""
 
@@ -48,7 +50,7 @@ def _joined(ours: Mapping[Axis, FloatArray], theirs: Mapping[Axis, FloatArray]) 
 
 def collect_gradients(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Any, Any]],
     device: torch.device,
     loss: Loss,
     *,
@@ -67,7 +69,7 @@ def collect_gradients(
 
     Args:
         model: already on `device`; modes, `requires_grad` and `grad` are afterwards what they were.
-        batches: images and labels.
+        batches: inputs, as `calibrate` takes them, and targets, such as images and labels.
         loss: such as `torch.nn.functional.cross_entropy`, where the model returns its logits.
         second_order: whether to collect `curvature` and `diagonal` too.
         seed: of the random signs.
@@ -85,7 +87,8 @@ def collect_gradients(
         for index, batch in enumerate(batches):
             number = 1 + dealt[0] + dealt[1] * index
             _require_labels(batch, number)
-            value = _checked(loss(model(batch[0].to(device)), batch[1].to(device)))
+            inputs, targets = moved(tuple(batch[:2]), device)
+            value = _checked(loss(model(*arguments(model, inputs)), targets))
             gradients = torch.autograd.grad(value, weights, allow_unused=True, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]
             if second_order:
@@ -102,7 +105,7 @@ def collect_gradients(
 def _require_labels(batch: Any, number: int) -> None:
     shown = type(batch).__name__
     if isinstance(batch, (tuple, list)):
-        if len(batch) > 1 and all(isinstance(part, Tensor) for part in batch[:2]):
+        if len(batch) > 1 and all(gather(part) for part in batch[:2]):
             return
         shown = f"{shown} of {', '.join(type(part).__name__ for part in batch)}"
     raise UsageError(

@@ -12,6 +12,7 @@ from torch import nn
 from prunekit.context import training_mode
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
+from prunekit.inputs import arguments, inputs_in, moved
 
 
 class PassHooks(HookOwner):
@@ -97,11 +98,10 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device, *
 
     Args:
         model: already on `device`; every module is afterwards in the mode it had.
-        batches: tensors, or tuples and lists whose first entry is the model's input.
+        batches: inputs as `arguments` takes them, or tuples and lists whose first entry is that.
     """
     with training_mode(model, False), torch.no_grad(), ExitStack() as entered:
         for owner in owners:
             entered.enter_context(owner)
         for batch in batches:
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            model(images.to(device, non_blocking=True))
+            model(*moved(arguments(model, inputs_in(batch)), device))

@@ -14,7 +14,8 @@ from prunekit.calibration.layers import Call, CallWatch, Layer
 from prunekit.calibration.patches import gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
-from prunekit.errors import NonFiniteError, UsageError
+from prunekit.errors import ModelError, NonFiniteError, UsageError
+from prunekit.inputs import arguments, count_of, inputs_in, taken
 from prunekit.nested import first_not_finite
 
 ROWS = 32768
@@ -79,7 +80,16 @@ class _Collector(CallWatch):
             self._add(layer, operands.inputs, layer.matrix(operands.matrix), result)
         final = self._finals.get(call.number)
         if final is not None and isinstance(result, Tensor):
-            self._ends.setdefault(final.call, []).append(final.reading.outputs(result, self._rows(final, result)))
+            ends = self._ends.setdefault(final.call, [])
+            found = final.reading.outputs(result, self._rows(final, result))
+            if ends and ends[0].shape[1:] != found.shape[1:]:
+                raise ModelError(
+                    f"layer {final.weight.rpartition('.')[0]!r}: expected a model that makes the same calls on every "
+                    "batch, but this one branches on values, as transformers do that leave out a mask which masks "
+                    "nothing; let every batch be alike (some padding in each), or choose a criterion such as taylor "
+                    "or l2, without repair"
+                )
+            ends.append(found)
         return result
 
     def _rows(self, layer: Layer, output: Tensor) -> Tensor:
@@ -159,7 +169,7 @@ def collect_patches(
 
     Args:
         model: the dense model.
-        batches: tensors, or tuples and lists whose first entry is the model's input.
+        batches: tensors, or tuples and lists whose first entry is the model's input, or a tuple of all its inputs.
         norms: paths of modules whose insides are not looked at: those of a channel map.
         inputs: weight and axis of the inputs, of those of the layers to look at; None: all.
         rows: positions sampled of each layer over `images` images.
@@ -169,22 +179,24 @@ def collect_patches(
 
     Raises:
         UsageError: there are no batches.
+        ModelError: the model makes other calls on other batches.
         NonFiniteError: a layer reads NaN or Inf; names it, and the weight to blame if one is.
     """
     collector: _Collector | None = None
     with training_mode(model, False):
         for index, batch in enumerate(batches):
-            values = batch[0] if isinstance(batch, (tuple, list)) else batch
+            given = arguments(model, inputs_in(batch))
+            samples = count_of(given)
             if collector is None:
-                layers = find_layers(model, values[:2], norms)
+                layers = find_layers(model, taken(given, slice(2)), norms)
                 wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:
                     log(_stated(wanted, columns))
                 collector = _Collector(model, wanted, norms, columns)
-            collector.batch, collector.batch_rows = index, max(len(values), round(rows * len(values) / images))
+            collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             with collector.watching():
-                model(values)
+                model(*given)
     if collector is None:
         raise UsageError("patch statistics: expected at least one batch, got none")
     found = collector.finished()

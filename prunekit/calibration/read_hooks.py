@@ -95,15 +95,15 @@ class _Finder(ReadHooks):
         """Nothing is kept between passes."""
 
 
-def find_consumers(model: nn.Module, images: Any) -> dict[str, Consumer]:
+def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
     """The layers that read channels through a weight, by their path, in the order in which they first run.
 
     Args:
         model: runs once, in eval mode without gradients; every module is afterwards in the mode it had.
-        images: a few samples, on the model's device.
+        inputs: a few samples, as `arguments` takes them.
     """
     finder = _Finder(model)
-    run_passes(model, [images], next((t.device for t in model.parameters()), torch.device("cpu")), finder)
+    run_passes(model, [(inputs,)], next((t.device for t in model.parameters()), torch.device("cpu")), finder)
     return finder.consumers
 
 

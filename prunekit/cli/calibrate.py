@@ -33,6 +33,7 @@ def calibrate_command(
     moments: str | None,
     factory: str | None,
     data: str | None,
+    task: str | None,
     optimizer: str | None,
     as_json: bool,
     **options: Any,
@@ -44,13 +45,13 @@ def calibrate_command(
     """
     console = Console(as_json)
     given = (*overrides, f"calibration.moments={moments}") if moments else overrides
-    job = load_job(recipe, given, factory=factory, data=data, **options)
+    job = load_job(recipe, given, factory=factory, data=data, task=task, **options)
     check_folder(job.output)
     from prunekit.workflow import Own
     from prunekit.workflow import calibrate as run
 
     with console.running():
-        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data, optimizer))
+        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data, optimizer, task))
     layers = list(summary(result.stats))
     payload = {
         "path": str(result.path),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -43,7 +43,7 @@ def evaluate_command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Top-1 accuracy with its 95 % Wilson interval, on the test split of a recipe's data.
+    """Top-1 accuracy with its 95 % Wilson interval, or what else the recipe's task measures, on its test split.
 
     MODEL is a recipe (its dense model, trained first where it has no weights, and tested on its own data), a model
     folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.
@@ -68,7 +68,8 @@ def evaluate_command(
     with console.running():
         target = _target(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
-        result = measure(target, images, where, Own(data=given.data))
+        own = Own(data=given.data, task=given.task)
+        result = measure(target, images, where, own, job.task if job else _task(given))
     if leads():
         save(result, output, "evaluate.json", console)
     console.result(result, _text(result))
@@ -77,7 +78,9 @@ def evaluate_command(
 def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | None, whole: bool) -> JobSettings:
     """The job of the recipe, `whole` when its model is meant and not its images alone."""
     factory = given.factory if whole else None
-    return load_job(recipe, overrides, factory=factory, data=given.data, device=device, seed=given.seed)
+    return load_job(
+        recipe, overrides, factory=factory, data=given.data, task=given.task, device=device, seed=given.seed
+    )
 
 
 def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> Target:
@@ -88,17 +91,26 @@ def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, 
         return one_target(targets, [], options)
     if len(targets) > 1 or options.weights:
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
-    own = Own(options.factory, options.data)
+    own = Own(options.factory, options.data, task=options.task)
     return trained_target(job, log=console.log, progress=console.progress, own=own)
+
+
+def _task(given: ModelOptions) -> Literal["own", "image_classification"]:
+    return "own" if given.task else "image_classification"
 
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.data import describe_corrupt
     from prunekit.report.numbers import count, interval, percent
 
-    corrupt = result["corrupt_images"]
+    corrupt, task = result["corrupt_images"], result["task"]
+    scores = ", ".join(f"{score['label']} {percent(result[score['name']], 2)}" for score in task["scores"])
+    if "correct" in result:
+        scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"
+    else:
+        scores += " (of"
     return (
-        f"{result['model']}: top-1 {percent(result['top1'], 2)} {interval(result['low'], result['high'])} "
-        f"({result['correct']:,} of {result['n_test']:,} test images), {count(result['params'])} parameters, "
+        f"{result['model']}: {scores} {result['n_test']:,} test {task['samples']}), "
+        f"{count(result['params'])} parameters, "
         f"{count(result['macs'])} MACs" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "")
     )

@@ -72,6 +72,7 @@ def run_recipe(
     dry_run: bool,
     factory: str | None,
     data: str | None,
+    task: str | None,
     optimizer: str | None,
     as_json: bool,
     resume: str | None,
@@ -85,14 +86,15 @@ def run_recipe(
         other = "--dry-run" if dry_run else "--resume"
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
     from prunekit.workflow import Own
 
+    own = Own(factory, data, optimizer, task)
     if find_batch_size:
-        _find_batch_size(job, Own(factory, data, optimizer), console)
+        _find_batch_size(job, own, console)
     elif dry_run:
-        _dry_run(job, Own(factory, data, optimizer), console)
-    elif _run(job, Own(factory, data, optimizer), console, resume, training=training):
+        _dry_run(job, own, console)
+    elif _run(job, own, console, resume, training=training):
         click.get_current_context().exit(1)
 
 

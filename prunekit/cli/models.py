@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data` and `--zoo`."""
+    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data`, `--task` and `--zoo`."""
 
     factory: str | None = None
     weights: str | None = None
@@ -25,6 +25,7 @@ class ModelOptions:
     seed: int | None = None
     data: str | None = None
     zoo: Zoo | None = None
+    task: str | None = None
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> Target:
@@ -57,7 +58,7 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
     recipe = name is not None and is_recipe(name)
     if recipe and options.zoo is not None:
         raise UsageError(f"--zoo goes with the name of a model, and {name} is a recipe: set model.zoo={options.zoo}")
-    code = {"factory": options.factory, "data": options.data}
+    code = {"factory": options.factory, "data": options.data, "task": options.task}
     job = load_job(str(name), overrides, **code, seed=options.seed) if recipe else None
     return resolve(
         job or _named(name, options.zoo),
@@ -66,6 +67,7 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
         input_shape=options.input_shape,
         seed=options.seed or 0,
         data=options.data if recipe else None,
+        task=options.task if recipe else None,
     )
 
 

@@ -54,6 +54,12 @@ optimizer_option = click.option(
     help="Your own optimizer, where the recipe says optimizer: own; FACTORY() returns its class.",
 )
 
+task_option = click.option(
+    "--task",
+    metavar="FILE.py:FACTORY",
+    help="Your own task: FACTORY() returns the prunekit.tasks.Task that says loss, metrics and how batches come apart.",
+)
+
 
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
     """`--output DIR`, with what goes there."""
@@ -62,9 +68,10 @@ def output_option(what: str) -> Callable[[Decorated], Decorated]:
 
 
 def model_options(function: Decorated) -> Decorated:
-    """`--model`, `--weights`, `--input-shape`, `--zoo` and `--data`: the user's own model, or changes to a zoo's."""
+    """`--model`, `--weights`, `--input-shape`, `--zoo`, `--data` and `--task`: one's own, or changes to a zoo's."""
     zoos = click.Choice(get_args(Zoo))
     for option in (
+        task_option,
         data_option,
         click.option("--zoo", type=zoos, help="Where MODEL is from.  [default: torchvision, else cifar]"),
         click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
@@ -76,8 +83,8 @@ def model_options(function: Decorated) -> Decorated:
 
 
 def own_options(function: Decorated) -> Decorated:
-    """`--model`, `--data` and `--optimizer`: the user's own code in the place of a recipe's."""
-    return own_model_option(data_option(optimizer_option(function)))
+    """`--model`, `--data`, `--task` and `--optimizer`: the user's own code in the place of a recipe's."""
+    return own_model_option(data_option(task_option(optimizer_option(function))))
 
 
 def common_options(function: Decorated) -> Decorated:
@@ -105,7 +112,13 @@ def is_recipe(target: str) -> bool:
 
 
 def load_job(
-    recipe: str, overrides: Sequence[str], *, factory: str | None = None, data: str | None = None, **options: Any
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    factory: str | None = None,
+    data: str | None = None,
+    task: str | None = None,
+    **options: Any,
 ) -> JobSettings:
     """The job of a recipe; options that were given on the command line count as overrides after all others."""
     from prunekit.recipe import load
@@ -115,6 +128,7 @@ def load_job(
         given += ["model.zoo=own", f"model.name={json.dumps(factory)}", "model.arguments={}"]
     if data is not None:
         given += ["data.source=own", "data.root=null", "data.name=null", "data.columns=null", "data.download=false"]
+    given += [] if task is None else ["task=own"]
     return load(recipe, [*overrides, *given])
 
 

@@ -27,6 +27,7 @@ def profile_command(
     networks: int,
     factory: str | None,
     data: str | None,
+    task: str | None,
     optimizer: str | None,
     as_json: bool,
     **options: Any,
@@ -41,7 +42,7 @@ def profile_command(
     KEY=VALUE changes the recipe, for example: prune.target.runtime=onnxruntime.
     """
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
     check_folder(job.output)
     from prunekit import report
     from prunekit.recipe import dump
@@ -54,7 +55,7 @@ def profile_command(
             log=console.log,
             resolved=dump(job),
             finish=partial(report.write_profile, state="finished"),
-            own=Own(factory, data, optimizer),
+            own=Own(factory, data, optimizer, task),
         )
     places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"
     console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics)}\n{places}")

@@ -33,6 +33,7 @@ def sensitivity_command(
     groups: tuple[str, ...],
     factory: str | None,
     data: str | None,
+    task: str | None,
     optimizer: str | None,
     as_json: bool,
     **options: Any,
@@ -44,7 +45,7 @@ def sensitivity_command(
     and top-1 lose when the group is masked and nothing is fitted. Curves as CSV and JSON, and a report.
     """
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
     check_folder(job.output)
     from prunekit import report
     from prunekit.recipe import dump
@@ -59,7 +60,7 @@ def sensitivity_command(
             progress=console.progress,
             resolved=dump(job),
             finish=partial(report.write_sensitivity, state="finished"),
-            own=Own(factory, data, optimizer),
+            own=Own(factory, data, optimizer, task),
         )
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
     console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics, measured)}\n{places}")

@@ -41,6 +41,7 @@ def save(
     plan: Plan,
     *,
     input_shapes: list[list[int]],
+    input_dtypes: list[str] | None = None,
     build: ModelSettings | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -51,6 +52,7 @@ def save(
         model: the compact model, its norms folded or not.
         plan: what it was compacted with.
         input_shapes: of the example inputs, with the batch axis.
+        input_dtypes: of the same, such as `int64`; None of one float32 tensor.
         build: how the dense model is built; None when only the caller's own code can do it, who then hands the
             dense model to `load`.
         extra: further facts for readers of the manifest (classes, data settings), as JSON values.
@@ -73,7 +75,7 @@ def save(
             "dense_shapes": {name: list(shapes[name]) for name in kept},
             "folded_norms": folds,
             "channels_last": lies_channels_last(model),
-            "example": {"shapes": input_shapes},
+            "example": {"shapes": input_shapes} | ({} if input_dtypes is None else {"dtypes": input_dtypes}),
             "provenance": dict(plan.provenance),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},

@@ -1,12 +1,13 @@
-"""Images with labels, split once and for all into training, validation and test."""
+"""Images with labels, and data of other tasks, split once and for all into training, validation and test."""
 
 from prunekit.data.corrupt import CorruptImages, describe_corrupt
-from prunekit.data.datasets import ImageDataset, Subset, TensorImages
+from prunekit.data.datasets import ImageDataset, SampleDataset, Subset, TensorImages
 from prunekit.data.decoded import FolderImages, MappedImages
 from prunekit.data.feed import Feed
 from prunekit.data.loading import Batches, batches
 from prunekit.data.mixing import Mixing
 from prunekit.data.own import load_own
+from prunekit.data.samples import Samples, sample_splits
 from prunekit.data.settings import AugmentSettings, DataSettings, Workers
 from prunekit.data.sources import feed_of, load_splits, missing_data
 from prunekit.data.splits import Splits
@@ -21,6 +22,8 @@ __all__ = [
     "ImageDataset",
     "MappedImages",
     "Mixing",
+    "SampleDataset",
+    "Samples",
     "Splits",
     "Subset",
     "TensorImages",
@@ -31,4 +34,5 @@ __all__ = [
     "load_own",
     "load_splits",
     "missing_data",
+    "sample_splits",
 ]

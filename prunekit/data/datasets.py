@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,18 +16,31 @@ from prunekit.errors import DataError
 
 
 @runtime_checkable
-class ImageDataset(Protocol):
-    """A data set of labelled images."""
-
-    @property
-    def labels(self) -> Tensor:
-        """Every label: (N,) int64."""
+class SampleDataset(Protocol):
+    """A data set of any task: inputs, as `prunekit.inputs.arguments` takes them, with targets."""
 
     @property
     def corrupt(self) -> CorruptImages:
         """What could not be read so far."""
 
     def __len__(self) -> int: ...
+
+    def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Any, Any]:
+        """A batch: inputs and targets, samples on the first axis, without what cannot be read.
+
+        Args:
+            indices: (B,) int64, which samples.
+            draw: seed and epoch of random augmentation; None leaves the samples as they are.
+        """
+
+
+@runtime_checkable
+class ImageDataset(SampleDataset, Protocol):
+    """A data set of labelled images."""
+
+    @property
+    def labels(self) -> Tensor:
+        """Every label: (N,) int64."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """One image, (C, H, W) float32 normalised, and its label."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from prunekit.context import seed_all, seeded
-from prunekit.data.datasets import ImageDataset
+from prunekit.data.datasets import SampleDataset
 from prunekit.data.mixing import Mixing
 from prunekit.data.settings import Workers
 from prunekit.data.workers import Readers
 from prunekit.distributed.exchange import everyone
 from prunekit.errors import DataError, UsageError
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Any]
+"""Inputs and targets: of images (B, C, H, W) float32 and (B,) int64; else whatever the task makes of them."""
 T = TypeVar("T")
 
 
@@ -61,7 +62,7 @@ class Chunk:
         """For what a user's data set draws itself: another one for each batch."""
         return int(np.random.default_rng(self.draw).integers(2**63))
 
-    def fetch(self, dataset: ImageDataset) -> Batch:
+    def fetch(self, dataset: SampleDataset) -> Batch:
         """Reads, augments and mixes; the labels of mixed images are (B, classes) float32."""
         draw = self.draw[:2] if self.augment else None
         images, labels = dataset.fetch(self.indices, draw)
@@ -78,7 +79,7 @@ class Chunk:
 class Batches:
     """Sized, and the same batches every time it is iterated; made by `batches`."""
 
-    dataset: ImageDataset
+    dataset: SampleDataset
     batch_size: int
     shuffle_seed: int | None
     drop_last: bool
@@ -176,7 +177,7 @@ class Batches:
 class _Read(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
     """What a worker process sees: a chunk gives its batch, and all images that this worker could not read so far."""
 
-    dataset: ImageDataset
+    dataset: SampleDataset
 
     def __getitem__(self, chunk: Chunk) -> tuple[Batch | DataError, dict[str, str]]:
         batch: Batch | DataError
@@ -189,7 +190,7 @@ class _Read(TorchDataset[tuple[Batch | DataError, dict[str, str]]]):
 
 
 def batches(
-    dataset: ImageDataset,
+    dataset: SampleDataset,
     batch_size: int,
     *,
     shuffle_seed: int | None,

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from prunekit.data.datasets import ImageDataset
+from prunekit.data.datasets import SampleDataset
+from prunekit.data.samples import sample_splits
 from prunekit.data.settings import DataSettings
 from prunekit.data.sources import source_of_parts, splits_of
 from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
+from prunekit.tasks import IMAGE_CLASSIFICATION, Task
 from prunekit.user_code import code_of, run_factory
 
 _ADVICE = "return other data sets as a tuple (train, test)"
@@ -20,32 +22,41 @@ FOR_SPLITS = ("source", "root", "name", "columns", "download", "origin", *READIN
 """Settings that may stand beside images which are split and fed already."""
 
 
-def load_own(reference: str, settings: DataSettings) -> Splits:
+def load_own(reference: str, settings: DataSettings, task: Task = IMAGE_CLASSIFICATION) -> Splits:
     """Runs `file.py:factory`, or `python:module:factory`, and returns its data, split.
 
     The file's code is run: name only files you trust.
 
     The factory takes no arguments and returns `Splits`, or map-style data sets of (image, label): a tuple (train, test)
     or (train, test, validation), or a mapping with these names. Without validation images, they are drawn from the
-    training images. See `MappedImages` for what an image may be.
+    training images. See `MappedImages` for what an image may be. Of another task a sample is whatever that can unpack
+    once samples are collated, see `sample_splits`.
 
     `Splits` are taken as they are. The fingerprint, by which earlier results are found again, is taken from the file,
     all labels and a few images; of `Splits` from the file and their own fingerprint.
 
     Raises:
         DataError: no such file or name, the code raises, or it returns something else.
-        UsageError: it returns `Splits`, and the settings say how to split or feed.
+        UsageError: it returns `Splits`, and the settings say how to split or feed, or they are of another task.
     """
     made = run_factory(reference, DataError)
     code = code_of(reference)
     if isinstance(made, Splits):
         for part in (made.train, made.validation, made.test):
-            if not isinstance(part, ImageDataset):
+            if not isinstance(part, SampleDataset):
                 found = type(part).__name__
                 raise DataError(f"{reference}: expected Splits of prunekit.data.ImageDataset, got {found}; {_ADVICE}")
         _refuse_changes(settings, reference)
+        if made.task.name != task.name:
+            raise UsageError(
+                f"{reference}: expected Splits of the task {task.name!r}, as the recipe's `task` says, got "
+                f"{made.task.name!r}; make the two the same"
+            )
         return replace(made, fingerprint=fingerprint([code, made.fingerprint.encode()]))
-    return splits_of(source_of_parts(_parts(made, reference), settings, reference, code), settings)
+    parts = _parts(made, reference)
+    if task is not IMAGE_CLASSIFICATION:
+        return sample_splits(parts, task, settings=settings, where=reference, content=code)
+    return splits_of(source_of_parts(parts, settings, reference, code), settings)
 
 
 def _refuse_changes(settings: DataSettings, reference: str) -> None:

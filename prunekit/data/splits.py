@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunekit.data.datasets import ImageDataset, Subset
+from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
 from prunekit.errors import DataError
+from prunekit.tasks import IMAGE_CLASSIFICATION, Task
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,18 @@ class Splits:
         validation: for choosing the best epoch.
         test: for the final measurement and nothing else.
         classes: name of each label.
-        sample_shape: (C, H, W) of one image.
+        sample_shape: (C, H, W) of one image; of other tasks, the shape of a sample's first input.
         fingerprint: SHA-256 of the images, their labels, their split and how they are fed; hexadecimal.
+        task: what they are for: how they are trained on, and what is measured.
     """
 
-    train: ImageDataset
-    validation: ImageDataset
-    test: ImageDataset
+    train: SampleDataset
+    validation: SampleDataset
+    test: SampleDataset
     classes: tuple[str, ...]
     sample_shape: tuple[int, ...]
     fingerprint: str
+    task: Task = IMAGE_CLASSIFICATION
 
     @property
     def corrupt(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from prunekit.channels import channel_axis
 from prunekit.context import training_mode
 from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks import HookOwner
+from prunekit.inputs import arguments, inputs_in, moved
 from prunekit.masking.activations import ActivationMasks, Side, change_activations
 from prunekit.masking.selection import paths_matching
 from prunekit.masking.settings import ActivationSettings
@@ -125,7 +126,7 @@ def calibrate_thresholds(
 
     Args:
         model: run in eval mode, without gradients, on `device`; not changed.
-        batches: gone through several times: tensors, or tuples and lists whose first entry is the model's input.
+        batches: gone through several times: as `prunekit.calibrate` takes them.
         device: where it runs.
         modules: globs over module paths.
         target: share of zeros behind each mask, above 0 and below 1.
@@ -164,8 +165,7 @@ def _measure(
     with training_mode(model, False), torch.no_grad(), sketches, masks:
         for batch in batches:
             sketches.batch += 1
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            model(images.to(device, non_blocking=True))
+            model(*moved(arguments(model, inputs_in(batch)), device))
     if not sketches.batch:
         raise DataError("threshold search: expected at least one batch to calibrate on, got none")
     silent = [path for path in thresholds if path not in sketches.found]

@@ -10,23 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
+    from prunekit.measure.scoring import Accuracy, Scores, accuracy, evaluate, wilson_interval
     from prunekit.measure.settings import LatencySettings
-    from prunekit.measure.size import count_bytes, count_macs, count_parameters, size_bytes
-    from prunekit.measure.top1 import Accuracy, accuracy, wilson_interval
+    from prunekit.measure.size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
 
 _PLACES = {
-    "Accuracy": "prunekit.measure.top1",
+    "Accuracy": "prunekit.measure.scoring",
     "LatencyReport": "prunekit.measure.latency",
     "LatencySettings": "prunekit.measure.settings",
-    "accuracy": "prunekit.measure.top1",
+    "Scores": "prunekit.measure.scoring",
+    "accuracy": "prunekit.measure.scoring",
     "compare_latency": "prunekit.measure.latency",
     "count_bytes": "prunekit.measure.size",
     "count_macs": "prunekit.measure.size",
     "count_memory": "prunekit.measure.size",
     "count_parameters": "prunekit.measure.size",
+    "evaluate": "prunekit.measure.scoring",
     "measure_latency": "prunekit.measure.latency",
     "size_bytes": "prunekit.measure.size",
-    "wilson_interval": "prunekit.measure.top1",
+    "wilson_interval": "prunekit.measure.scoring",
 }
 
 
@@ -40,12 +42,14 @@ __all__ = [
     "Accuracy",
     "LatencyReport",
     "LatencySettings",
+    "Scores",
     "accuracy",
     "compare_latency",
     "count_bytes",
     "count_macs",
     "count_memory",
     "count_parameters",
+    "evaluate",
     "measure_latency",
     "size_bytes",
     "wilson_interval",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from prunekit.errors import ArtifactError
+
 INK, GREY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
 COLOURS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pruned": "#0f766e"}
 SPARE_COLOURS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
@@ -24,6 +26,7 @@ WIDTH = 10.4
 MAX_GROUPS = 24
 MAX_COUPLED = 40
 METADATA = ("Creator", "Date", "Format", "Type")
+LABELS = {"top1": "top-1"}
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.5,
@@ -145,29 +148,40 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
         return svg(figure, "Channel groups and the modules that make or read their channels"), len(chosen), len(names)
 
 
-def curves(history: pd.DataFrame) -> Markup:
-    """Loss and validation top-1 by epoch, one colour per run."""
+def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
+    """Loss and validation score by epoch, one colour per run.
+
+    Args:
+        history: of all runs; the score is in the column of `validation_` and its name.
+        labels: of scores, by name.
+    """
+    found = [name for name in history.columns if name.startswith("validation_") and name != "validation_loss"]
+    if not found:
+        raise ArtifactError("history.csv: expected a column validation_top1, or of another score; the file is damaged")
+    column, score = found[0], found[0].removeprefix("validation_")
+    label = labels.get(score, score.replace("_", " "))
     names = list(history["run"].drop_duplicates())
-    with canvas(2, 1, 3.3, "curves") as (figure, (loss, top1)):
+    with canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
         for name in names:
             rows = history[history["run"] == name]
             style: dict[str, Any] = {"color": _colour(name, names), "marker": "o", "markersize": 3}
             loss.plot(rows["epoch"], rows["train_loss"], linestyle="--", linewidth=1.1, **style)
             loss.plot(rows["epoch"], rows["validation_loss"], **style)
-            top1.plot(rows["epoch"], rows["validation_top1"], label=name, **style)
-        loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel="cross entropy")
-        top1.set(title="Validation top-1", xlabel="epoch", ylabel="percent")
+            reached.plot(rows["epoch"], rows[column], label=name, **style)
+        unit = "cross entropy" if score in LABELS else "loss"
+        loss.set(title="Loss (dashed: training, solid: validation)", xlabel="epoch", ylabel=unit)
+        reached.set(title=f"Validation {label}", xlabel="epoch", ylabel="percent")
         if _wide(history[["train_loss", "validation_loss"]]):
             loss.set_yscale("log")
             # The default labels are mathematics, which an SVG that keeps its text as text shows as source.
             loss.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             loss.yaxis.set_minor_formatter(NullFormatter())
-        for axes in (loss, top1):
+        for axes in (loss, reached):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             # A lone epoch would get an axis of thousandths around it.
             axes.set_xlim(history["epoch"].min() - 0.5, history["epoch"].max() + 0.5)
-        top1.legend(loc="lower right")
-        return svg(figure, "Training curves: loss and validation top-1 by epoch")
+        reached.legend(loc="lower right")
+        return svg(figure, f"Training curves: loss and validation {label} by epoch")
 
 
 def _wide(losses: pd.DataFrame) -> bool:

@@ -49,16 +49,33 @@ def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
 
 def reference(metrics: Mapping[str, Any]) -> str:
     """What the pruned model is fairly compared with: the control where there is one, else the dense model."""
-    return "control" if numbers.is_number(_model(metrics, "control").get("top1")) else "dense"
+    return "control" if numbers.is_number(_model(metrics, "control").get(scores(metrics)[0][0])) else "dense"
+
+
+def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and label of every score of the run's task, the main one first."""
+    found = metrics.get("task", {}).get("scores") or [{"name": "top1", "label": "top-1"}]
+    return [(score["name"], score["label"]) for score in found]
+
+
+def capital(text: str) -> str:
+    """With a capital letter first, the others as they are."""
+    return text[:1].upper() + text[1:]
+
+
+def samples(metrics: Mapping[str, Any]) -> str:
+    """What the data is made of."""
+    return str(metrics.get("task", {}).get("samples", "images"))
 
 
 def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
-    pruned = _model(metrics, "pruned").get("top1")
+    name, label = scores(metrics)[0]
+    pruned = _model(metrics, "pruned").get(name)
     against = reference(metrics)
-    before = _model(metrics, against).get("top1")
+    before = _model(metrics, against).get(name)
     if numbers.is_number(pruned) and numbers.is_number(before):
         detail = f"points against the {'dense control' if against == 'control' else 'dense model'}"
-        yield Tile("Top-1", numbers.difference(before, pruned), detail)
+        yield Tile(capital(label), numbers.difference(before, pruned), detail)
 
 
 def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
@@ -86,10 +103,14 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     def of_pruned(cell: tuple[str, str]) -> tuple[tuple[str, str], ...]:
         return tuple(cell if name == "pruned" else ("", "") for name in names)
 
-    yield Row("Top-1 on the test images", tuple(_accuracy(model) for model in found), _points(before, pruned))
+    what, (main, title) = samples(metrics), scores(metrics)[0]
+    for name, label in scores(metrics):
+        cells = tuple(_accuracy(model, name, interval=name == main) for model in found)
+        yield Row(f"{capital(label)} on the test {what}", cells, _points(before, pruned, name))
     if masks := metrics.get("activations"):
-        yield Row("Top-1 under the activation masks", of_pruned(_accuracy(masks)), _points(before, masks))
-    yield Row("Test images", tuple((_whole(model.get("n_test")), "") for model in found), "")
+        cell, points = _accuracy(masks, main), _points(before, masks, main)
+        yield Row(f"{capital(title)} under the activation masks", of_pruned(cell), points)
+    yield Row(f"Test {what}", tuple((_whole(model.get("n_test")), "") for model in found), "")
     for label, key, form in (
         ("MACs, one sample", "macs", numbers.count),
         ("Parameters", "params", numbers.count),
@@ -169,8 +190,9 @@ def masked(metrics: Mapping[str, Any]) -> Iterator[str]:
     found = metrics.get("activations")
     if found:
         target = f" (target {numbers.share(found['target'])})" if numbers.is_number(found.get("target")) else ""
-        top1 = f"top-1 {numbers.percent(found.get('top1'), 2)} {numbers.interval(found.get('low'), found.get('high'))}"
-        yield f"{numbers.share(found.get('sparsity'))} of the activations are zero{target}, {top1}".rstrip()
+        name, label = scores(metrics)[0]
+        reached = " ".join((label, *_accuracy(found, name)))
+        yield f"{numbers.share(found.get('sparsity'))} of the activations are zero{target}, {reached}".rstrip()
 
 
 def taught(metrics: Mapping[str, Any]) -> Iterator[str]:
@@ -204,17 +226,18 @@ def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What is known of a model; the accuracy with its interval overrides the bare top-1."""
+    """What is known of a model; the accuracy with its interval overrides the bare scores."""
     accuracy = metrics.get("accuracy", {}).get(name) or {}
     return {**(metrics.get(name) or {}), **accuracy}
 
 
-def _accuracy(model: Mapping[str, Any]) -> tuple[str, str]:
-    return numbers.percent(model.get("top1"), 2), numbers.interval(model.get("low"), model.get("high"))
+def _accuracy(model: Mapping[str, Any], name: str, *, interval: bool = True) -> tuple[str, str]:
+    ends = numbers.interval(model.get("low"), model.get("high")) if interval else ""
+    return numbers.percent(model.get(name), 2), ends
 
 
-def _points(before: Mapping[str, Any], pruned: Mapping[str, Any]) -> str:
-    difference = numbers.difference(before.get("top1"), pruned.get("top1"))
+def _points(before: Mapping[str, Any], pruned: Mapping[str, Any], name: str) -> str:
+    difference = numbers.difference(before.get(name), pruned.get(name))
     return difference if difference == numbers.NOTHING else f"{difference} points"
 
 

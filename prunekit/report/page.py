@@ -27,6 +27,7 @@ from prunekit.report.headline import (
     on_time,
     reference,
     repaired,
+    scores,
     taught,
     tiles,
 )
@@ -77,7 +78,7 @@ def render(run: Run, state: str | None = None) -> str:
         sensitivity=_sensitivity(run),
         coupling=figures.figure_or_none(figures.coupling, run.coupling),
         histograms=figures.figure_or_none(figures.histograms, run.scores),
-        curves=figures.figure_or_none(figures.curves, run.history),
+        curves=figures.figure_or_none(partial(figures.curves, labels=dict(scores(run.metrics))), run.history),
         gradients=flow_figures(run.gradients),
         skipped=_skipped(run.history),
         schedule=figures.figure_or_none(partial(drawn, summary=run.metrics.get("schedule")), run.schedule),

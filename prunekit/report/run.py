@@ -14,7 +14,7 @@ from prunekit.errors import ArtifactError
 LAYER_COLUMNS = ("in", "out", "macs", "params")
 COLUMNS = {
     "layers": ("module", "kind", *(f"{name}_{when}" for name in LAYER_COLUMNS for when in ("before", "after"))),
-    "history": ("run", "epoch", "train_loss", "validation_loss", "validation_top1"),
+    "history": ("run", "epoch", "train_loss", "validation_loss"),
     "scores": ("group", "score", "kept"),
     "coupling": ("group", "channels", "kept", "module", "axis", "position"),
     "sensitivity": ("group", "kept", "channels", "error_fast", "error_total", "error_measured"),

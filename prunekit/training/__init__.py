@@ -1,6 +1,6 @@
 """Training and fine-tuning on one device, deterministic from a seed; BatchNorm recalibration."""
 
-from prunekit.training.asked import Sources, asked_parts, needs_plan
+from prunekit.training.asked import Sources, asked_parts, needs_plan, task_loss
 from prunekit.training.averaging import Average
 from prunekit.training.carrying import carry_average, carry_over, carry_run
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
@@ -75,4 +75,5 @@ __all__ = [
     "share_buffers",
     "share_corrupt",
     "steps_per_epoch",
+    "task_loss",
 ]

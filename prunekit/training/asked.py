@@ -12,6 +12,7 @@ from prunekit.channels import ChannelMap
 from prunekit.data import Splits, batches
 from prunekit.errors import UsageError
 from prunekit.planning import Plan
+from prunekit.tasks import IMAGE_CLASSIFICATION, Loss, Task, training_loss
 from prunekit.training.averaging import Average
 from prunekit.training.distillation import Distillation
 from prunekit.training.features import PlanInForce
@@ -57,7 +58,7 @@ def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
         if sources.teacher is None:
             raise UsageError("distill: expected a trained model to learn from, and there is none here; leave it out")
         kept = sources.masks if sources.cut is None else lambda: sources.cut
-        parts.append(Distillation(sources.teacher, settings.distill, kept))
+        parts.append(Distillation(sources.teacher, settings.distill, kept, task=sources.splits.task))
     if settings.regularise is not None:
         if sources.channel_map is None:
             raise UsageError("regularise: expected the channel map of the model (prunekit.trace), got none")
@@ -73,6 +74,19 @@ def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
 def needs_plan(settings: TrainSettings) -> bool:
     """Whether training shrinks what a plan removes, and so comes after the plan."""
     return settings.regularise is not None and settings.regularise.method == "growing"
+
+
+def task_loss(task: Task, settings: TrainSettings) -> Loss:
+    """The loss of training.
+
+    Raises:
+        UsageError: the settings ask for what the task cannot do.
+    """
+    if (settings.mixup or settings.cutmix) and task is not IMAGE_CLASSIFICATION:
+        raise UsageError(f"mixup and cutmix mix the labels of images, and the task is {task.name!r}; leave them out")
+    if settings.distill is not None and task.logits is None:
+        raise UsageError(f"distill compares class scores, and task {task.name!r} has none (`logits`); leave it out")
+    return training_loss(task, settings.label_smoothing)
 
 
 def require_asked(settings: TrainSettings, parts: Sequence[Part]) -> None:

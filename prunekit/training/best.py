@@ -15,7 +15,7 @@ from prunekit.states import save_tensors
 
 
 class BestWeights:
-    """Keeps the state dict of the epoch with the highest validation top-1; a later epoch wins a tie.
+    """Keeps the state dict of the epoch with the highest validation score; a later epoch wins a tie.
 
     Args:
         model: whose weights.
@@ -25,14 +25,14 @@ class BestWeights:
 
     def __init__(self, model: nn.Module, path: Path | None, warn: Callable[[str], None]) -> None:
         self.model, self.path, self.warn = model, path, warn
-        self.epoch, self.top1 = 0, -1.0
+        self.epoch, self.score = 0, -1.0
         self.weights: dict[str, Tensor] = {}
         self._written = False
 
-    def offer(self, epoch: int, top1: float) -> None:
+    def offer(self, epoch: int, score: float) -> None:
         """Keeps the weights as they are now if none were better; -1: only as long as no others were offered."""
-        if top1 >= self.top1:
-            self.epoch, self.top1 = epoch, top1
+        if score >= self.score:
+            self.epoch, self.score = epoch, score
             self.keep()
 
     def keep(self) -> None:
@@ -68,9 +68,9 @@ class BestWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Of which epoch the kept weights are; `weights` has them, in the main process."""
-        return {"epoch": self.epoch, "top1": self.top1}
+        return {"epoch": self.epoch, "score": self.score}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state, once `weights` are there; the file may hold something else until `restore`."""
-        self.epoch, self.top1 = state["epoch"], state["top1"]
+        self.epoch, self.score = state["epoch"], state["score"]
         self._written = False

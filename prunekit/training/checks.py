@@ -1,6 +1,8 @@
-"""Whether a model, its images and what training is asked to do fit together."""
+"""Whether a model, its data and its task fit together."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,43 +10,81 @@ from torch.func import functional_call
 
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits, batches
-from prunekit.data.datasets import ImageDataset
+from prunekit.data.datasets import SampleDataset
 from prunekit.errors import ModelError
-from prunekit.models import logits
+from prunekit.inputs import arguments, count_of, described, moved, taken
+from prunekit.tasks import IMAGE_CLASSIFICATION, Task
 
 
-def two_images(dataset: ImageDataset) -> Tensor:
-    """(2, C, H, W) The first two that can be read, or one of them twice.
+def two_samples(dataset: SampleDataset) -> tuple[Any, Any]:
+    """Inputs and targets of the first two that can be read, or of one of them twice.
 
     Raises:
-        DataError: an image cannot be read, and none may be skipped.
+        DataError: a sample cannot be read, and none may be skipped.
     """
-    images, _ = next(iter(batches(dataset, 2, shuffle_seed=None)))
-    return images[torch.arange(2) % len(images)]
+    inputs, targets = next(iter(batches(dataset, 2, shuffle_seed=None)))
+    chosen = torch.arange(2) % count_of(inputs)
+    return taken(inputs, chosen), taken(targets, chosen)
 
 
 def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
-    """Runs two images through the model as in training; its buffers and the random state are left alone.
+    """Runs two samples through the model and its task as in training; buffers and random state are left alone.
 
     Raises:
-        ModelError: the model does not take these images, or does not give one logit for each class.
-        DataError: an image cannot be read.
+        ModelError: the model does not take these inputs, does not give one score for each class, or the task's loss,
+            counts or scores do not go with what it returns.
+        DataError: a sample cannot be read.
     """
-    images = two_images(splits.train)
+    inputs, targets = two_samples(splits.train)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
         try:
-            shape = tuple(logits(functional_call(model, buffers, (images.to(device),))).shape)
+            output = functional_call(model, buffers, moved(arguments(model, inputs), device))
         except ModelError:
             raise
         except Exception as error:  # a model's own code may raise anything
-            raise ModelError(
-                f"{type(model).__name__} does not take images of shape {tuple(images.shape[1:])}: "
-                f"{type(error).__name__}: {error}; set data.image_size to what it was made for"
-            ) from error
-    classes = len(splits.classes)
-    if shape != (2, classes):
+            raise ModelError(_not_taken(model, splits.task, inputs, error)) from error
+        _check_classes(model, splits, output)
+        _check_task(model, splits.task, output, moved(targets, device))
+
+
+def _not_taken(model: nn.Module, task: Task, inputs: Any, error: Exception) -> str:
+    if task is IMAGE_CLASSIFICATION:
+        shape, advice = f"images of shape {tuple(inputs.shape[1:])}", "; set data.image_size to what it was made for"
+    else:
+        shape, advice = described(inputs), ""
+    return f"{type(model).__name__} does not take {shape}: {type(error).__name__}: {error}{advice}"
+
+
+def _check_classes(model: nn.Module, splits: Splits, output: Any) -> None:
+    """Raises ModelError where the task knows class scores and the data its classes, and they are not as many."""
+    task, classes = splits.task, len(splits.classes)
+    if task.logits is None or not classes:
+        return
+    shape = tuple(task.logits(output).shape)
+    if task is IMAGE_CLASSIFICATION and shape != (2, classes):
         raise ModelError(
             f"{type(model).__name__}: expected logits of shape (2, {classes}) from two images of {classes} classes, "
             f"got {shape}; set model.arguments.num_classes"
         )
+    if shape[-1] != classes:
+        raise ModelError(
+            f"{type(model).__name__}: expected {classes} scores, one for each class of the data, got {shape[-1]}"
+        )
+
+
+def _check_task(model: nn.Module, task: Task, output: Any, targets: Any) -> None:
+    """Raises ModelError where the task makes nothing of what the model returns."""
+    got = f"{type(model).__name__} returned {described(output)}, the targets are {described(targets)}"
+    try:
+        loss, counts = task.loss(output, targets), task.counts(output, targets)
+        ok = isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(counts, Tensor) and counts.ndim == 1
+        found = f"{described(loss)} and {described(counts)}"
+        scores = task.score(counts.tolist()) if ok else {}
+    except Exception as error:  # a task of the user's own may raise anything
+        raise ModelError(f"task {task.name!r}: {got}: {type(error).__name__}: {error}") from error
+    if not ok:
+        raise ModelError(f"task {task.name!r}: expected a loss of one number and counts (K,), got {found}; {got}")
+    outside = [f"{name} {value:.4g}" for name, value in scores.items() if not 0 <= value <= 100]
+    if outside:
+        raise ModelError(f"task {task.name!r}: expected scores in percent, 0 to 100, got {', '.join(outside)}; {got}")

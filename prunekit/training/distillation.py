@@ -16,7 +16,9 @@ from prunekit.context import training_mode
 from prunekit.distributed.exchange import total_of
 from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, recomputing
+from prunekit.inputs import arguments, count_of
 from prunekit.models import logits
+from prunekit.tasks import IMAGE_CLASSIFICATION, Task
 from prunekit.training.features import Features, PlanInForce, feature_paths, not_alike
 from prunekit.training.parts import Part, Training
 from prunekit.training.settings import DistillSettings
@@ -86,14 +88,23 @@ class Distillation(Part):
             device for as long as training takes.
         settings: what is added.
         plan: what masks the student.
+        task: says where class scores are in what the models return.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
         ModelError: in a step, when a module gives no tensor, or one that carries no gradient.
     """
 
-    def __init__(self, teacher: nn.Module, settings: DistillSettings, plan: PlanInForce = lambda: None) -> None:
+    def __init__(
+        self,
+        teacher: nn.Module,
+        settings: DistillSettings,
+        plan: PlanInForce = lambda: None,
+        *,
+        task: Task = IMAGE_CLASSIFICATION,
+    ) -> None:
         self._teacher, self._settings, self._plan = teacher, settings, plan
+        self._logits = task.logits or logits
         self._outputs: tuple[Features, Features] | None = None
         self._watch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None
@@ -134,16 +145,16 @@ class Distillation(Part):
         if self._start is None:
             self._start = time.perf_counter()
 
-    def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor:
+    def loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         with self._watch.timing(), torch.no_grad():
-            wanted = logits(self._teacher(images))
+            wanted = self._logits(self._teacher(*arguments(self._teacher, inputs)))
         settings = self._settings
-        loss = settings.weight * soft_targets(logits(output), wanted, settings.temperature)
+        loss = settings.weight * soft_targets(self._logits(output), wanted, settings.temperature)
         if self._outputs is not None and settings.features is not None:
             given, taught = (outputs.taken() for outputs in self._outputs)
             if given.keys() != taught.keys() or not given:
                 raise ModelError(not_alike(given, taught))
-            error = feature_error(list(given.values()), [taught[key] for key in given], len(images))
+            error = feature_error(list(given.values()), [taught[key] for key in given], count_of(inputs))
             loss = loss + settings.features.weight * error
         return loss
 

@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.context import training_mode
@@ -23,7 +22,8 @@ from prunekit.data.loading import Batch
 from prunekit.distributed.exchange import total
 from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
-from prunekit.models import auxiliary, logits
+from prunekit.inputs import arguments, moved
+from prunekit.tasks import Loss, Task
 from prunekit.training.device import autocast
 from prunekit.training.history import EpochRow
 from prunekit.training.nonfinite import (
@@ -46,7 +46,7 @@ class Epochs:
     """What stays the same from step to step of a run; optimizer and schedule as Accelerate prepared them.
 
     `replica` is what is called to train the model: compiled, or where several processes train together their own, and
-    `train` and `validation` are this one's shares then.
+    `train` and `validation` are this one's shares then. `loss` is that of training.
     """
 
     model: nn.Module
@@ -61,6 +61,8 @@ class Epochs:
     steps: int  # of an epoch in which none is skipped
     state: RunState
     bar: Progress
+    task: Task
+    loss: Loss
 
     def run(self, on_epoch: Callable[[EpochRow], None] | None, until: Callable[[], bool]) -> bool:
         """Trains every epoch from where the run is; the best weights are offered each.
@@ -104,17 +106,19 @@ class Epochs:
         with self.state.parts.evaluating():
             share_buffers(self.model)  # those of averaged weights
             validated = self._validate(f"epoch {at.epoch}")
-            self.state.best.offer(at.epoch, validated.top1 if self.state.parts.settled() else -1.0)
+            reached = self.task.reached(validated.counts)
+            self.state.best.offer(at.epoch, reached if self.state.parts.settled() else -1.0)
         return EpochRow(
             epoch=at.epoch,
             lr=at.lr,
             train_loss=at.sums.mean_loss,
-            train_top1=at.sums.top1,
+            train_score=self.task.reached(at.sums.counts),
             validation_loss=validated.mean_loss,
-            validation_top1=validated.top1,
-            images_per_s=at.sums.images / training_s,
+            validation_score=reached,
+            images_per_s=at.sums.samples / training_s,
             seconds=time.perf_counter() - start,
             skipped=self.steps - at.made,
+            score=self.task.main.name,
         )
 
     def _train(self, at: Position, start: float, until: Callable[[], bool]) -> None:
@@ -163,11 +167,11 @@ class Epochs:
         clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
         if self.accelerator.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
             return
-        images, again = sum(len(labels) for _, labels in batches), Position()
+        samples, again = sum(len(targets) for _, targets in batches), Position()
 
         def backward() -> None:
             for batch in batches:
-                self._add_gradient(batch, images, again.sums, f"epoch {at.epoch}, step {at.trained}")
+                self._add_gradient(batch, samples, again.sums, f"epoch {at.epoch}, step {at.trained}")
 
         where = first_non_finite_gradient(self.model, backward) or f"that of parameter {found!r}"
         raise NonFiniteError(
@@ -175,7 +179,7 @@ class Epochs:
             f"finite on the way back: {where}; {self._advice()}"
         )
 
-    def _finite(self, loss: Tensor, images: Tensor, saying: str) -> float:
+    def _finite(self, loss: Tensor, inputs: tuple[Any, ...], saying: str) -> float:
         """A loss as a number.
 
         Raises:
@@ -183,7 +187,7 @@ class Epochs:
         """
         value = loss.item()
         if not math.isfinite(value):
-            where = first_non_finite(self.model, images)
+            where = first_non_finite(self.model, inputs)
             raise NonFiniteError(f"{saying.format(value)}; first not finite: {where}; {self._advice()}")
         return value
 
@@ -195,39 +199,36 @@ class Epochs:
 
     def _add_gradients(self, batches: Sequence[Batch], at: Position, start: float) -> None:
         """Makes the gradient of a step."""
-        images = int(total(sum(len(labels) for _, labels in batches))[0])
+        samples = int(total(sum(len(targets) for _, targets in batches))[0])
         for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
             at.trained += 1
             with kept_apart(self.replica) if left else nullcontext():
-                self._add_gradient(batch, images, at.sums, f"epoch {at.epoch}, step {at.trained}")
-            rate = size() * at.sums.images / (time.perf_counter() - start)
-            self.bar.step(at.sums.mean_loss, at.sums.top1, rate)
+                self._add_gradient(batch, samples, at.sums, f"epoch {at.epoch}, step {at.trained}")
+            rate = size() * at.sums.samples / (time.perf_counter() - start)
+            self.bar.step(at.sums.mean_loss, lambda: self.task.reached(at.sums.counts), rate)
 
     def _add_gradient(self, batch: Batch, of: int, sums: Sums, when: str) -> None:
-        """Adds a batch's part of the gradient of the mean loss over `of` images, those of all processes."""
-        images, labels = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        """Adds a batch's part of the gradient of the mean loss over `of` samples, those of all processes."""
+        inputs, targets = moved(batch, self.device)
+        given = arguments(self.model, inputs)
         with autocast(self.settings.precision, self.device):
-            output = self.replica(images)
-            loss = self.state.parts.added_to(self._loss(output, labels), images, output, labels)
-            value = self._finite(loss, images, f"the loss is {{}} in {when}")
-        self.accelerator.backward(loss * (len(labels) / of))
-        sums.add(value, logits(output).detach(), labels)
-
-    def _loss(self, output: Any, labels: Tensor) -> Tensor:
-        smoothing = self.settings.label_smoothing
-        loss = F.cross_entropy(logits(output), labels, label_smoothing=smoothing)
-        for weight, head in auxiliary(output):
-            loss = loss + weight * F.cross_entropy(head, labels, label_smoothing=smoothing)
-        return loss
+            output = self.replica(*given)
+            loss = self.state.parts.added_to(self.loss(output, targets), inputs, output, targets)
+            value = self._finite(loss, given, f"the loss is {{}} in {when}")
+        self.accelerator.backward(loss * (len(targets) / of))
+        with torch.no_grad():
+            sums.add(value, self.task.counts(output, targets), len(targets))
 
     def _validate(self, when: str) -> Sums:
         sums = Sums()
         with training_mode(self.model, False), torch.no_grad():
-            for images, labels in self.validation:
-                images, target = (tensor.to(self.device, non_blocking=True) for tensor in (images, labels))
-                output = logits(self.model(images))
-                loss = self._finite(F.cross_entropy(output, target), images, f"the validation loss is {{}} in {when}")
-                sums.add(loss, output, target)
+            for batch in self.validation:
+                inputs, targets = moved(batch, self.device)
+                given = arguments(self.model, inputs)
+                output = self.model(*given)
+                loss = self.task.loss(output, targets)
+                value = self._finite(loss, given, f"the validation loss is {{}} in {when}")
+                sums.add(value, self.task.counts(output, targets), len(targets))
         return sums.of_all()
 
 

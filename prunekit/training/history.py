@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -15,24 +15,36 @@ class EpochRow:
         epoch: counted from 1.
         lr: learning rate of the epoch's last step.
         train_loss: mean over the images trained on, label smoothing, auxiliary heads and distillation included.
-        train_top1: percent, in train mode and while the weights change; of a mixed image (mixup, CutMix) the share of
-            the class that is predicted counts.
-        validation_loss: mean plain cross entropy over the validation images, of the average of weights if there is one.
-        validation_top1: percent.
-        images_per_s: training images per second, validation left out.
+        train_score: the task's main score, percent, in train mode and while the weights change; of a mixed image
+            (mixup, CutMix) the share of the class that is predicted counts.
+        validation_loss: mean of the task's loss over the validation samples, without label smoothing, of the average of
+            weights if there is one.
+        validation_score: percent.
+        images_per_s: training samples per second, validation left out.
         seconds: of the whole epoch.
         skipped: steps that were not made, because float16 gradients overflowed or whole batches could not be read.
+        score: name of the score: `top1` of classifiers.
     """
 
     epoch: int
     lr: float
     train_loss: float
-    train_top1: float
+    train_score: float
     validation_loss: float
-    validation_top1: float
+    validation_score: float
     images_per_s: float
     seconds: float
     skipped: int
+    score: str = "top1"
+
+    def figures(self) -> dict[str, Any]:
+        """As a row of a table, whose columns are named for the score: `train_top1`, `validation_top1`."""
+        return dict(zip(columns(self.score), list(asdict(self).values())[:-1], strict=True))
+
+
+def columns(score: str) -> tuple[str, ...]:
+    """The columns of `EpochRow.figures`."""
+    return tuple(each.name.replace("_score", f"_{score}") for each in fields(EpochRow) if each.name != "score")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.distributed.exchange import wait_for_all
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.models import require_trainable
-from prunekit.training.asked import require_asked
+from prunekit.training.asked import require_asked, task_loss
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
@@ -56,7 +56,7 @@ def fit(
     until: Callable[[], bool] = lambda: False,
     begin: LeftRun | None = None,
 ) -> History:
-    """Trains a classifier in place and leaves it with the weights of its best epoch by validation top-1.
+    """Trains a model in place, for the task of its data, and leaves it with the weights of its best validation score.
 
     In a process group (`prunekit.distributed`) all processes call this alike, and train it together: each has its share
     of every batch, so that they do what one process would do, up to the order in which floating-point numbers are
@@ -67,8 +67,9 @@ def fit(
     the modules' train/eval modes are restored; the model stays on `device`.
 
     Args:
-        model: returns logits (B, classes); GoogLeNet's and Inception's auxiliary heads take part in the loss.
-        splits: `train` is trained on, `validation` chooses the epoch, `test` is not touched.
+        model: returns what the task of `splits` knows: a classifier's logits (B, classes) by default, where GoogLeNet's
+            and Inception's auxiliary heads take part in the loss.
+        splits: `train` is trained on, `validation` chooses the epoch by the task's main score, `test` is not touched.
         settings: epochs, optimizer and schedule; zero epochs leave the model as it is.
         device: where to train.
         seed: of the order of images, of dropout and of everything else that is random.
@@ -90,9 +91,9 @@ def fit(
         begin: a run of as many epochs and the same parts that was left, to go on with; see `carry_run`.
 
     Raises:
-        ModelError: every parameter is frozen, or the model does not take these images or give these classes.
+        ModelError: every parameter is frozen, or the model does not take these inputs or give what the task knows.
         UsageError: a gradient clamp's glob matches nothing, a part or an optimizer that the settings ask for is
-            missing, or a batch has too few images for the processes.
+            missing, the task cannot do what they ask for, or a batch has too few images for the processes.
         DataError: an image cannot be read.
         ResumeError: the checkpoints are of another run; says what differs.
         NonFiniteError: the loss, a gradient or a weight became NaN or Inf; names the first module, the epoch, the step
@@ -103,6 +104,7 @@ def fit(
         MemoryShortageError: a batch does not fit into memory.
     """
     require_asked(settings, parts)
+    loss = task_loss(splits.task, settings)
     require_trainable(model)
     wait_for_all()  # the main process may have worked alone before
     model.to(device)
@@ -127,7 +129,8 @@ def fit(
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(model, splits, settings, taking, **facts)
     best = BestWeights(model, checkpoint, warn)
-    bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main())
+    score = splits.task.main.name
+    bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main(), score)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with ExitStack() as stack:
         stack.enter_context(seeded(seed + rank()))
@@ -147,7 +150,7 @@ def fit(
         state.resume()
         run = Epochs(
             model, compiled or replica, stepping, stepped, accelerator, settings, device, train, validation, steps,
-            state, bar,
+            state, bar, splits.task, loss,
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):
             whole = run.run(on_epoch, until)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.hooks import HookOwner
-from prunekit.nested import first_not_finite
+from prunekit.nested import first_not_finite, tensors_in
 
 
 class _FirstNonFinite(HookOwner):
@@ -43,15 +43,18 @@ def _blame(name: str, module: nn.Module, output: Any) -> str | None:
     return None
 
 
-def first_non_finite(model: nn.Module, images: Tensor) -> str:
+def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """Runs the model on a batch again and says what is first not finite: the input, a parameter or an output.
 
     The run is in the model's present mode, without gradients.
+
+    Args:
+        inputs: positional arguments of `forward`.
     """
-    if not torch.isfinite(images).all():
-        return "the input images"
+    if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors_in(inputs)):
+        return "the input images" if len(inputs) == 1 else "the inputs"
     with _FirstNonFinite(model) as watch, torch.no_grad():
-        model(images)
+        model(*inputs)
     return watch.found or "the loss alone; every module's output is finite"
 
 

@@ -55,10 +55,11 @@ class Part:
         """Steps before which the learning-rate schedule begins anew, ascending; asked once."""
         return ()
 
-    def loss(self, images: Tensor, output: Any, labels: Tensor) -> Tensor | None:
+    def loss(self, inputs: Any, output: Any, targets: Any) -> Tensor | None:
         """A scalar that is added to the mean loss of a batch, within autocast; None adds nothing.
 
-        Labels are (B,) int64, or under mixup and CutMix the share of each class, (B, classes) float32.
+        Inputs and targets are what the task unpacked: of classifiers images, and labels (B,) int64, or under mixup and
+        CutMix the share of each class, (B, classes) float32.
         """
         return None
 
@@ -139,10 +140,10 @@ class Parts:
                 entered.enter_context(part.evaluating())
             yield
 
-    def added_to(self, loss: Tensor, images: Tensor, output: Any, labels: Tensor) -> Tensor:
+    def added_to(self, loss: Tensor, inputs: Any, output: Any, targets: Any) -> Tensor:
         """The loss with what the parts add."""
         for part in self.all:
-            if (more := part.loss(images, output, labels)) is not None:
+            if (more := part.loss(inputs, output, targets)) is not None:
                 loss = loss + more
         return loss
 

@@ -8,38 +8,34 @@ from typing import Any
 
 from torch import Tensor
 
-from prunekit.distributed.exchange import total
+from prunekit.distributed.exchange import gather
 from prunekit.training.history import EpochRow
 
 
 @dataclass
 class Sums:
-    """Loss, hits and images of an epoch so far; a mixed image counts as a hit by the share of the class predicted."""
+    """Loss, samples, and what the task counts, of an epoch so far."""
 
     loss: float = 0.0
-    correct: float = 0.0
-    images: int = 0
+    samples: int = 0
+    counts: list[float] = field(default_factory=list)
 
-    def add(self, loss: float, output: Tensor, labels: Tensor) -> None:
-        """A batch's mean loss, its logits (B, classes), and its labels: (B,) int64 or shares (B, classes)."""
-        predicted = output.argmax(1)
-        hits = predicted == labels if labels.ndim == 1 else labels.gather(1, predicted[:, None])
-        self.loss += loss * len(labels)
-        self.correct += hits.sum().item()
-        self.images += len(labels)
+    def add(self, loss: float, counts: Tensor, samples: int) -> None:
+        """A batch's mean loss, its counts (K,), and how many samples it has."""
+        self.loss += loss * samples
+        self.samples += samples
+        found = counts.tolist()
+        self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(found), found, strict=True)]
 
     def of_all(self) -> Sums:
-        """The sums over all processes."""
-        loss, correct, images = total(self.loss, self.correct, self.images)
-        return Sums(loss, correct, int(images))
+        """The sums over all processes, of which some may have had no batch."""
+        parts = gather(self)
+        counts = [sum(each) for each in zip(*(part.counts for part in parts if part.counts), strict=True)]
+        return Sums(sum(part.loss for part in parts), sum(part.samples for part in parts), counts)
 
     @property
     def mean_loss(self) -> float:
-        return self.loss / self.images
-
-    @property
-    def top1(self) -> float:
-        return 100 * self.correct / self.images
+        return self.loss / self.samples
 
 
 @dataclass

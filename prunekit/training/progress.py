@@ -10,10 +10,12 @@ from tqdm import tqdm
 
 
 class Progress:
-    """Shows epoch, loss, accuracy and img/s, and whatever `describe` adds (asked once an epoch: it may be slow)."""
+    """Shows epoch, loss, score and img/s, and whatever `describe` adds (asked once an epoch: it may be slow)."""
 
-    def __init__(self, label: str, steps: int, describe: Callable[[], Mapping[str, Any]], shown: bool) -> None:
-        self.label, self.describe = label, describe if shown else dict
+    def __init__(
+        self, label: str, steps: int, describe: Callable[[], Mapping[str, Any]], shown: bool, score: str = "top1"
+    ) -> None:
+        self.label, self.describe, self.score = label, describe if shown else dict, score
         self.bar = tqdm(total=steps, desc=label, unit="batch", disable=not shown, dynamic_ncols=True)
         self.extra: Mapping[str, Any] = {}
 
@@ -26,10 +28,10 @@ class Progress:
         """So many batches were done before this run went on."""
         self.bar.update(done)
 
-    def step(self, loss: float, top1: float, images_per_s: float) -> None:
+    def step(self, loss: float, score: Callable[[], float], images_per_s: float) -> None:
         """One batch is done; the figures are the epoch's so far."""
         if not self.bar.disable:
-            shown = {"loss": f"{loss:.3f}", "top1": f"{top1:.1f}%", "img/s": f"{images_per_s:.0f}", **self.extra}
+            shown = {"loss": f"{loss:.3f}", self.score: f"{score():.1f}%", "img/s": f"{images_per_s:.0f}", **self.extra}
             self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.context import training_mode
 from prunekit.errors import DataError
 from prunekit.hooks import HookOwner
+from prunekit.inputs import arguments, count_of, described, joined, moved
 
 
 class _Moments(HookOwner):
@@ -54,7 +55,7 @@ class _Moments(HookOwner):
 
 
 def recalibrate_batchnorm(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+    model: nn.Module, batches: Iterable[tuple[Any, Any]], device: torch.device
 ) -> tuple[str, ...]:
     """Replaces the running statistics of every BatchNorm by those of `batches`, in place.
 
@@ -65,8 +66,8 @@ def recalibrate_batchnorm(
 
     Args:
         model: moved to `device`.
-        batches: images (B, C, H, W) and labels, which are not used. A batch of one image joins the one before: alone
-            it may have no variance.
+        batches: inputs, such as images (B, C, H, W), and targets, which are not used. A batch of one sample joins the
+            one before: alone it may have no variance.
         device: where it runs.
 
     Returns:
@@ -106,26 +107,24 @@ def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> None:
+def _run(model: nn.Module, batches: Iterable[tuple[Any, Any]], device: torch.device) -> None:
     count = 0
-    for count, images in enumerate(_without_single(batches), 1):
+    for count, inputs in enumerate(_without_single(batches), 1):
         try:
-            model(images.to(device))
+            model(*moved(arguments(model, inputs), device))
         except ValueError as error:  # torch: "Expected more than 1 value per channel when training"
-            raise DataError(
-                f"BatchNorm recalibration: batch {count} of shape {tuple(images.shape)}: {error}"
-            ) from error
+            raise DataError(f"BatchNorm recalibration: batch {count} of {described(inputs)}: {error}") from error
     if not count:
         raise DataError("BatchNorm recalibration: expected at least one batch of images, got none")
 
 
-def _without_single(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    held: Tensor | None = None
-    for images, _ in batches:
-        if held is not None and len(images) > 1 and len(held) > 1:
+def _without_single(batches: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+    held: Any = None
+    for inputs, _ in batches:
+        if held is not None and count_of(inputs) > 1 and count_of(held) > 1:
             yield held
-            held = images
+            held = inputs
         else:
-            held = images if held is None else torch.cat([held, images])
+            held = inputs if held is None else joined([held, inputs])
     if held is not None:
         yield held

@@ -19,9 +19,10 @@ from prunekit.data import Batches
 from prunekit.distributed.exchange import everyone, from_main, gather, require_equal, share_tensors
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import UsageError
+from prunekit.inputs import arguments, moved
 from prunekit.nested import tensors_in
 from prunekit.states import put_together, taken_apart
-from prunekit.training.checks import two_images
+from prunekit.training.checks import two_samples
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -59,42 +60,43 @@ def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn
         alone: nn.Module = accelerator.prepare(model)
         return alone
     with same_random_state():
-        images = two_images(train.dataset).to(next(model.parameters()).device)
-    unused = _has_unused(model, images)
+        inputs, _ = two_samples(train.dataset)
+        given = moved(arguments(model, inputs), next(model.parameters()).device)
+    unused = _has_unused(model, given)
     accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused, gradient_as_bucket_view=True)
     replica = accelerator.prepare(model)
     assert isinstance(replica, DistributedDataParallel)
     replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
     if not unused:
-        _arrange_buckets(replica, images)
+        _arrange_buckets(replica, given)
     return replica
 
 
-def _has_unused(model: nn.Module, images: Tensor) -> bool:
+def _has_unused(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Whether what a model returns depends on fewer than all of its trainable parameters."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with _tried(model, images) as whole:
+    with _tried(model, inputs) as whole:
         gradients = torch.autograd.grad(whole, weights, allow_unused=True)
     return not everyone(all(gradient is not None for gradient in gradients))
 
 
-def _arrange_buckets(replica: nn.Module, images: Tensor) -> None:
+def _arrange_buckets(replica: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Has DDP see the order in which gradients come, by which it arranges its buckets anew before the next step.
 
     Sums over more than two processes depend on a number's place in its bucket: in the first step of a run that is
     resumed they would be others than in the same step of one that is not.
     """
-    with _tried(replica, images) as whole:
+    with _tried(replica, inputs) as whole:
         whole.backward()  # type: ignore[no-untyped-call]
     replica.zero_grad()
 
 
 @contextmanager
-def _tried(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
+def _tried(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
     """The sum of all that a model returns for two images in train mode; buffers and the random state are left alone."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
-        output = functional_call(model, buffers, (images,))
+        output = functional_call(model, buffers, inputs)
         whole = sum(found.float().sum() for found in tensors_in(output) if found.requires_grad)
         assert isinstance(whole, Tensor)
         yield whole

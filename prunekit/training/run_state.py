@@ -191,6 +191,7 @@ def identity_of(model: nn.Module, splits: Splits, settings: TrainSettings, parts
         **more,
         "training": asdict(settings),
         "data": splits.fingerprint,
+        "task": splits.task.name,
         "images": [len(splits.train), len(splits.validation)],
         "model": {name: [str(tensor.dtype), *tensor.shape] for name, tensor in named_tensors(model)},
         "parts": [type(part).__name__ for part in parts.all],

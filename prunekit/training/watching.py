@@ -23,13 +23,6 @@ from prunekit.training.settings import WatchSettings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TAGS = {
-    "train_loss": "loss/train",
-    "validation_loss": "loss/validation",
-    "train_top1": "top1/train",
-    "validation_top1": "top1/validation",
-}
-"""What of an epoch stands in one chart; the rest goes by its own name."""
 MOST_FILTERS = 256
 
 
@@ -113,7 +106,7 @@ class Watching(Part):
 
     def scalars(self, row: EpochRow, more: Mapping[str, float] | None = None) -> None:
         """Writes the scalars of an epoch, which is the last that it gets."""
-        named = {TAGS.get(name, name): float(value) for name, value in asdict(row).items() if name != "epoch"}
+        named = {_tag(name): float(value) for name, value in row.figures().items() if name != "epoch"}
         self._events.scalars(row.epoch, {**named, **(more or {})})
         self._events.written(row.epoch)
 
@@ -149,6 +142,12 @@ class Watching(Part):
         self._events.load_state_dict(state["events"])
         self._clamped = {clamp: {p: (n, of) for p, (n, of) in rows.items()} for clamp, rows in state["clamped"].items()}
         self._gradients = {name: Histogram(**shape) for name, shape in state["gradients"].items()}
+
+
+def _tag(name: str) -> str:
+    """What of training and validation is of one kind stands in one chart: `train_loss` is `loss/train`."""
+    part, _, kind = name.partition("_")
+    return f"{kind}/{part}" if part in ("train", "validation") else name
 
 
 def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -12,9 +11,9 @@ from torch import nn
 from prunekit.data import batches
 from prunekit.masking import ActivationMasks, ActivationThresholds, calibrate_thresholds
 from prunekit.masking.thresholds import chosen_paths
-from prunekit.measure import accuracy
+from prunekit.measure import evaluate
 from prunekit.workflow.calibrate import calibration_batches
-from prunekit.workflow.dense import Prepared
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log
 
 TOLERANCE = 0.01
@@ -61,13 +60,16 @@ def measure_masks(
     prepared: Prepared, compact: nn.Module, thresholds: ActivationThresholds, *, log: Log
 ) -> dict[str, Any]:
     """Sparsity and accuracy under the masks on the test images, which nothing has seen before."""
-    data = prepared.job.data
+    data, task = prepared.job.data, prepared.splits.task
     test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
     with ActivationMasks(compact, thresholds, side=thresholds.side) as active:
-        found = accuracy(compact, test, prepared.device)
+        found = evaluate(compact, test, task, prepared.device)
     compact.cpu()
     sparsity = active.sparsity()
-    log(f"test: {sparsity.overall:.1%} of the masked activations are zero; top-1 under the masks {found.top1:.2f} %")
+    log(
+        f"test: {sparsity.overall:.1%} of the masked activations are zero; "
+        f"{task.main.label} under the masks {found.values[task.main.name]:.2f} %"
+    )
     layers = [
         {
             "module": path,
@@ -78,7 +80,7 @@ def measure_masks(
         for path, threshold in thresholds.items()
     ]
     target = {"side": thresholds.side, "target": thresholds.target}
-    return {**target, "sparsity": sparsity.overall, **asdict(found), "layers": layers}
+    return {**target, "sparsity": sparsity.overall, **found.figures(), "layers": layers}
 
 
 def missed_targets(measured: Mapping[str, Any] | None) -> list[str]:

@@ -38,7 +38,7 @@ def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "a
     for target in targets:
         probe(target)
     report = measure_latency(
-        {name: target.model for name, target in models.items()}, targets[0].sample_shape, settings, places
+        {name: target.model for name, target in models.items()}, targets[0].timed, settings, places
     )
     sizes = {
         name: {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}

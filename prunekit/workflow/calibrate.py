@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from prunekit.calibration import (
     ChannelStats,
@@ -19,7 +18,7 @@ from prunekit.calibration import (
     StatsCollector,
     TaylorTerms,
     collect_gradients,
-    few_images,
+    few_samples,
 )
 from prunekit.calibration import collect as collect
 from prunekit.calibration.patch_stats import PatchStats
@@ -31,12 +30,13 @@ from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.distributed.exchange import from_main, gather_on_main
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import ArtifactError
-from prunekit.models import logits
+from prunekit.inputs import count_of, moved
 from prunekit.training import share_corrupt
-from prunekit.workflow.dense import Prepared, prepare, train_baseline
+from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.digests import digest, weights_digest
-from prunekit.workflow.evidence import gathered, patch_statistics
+from prunekit.workflow.evidence import gathered, inputs_for, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -112,7 +112,7 @@ def _collected(prepared: Prepared, model: nn.Module, log: Log) -> ChannelStats:
     """Statistics collected now; processes share the batches, and the main one merges what all of them saw."""
     job = prepared.job
     images = calibration_batches(prepared)
-    log(f"calibration: {images.images} training images")
+    log(f"calibration: {images.images} training {prepared.splits.task.samples}")
     collectors = collectors_for(job, model.to(prepared.device), images, prepared.device)
     if collectors.moments is not None:
         log(f"calibration: {collectors.moments.memory}")
@@ -151,10 +151,10 @@ def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: 
     settings = job.calibration
     moments = None
     if _wants_moments(job):
-        few, _ = few_images(images)
+        few, _ = few_samples(images)
         moments = MomentsCollector(
             model,
-            few.to(device),
+            moved(few, device),
             exclude=settings.moments_exclude,
             limit_mib=settings.moments_limit_mib,
             positions=settings.moments_positions,
@@ -169,7 +169,7 @@ def _log_too_few(stats: ChannelStats, log: Log) -> None:
 
 
 def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorTerms | None:
-    """Taylor terms of the cross entropy on the job's calibration images; None where its criterion needs none.
+    """Taylor terms of the task's loss on the job's calibration samples; None where its criterion needs none.
 
     Of several processes each looks at its share of the batches, and the main one is given the terms.
 
@@ -180,7 +180,7 @@ def loss_gradients(prepared: Prepared, model: nn.Module, *, log: Log) -> TaylorT
     if "gradients" not in needs:
         return None
     images = calibration_batches(prepared)
-    log(f"calibration: gradients of the loss on {images.images} training images")
+    log(f"calibration: gradients of the loss on {images.images} training {prepared.splits.task.samples}")
     with threads(prepared.job.threads):
         found = gradients_of_all(prepared, model.to(prepared.device), images)
     model.cpu()
@@ -194,15 +194,17 @@ def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> T
     seen = None
     if len(mine):
         seen = collect_gradients(
-            model, mine, prepared.device, _cross_entropy, second_order=second, seed=prepared.job.seed, dealt=share
+            model,
+            mine,
+            prepared.device,
+            prepared.splits.task.loss,
+            second_order=second,
+            seed=prepared.job.seed,
+            dealt=share,
         )
     share_corrupt(images)
     parts = [part for part in gather_on_main(seen) if part is not None]
     return reduce(TaylorTerms.merge, parts) if parts else None
-
-
-def _cross_entropy(output: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits(output), labels)
 
 
 def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log: Log) -> PatchStats | None:
@@ -223,7 +225,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
             chart,
             job.repair,
             job.prune.exclude,
-            log=lambda line: log(f"calibration: {line}; on {len(images)} training images"),
+            log=lambda line: log(f"calibration: {line}; on {count_of(images)} training {prepared.splits.task.samples}"),
         )
     model.cpu()
     for problem in too_few_rows(found):
@@ -231,13 +233,14 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
     return found
 
 
-def calibration_images(prepared: Prepared) -> Tensor:
-    """(N, ...) the images of `calibration_batches`, on the job's device.
+def calibration_images(prepared: Prepared) -> Any:
+    """(N, ...) the inputs of `calibration_batches`, on the job's device; a tuple where the model takes several.
 
     Raises:
         DataError: fewer than 8.
     """
-    return gathered(calibration_batches(prepared), prepared.job.calibration.images).to(prepared.device)
+    take, count = inputs_for(prepared.model), prepared.job.calibration.images
+    return moved(gathered(calibration_batches(prepared), count, take), prepared.device)
 
 
 def calibration_batches(prepared: Prepared) -> Batches:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,18 +15,17 @@ from prunekit.artifacts import atomic_file, read_json, write_json
 from prunekit.channels import trace
 from prunekit.channels.copying import named_tensors
 from prunekit.context import resolve_device, threads
-from prunekit.data import Splits, batches
 from prunekit.distributed.exchange import from_main, in_turn, require_equal
 from prunekit.distributed.group import is_main, size
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.masking.thresholds import chosen_paths
-from prunekit.models import ModelSettings, require_trainable
+from prunekit.models import require_trainable
+from prunekit.tasks import Task
 from prunekit.training import (
     Checkpoints,
     ClampRow,
     Compilation,
     EpochRow,
-    MakeOptimizer,
     Part,
     Sources,
     TrainSettings,
@@ -37,6 +35,7 @@ from prunekit.training import (
     feature_paths,
     fit,
     needs_plan,
+    task_loss,
 )
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.digests import digest, weights_digest
@@ -51,45 +50,9 @@ from prunekit.workflow.own import (
     require_sources,
     training_sections,
 )
+from prunekit.workflow.prepared import Prepared, build_of
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """What a job works on, before anything is trained.
-
-    Attributes:
-        job: the settings.
-        splits: its images.
-        model: the dense model as its constructor, weights file or factory gives it, on the CPU.
-        device: where to train.
-        structure: what the dense model is, as plain data, whatever its weights are.
-        own_optimizer: makes the user's own optimizer, where one is given.
-        optimizer_source: tells one own optimizer from another.
-    """
-
-    job: JobSettings
-    splits: Splits
-    model: nn.Module
-    device: torch.device
-    structure: Any
-    own_optimizer: MakeOptimizer | None = None
-    optimizer_source: str | None = None
-
-    def optimizer_for(self, settings: TrainSettings) -> MakeOptimizer | None:
-        """The user's own optimizer where a section asks for it."""
-        return self.own_optimizer if settings.optimizer == "own" else None
-
-    @property
-    def example_inputs(self) -> tuple[torch.Tensor, ...]:
-        """One real training image as a batch."""
-        return (next(iter(batches(self.splits.train, 1, shuffle_seed=None)))[0],)
-
-    @property
-    def build(self) -> ModelSettings | None:
-        """How the dense model is built, with the number of classes filled in; None when only its owner's code can."""
-        return _build(self.job, self.splits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,21 +97,23 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
             "model.weights is not given and there is no baseline to train: "
             "set model.weights to a name or file, or add `baseline: {epochs: ...}`"
         )
-    splits = job_splits(job.data, own)
+    splits = job_splits(job.data, own, job.task)
     model = job_model(job, own, len(splits.classes))
     require_trainable(model)
     check_fits(model, splits, torch.device("cpu"))
     if job.activations is not None:
         chosen_paths(model, job.activations)
     for name, settings in training_sections(job).items():
-        _check_training(name, settings, model)
-    build = _build(job, splits)
+        _check_training(name, settings, model, splits.task)
+    build = build_of(job, splits)
     structure = own_structure(model, str(own.model)) if build is None else asdict(build)
-    return Prepared(job, splits, model, device, structure, job_optimizer(own), own_source(own.optimizer))
+    sources = own_source(own.optimizer), own_source(own.task)
+    return Prepared(job, splits, model, device, structure, job_optimizer(own), *sources)
 
 
-def _check_training(name: str, settings: TrainSettings, model: nn.Module) -> None:
+def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: Task) -> None:
     check_clamps(model, settings)
+    task_loss(task, settings)
     if settings.distill is not None:
         if name == "baseline":
             raise UsageError("baseline.distill: expected none, the dense model is the teacher; distill `finetune`")
@@ -157,12 +122,6 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module) -> Non
         raise UsageError(
             f"{name}.regularise.method: 'growing' shrinks what a plan removes before it goes; use it in `sparsify`"
         )
-
-
-def _build(job: JobSettings, splits: Splits) -> ModelSettings | None:
-    if job.model.zoo == "own":
-        return None
-    return replace(job.model, arguments={"num_classes": len(splits.classes)} | job.model.arguments, origin=None)
 
 
 def train_baseline(
@@ -184,7 +143,10 @@ def train_baseline(
         log(f"baseline: reused {path} (same model, data, settings and seed)")
         return cached or Baseline(prepared.model, (), (), reused=True)
     chart = None if job.baseline.regularise is None else trace(prepared.model, prepared.example_inputs)
-    log(f"baseline: training {job.model.name} on {len(prepared.splits.train)} images, epochs: {job.baseline.epochs}")
+    log(
+        f"baseline: training {job.model.name} on {len(prepared.splits.train)} "
+        f"{prepared.splits.task.samples}, epochs: {job.baseline.epochs}"
+    )
     with threads(job.threads):
         history = fit(
             prepared.model,
@@ -249,6 +211,7 @@ def _baseline_path(prepared: Prepared) -> Path:
             "data": [prepared.splits.fingerprint, job.data.augment],
             "training": asdict(job.baseline),
             **({"optimizer": prepared.optimizer_source} if job.baseline.optimizer == "own" else {}),
+            **({"task": prepared.task_source} if prepared.task_source is not None else {}),
             "batch": job.data.batch,
             "seed": job.seed,
             "threads": job.threads,

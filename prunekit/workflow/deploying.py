@@ -15,10 +15,11 @@ from prunekit.data import batches
 from prunekit.deploy import Folded, channels_last, fold_batchnorm
 from prunekit.deploy.foldable import foldable
 from prunekit.errors import UsageError
+from prunekit.inputs import arguments, count_of
 from prunekit.measure.measuring import TOLERANCES
 from prunekit.measure.verify import compare_outputs
 from prunekit.planning import Plan
-from prunekit.workflow.dense import Prepared
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
 
 IMAGES = 32
@@ -102,14 +103,16 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
         return None
     compact = load(run.path / "model", None if prepared.build else dense)
     validation = prepared.splits.validation
-    example = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))[:1]
+    held_out, _ = next(iter(batches(validation, min(IMAGES, len(validation)), shuffle_seed=None)))
+    example = arguments(compact, held_out)
     folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else Folded(compact, {}, {}, 0.0)
     model = channels_last(folded.model, example) if wanted.channels_last else folded.model
     save(
         run.path / FOLDER,
         model,
         plan,
-        input_shapes=[[1, *prepared.splits.sample_shape]],
+        input_shapes=prepared.input_shapes,
+        input_dtypes=prepared.input_dtypes,
         build=prepared.build,
         extra={"classes": list(prepared.splits.classes)},
     )
@@ -121,12 +124,12 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
         kept=folded.kept,
         max_relative_difference=folded.max_relative_difference,
         after_rounding=compare_outputs(compact, again, example, tolerance=TOLERANCES["float32"]),
-        inputs=len(example[0]),
+        inputs=count_of(held_out),
         channels_last=wanted.channels_last,
     )
     run.log(
         f"deploy: {found.folded} norms folded{', channels last' if found.channels_last else ''}; compact == deployed "
-        f"to {found.max_relative_difference:.1e} on {found.inputs} images (float64), {found.after_rounding:.1e} with "
-        "weights rounded to their own dtype"
+        f"to {found.max_relative_difference:.1e} on {found.inputs} {prepared.splits.task.samples} (float64), "
+        f"{found.after_rounding:.1e} with weights rounded to their own dtype"
     )
     return found

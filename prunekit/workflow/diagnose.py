@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from prunekit.data import DataSettings, Splits, batches
-from prunekit.data.datasets import ImageDataset
+from prunekit.data.datasets import SampleDataset
 from prunekit.diagnosis import Diagnosis, Pool, diagnose, require_kinds
 from prunekit.errors import UsageError
 from prunekit.training import TrainSettings, steps_per_epoch
@@ -83,7 +83,7 @@ def first_step(model: nn.Module, training: TrainSettings, splits: Splits, batch:
     return optimizer
 
 
-def _some(dataset: ImageDataset, settings: DataSettings, indices: torch.Tensor) -> Any:
+def _some(dataset: SampleDataset, settings: DataSettings, indices: torch.Tensor) -> Any:
     return batches(dataset, settings.batch, shuffle_seed=None, indices=indices) if len(indices) else ()
 
 

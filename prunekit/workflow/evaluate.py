@@ -1,8 +1,8 @@
-"""The accuracy of a model on images that training has not seen."""
+"""How good a model is on data that training has not seen."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,46 +11,58 @@ from prunekit.data import DataSettings, Splits, batches
 from prunekit.distributed.exchange import in_turn, require_equal
 from prunekit.distributed.group import rank, size
 from prunekit.errors import ModelError, UsageError
-from prunekit.measure import accuracy, count_macs, count_parameters
-from prunekit.models import logits
+from prunekit.measure import count_macs, count_parameters
+from prunekit.measure import evaluate as measure
+from prunekit.tasks import TaskName
 from prunekit.training import share_corrupt
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
-from prunekit.workflow.targets import Target, probe
+from prunekit.workflow.results import described_task
+from prunekit.workflow.targets import Target, inputs_of_task, probe
 
 
-def evaluate(target: Target, data: DataSettings | None, device: torch.device, own: Own = RECIPE_ONLY) -> dict[str, Any]:
-    """Measures top-1 on the test split. The processes of a group share its batches; each image counts once.
+def evaluate(
+    target: Target,
+    data: DataSettings | None,
+    device: torch.device,
+    own: Own = RECIPE_ONLY,
+    task: TaskName = "image_classification",
+) -> dict[str, Any]:
+    """Measures what the task counts on the test split. The processes of a group share its batches; each sample counts
+    once.
 
     Args:
         target: the model, with its own images when it came from a job.
         data: the images when the target has none, and how they are fed (batch, workers).
         device: where the model runs.
         own: where the images are the user's own.
+        task: what these are for.
 
     Returns:
-        `model`, `top1` (percent), `correct`, `n_test`, `low` and `high` (95 % Wilson interval, percent), `params`,
-        `macs` (one sample), `device`, and `corrupt_images` (name -> reason), which are not in `n_test`.
+        `model`, `task`, every score (percent; of classifiers `top1`, with `correct`, and `low` and `high`, the 95 %
+        Wilson interval), `n_test`, `params`, `macs` (one sample), `device`, and `corrupt_images` (name -> reason),
+        which are not in `n_test`.
 
     Raises:
         UsageError: there are no images to test on.
         ModelError: the model has no trained weights, does not run on the images, or knows other classes.
     """
     with in_turn():
-        splits = _splits(target, data, own)
+        splits = _splits(target, data, own, task)
     require_equal(splits.fingerprint, "the images (their fingerprint)")
     share_model(target.model, "the model")
-    target = replace(target, sample_shape=splits.sample_shape)
-    _check(target, len(splits.classes))
+    target = replace(target, sample_shape=splits.sample_shape, inputs=inputs_of_task(target.model, splits))
+    _check(target, splits)
     settings = data or DataSettings()
     test = batches(splits.test, settings.batch, shuffle_seed=None, workers=settings.reading)
     costs = {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
-    result = asdict(accuracy(target.model, test.dealt(rank(), size()), device, together=True))
+    found = measure(target.model, test.dealt(rank(), size()), splits.task, device, together=True)
     share_corrupt(test)
-    return {"model": target.name, **result, **costs, "device": str(device), "corrupt_images": splits.corrupt}
+    figures = {"task": described_task(splits.task), **found.figures(), **costs}
+    return {"model": target.name, **figures, "device": str(device), "corrupt_images": splits.corrupt}
 
 
-def _splits(target: Target, data: DataSettings | None, own: Own) -> Splits:
+def _splits(target: Target, data: DataSettings | None, own: Own, task: TaskName) -> Splits:
     if target.splits is not None:
         return target.splits
     if data is None:
@@ -58,17 +70,19 @@ def _splits(target: Target, data: DataSettings | None, own: Own) -> Splits:
             f"{target.name}: expected images to test on; name the recipe that has them: --recipe PATH, or give your "
             "own: --data file.py:factory"
         )
-    return job_splits(data, own)
+    return job_splits(data, own, task)
 
 
-def _check(target: Target, classes: int) -> None:
+def _check(target: Target, splits: Splits) -> None:
     if not target.trained:
         raise ModelError(
             f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"
         )
-    output = probe(target)
+    output, classes = probe(target), len(splits.classes)
+    if splits.task.logits is None or not classes:
+        return
     try:
-        found = logits(output).shape[-1]
+        found = splits.task.logits(output).shape[-1]
     except ModelError as error:
         raise ModelError(f"{target.name}: {error}") from error
     if found != classes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,12 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.substitutes import substitute_all
 from prunekit.criteria import get_criterion
 from prunekit.errors import DataError
+from prunekit.inputs import arguments, count_of, described, inputs_in, joined, taken
+from prunekit.nested import gather, map_tensors
 from prunekit.planning.select import labels_matching
 from prunekit.planning.settings import Criterion
 from prunekit.repair import RepairSettings, require_images
+from prunekit.tasks import Task
 
 BATCH = 128
 AT_ONCE = 4096
@@ -31,47 +34,63 @@ FEWEST = 8
 """Images, at least, on which the gains of layers are measured."""
 
 
-def gathered(data: Tensor | Iterable[Any], count: int) -> Tensor:
-    """Images as one tensor: all of a tensor, or the first `count` of a loader.
+def gathered(data: Tensor | Iterable[Any], count: int, take: Callable[[Any], Any] = inputs_in) -> Any:
+    """Inputs of a model as one tensor, or as a tuple of tensors where it takes several.
 
     Args:
-        data: (B, ...), or batches, tensors or tuples and lists whose first entry is one.
-        count: how many are taken from batches.
+        data: (B, ...), or batches.
+        count: how many samples are taken from batches.
+        take: from a batch to a tensor (B, ...) or a tuple of them; tensors, and the first entries of tuples and lists.
 
     Raises:
-        DataError: fewer than 8 images, or no tensors.
+        DataError: fewer than 8 samples, or no tensors.
     """
     if not isinstance(data, Tensor):
         if not isinstance(data, Iterable):
             raise DataError(f"calibration: expected images, a tensor or batches of them, got {type(data).__name__}")
-        data = _joined(data, count)
+        found = _joined(map(take, data), count)
+        require_images(found)
+        return found
     require_images(data)
     return data
 
 
-def _joined(batches: Iterable[Any], count: int) -> Tensor:
-    found: list[Tensor] = []
-    for batch in batches:
-        images = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-        if not isinstance(images, Tensor) or images.dim() < 2:
+def inputs_for(model: nn.Module, task: Task | None = None) -> Callable[[Any], Any]:
+    """What `gathered` takes from batches of (inputs, targets), or from what a task unpacks, for a model."""
+
+    def take(batch: Any) -> Any:
+        if task is None and isinstance(batch, Mapping):
+            return batch  # nobody knows what in it are inputs
+        given = arguments(model, inputs_in(batch) if task is None else task.unpacking(batch, "calibration")[0])
+        return given if len(given) > 1 else given[0]
+
+    return take
+
+
+def _joined(batches: Iterable[Any], count: int) -> Any:
+    found: list[Any] = []
+    for inputs in batches:
+        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+        if any(not isinstance(tensor, Tensor) or tensor.dim() < 2 for tensor in tensors):
             raise DataError(
                 "calibration: expected batches of images, tensors or (images, ...) each, got "
-                + (f"a tensor of shape {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__)
+                + (f"a tensor of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__)
+                + (f" {described(inputs)}; say how it comes apart: task=..." if isinstance(inputs, Mapping) else "")
             )
-        found.append(images)
-        if sum(map(len, found)) >= count:
+        found.append(inputs)
+        if sum(map(count_of, found)) >= count:
             break
-    if len({each.shape[1:] for each in found}) > 1:
-        shapes = sorted({tuple(each.shape[1:]) for each in found})
-        raise DataError(
-            f"calibration: expected images of one size, got batches of {' and '.join(map(str, shapes[:2]))}"
-        )
-    return torch.cat(found)[:count] if found else torch.empty(0, 0)
+    shapes = sorted({tuple(tuple(tensor.shape[1:]) for tensor in gather(inputs)) for inputs in found})
+    if len(shapes) > 1:
+        first, second = (" with ".join(map(str, each)) for each in shapes[:2])
+        raise DataError(f"calibration: expected images of one size, got batches of {first} and {second}")
+    return taken(joined(found), slice(count)) if found else torch.empty(0, 0)
 
 
-def in_batches(images: Tensor, size: int = BATCH) -> list[Tensor]:
-    """Images in batches of 128, or of another size."""
-    return [images[start : start + size] for start in range(0, len(images), size)]
+def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
+    """Inputs in batches of 128, or of another size; several tensors are the first entry of each."""
+    parts = [taken(inputs, slice(start, start + size)) for start in range(0, count_of(inputs), size)]
+    return parts if isinstance(inputs, Tensor) else [(part,) for part in parts]
 
 
 def needs_activations(criterion: Criterion) -> bool:
@@ -79,18 +98,18 @@ def needs_activations(criterion: Criterion) -> bool:
     return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(criterion).needs)
 
 
-def statistics(model: nn.Module, images: Tensor, criterion: Criterion) -> ChannelStats | None:
+def statistics(model: nn.Module, images: Any, criterion: Criterion) -> ChannelStats | None:
     """The activation statistics that a criterion needs; None where it needs none."""
     needs = get_criterion(criterion).needs
     if not needs_activations(criterion):
         return None
     moments: Moments = "full" if "moments" in needs else "none"
-    return collect(model, in_batches(images), images.device, moments=moments, ranks="ranks" in needs)
+    return collect(model, in_batches(images), gather(images)[0].device, moments=moments, ranks="ranks" in needs)
 
 
 def patch_statistics(
     model: nn.Module,
-    images: Tensor,
+    images: Any,
     channel_map: ChannelMap,
     settings: RepairSettings | None = None,
     exclude: Iterable[str] = (),
@@ -103,14 +122,15 @@ def patch_statistics(
 
     Args:
         model: the dense one, on the images' device.
-        images: (B, ...)
+        images: (B, ...), or a tuple of all inputs.
         channel_map: of the model.
         settings: of the repair that follows, which says how many rows and how much memory may be used.
         exclude: globs over module paths whose output channels stay.
         groups: those of the map whose readers are looked at; None: all.
         log: gets a line on the memory that the statistics take before they are collected.
     """
-    settings, images = settings or RepairSettings(), pixel_by_pixel(images)
+    settings, images = settings or RepairSettings(), map_tensors(images, pixel_by_pixel)
+    samples = count_of(images)
     may_go = ~labels_matching(channel_map, exclude, "exclude")
     may_go[0] = False
     if groups is not None:
@@ -126,12 +146,12 @@ def patch_statistics(
     rows = min(ROWS, settings.rows)
     found = collect_patches(
         copy,
-        in_batches(images, max(1, min(BATCH, AT_ONCE * len(images) // rows))),
+        in_batches(images, max(1, min(BATCH, AT_ONCE * samples // rows))),
         norms=channel_map.norms,
         inputs=free,
         rows=rows,
-        images=len(images),
+        images=samples,
         memory_bytes=settings.memory_bytes,
         log=log,
     )
-    return with_gains(copy, with_raised_ridge(found, RIDGE), images[: max(FEWEST, len(images) // 16)])
+    return with_gains(copy, with_raised_ridge(found, RIDGE), taken(images, slice(max(FEWEST, samples // 16))))

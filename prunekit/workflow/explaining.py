@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from prunekit.measure.runtimes import sample_of
+from prunekit.measure.runtimes import Inputs, inputs_of
 from prunekit.measure.settings import LatencySettings
 from prunekit.workflow.explain import Explanation, explain
 from prunekit.workflow.runs import Log
@@ -16,7 +17,7 @@ ROUNDS = 11
 
 
 def explain_job(
-    dense: nn.Module, pruned: nn.Module, sample_shape: tuple[int, ...], settings: LatencySettings, log: Log
+    dense: nn.Module, pruned: nn.Module, inputs: Sequence[int] | Inputs, settings: LatencySettings, log: Log
 ) -> dict[str, Any] | None:
     """The explanation of the first batch and thread count in eager on the CPU, as `metrics.json` has it.
 
@@ -26,7 +27,7 @@ def explain_job(
     """
     if not settings.explain or "eager" not in settings.runtimes:
         return None
-    example, rounds = (sample_of(sample_shape, settings.batches[0]),), min(ROUNDS, settings.repeats)
+    example, rounds = inputs_of(inputs).sample(settings.batches[0]), min(ROUNDS, settings.repeats)
     try:
         found = explain(dense, pruned, example, threads=settings.threads[0], device="cpu", rounds=rounds)
     except Exception as error:  # whatever a model's own code raises

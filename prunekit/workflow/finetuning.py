@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -12,12 +13,13 @@ from prunekit.channels import trace
 from prunekit.compaction import compact, spread_
 from prunekit.data import batches
 from prunekit.distributed.exchange import from_main
+from prunekit.inputs import arguments
 from prunekit.masking import ActivationThresholds, masked, sparsity
 from prunekit.measure.verify import verify
 from prunekit.planning import Plan
 from prunekit.training import LeftRun, Part, Training, Within, carry_run
 from prunekit.workflow.activations import find_thresholds, masks
-from prunekit.workflow.dense import Prepared
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
 from prunekit.workflow.trainings import Trainings
@@ -104,8 +106,8 @@ class Finetuning:
     def _proof(self, model: nn.Module, small: nn.Module, plan: Plan) -> float:
         """The largest relative difference of outputs in float64, and of what is in the models."""
         some = batches(self._prepared.splits.validation, 32, shuffle_seed=None)
-        images = (images for number, (images, _) in enumerate(some) if number * 32 < PROOF_IMAGES)
-        return verify(model, small, plan, ((each,) for each in images)).max_relative_difference
+        held_out = (arguments(model, inputs) for inputs, _ in islice(some, PROOF_IMAGES // 32))
+        return verify(model, small, plan, held_out).max_relative_difference
 
     def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:
         """Those to train under, found once in a run."""

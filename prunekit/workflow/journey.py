@@ -16,6 +16,7 @@ from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
 from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import is_main
+from prunekit.inputs import arguments
 from prunekit.masking import sparsity
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan
@@ -26,13 +27,14 @@ from prunekit.workflow.activations import find_thresholds, measure_masks
 from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered
-from prunekit.workflow.dense import Prepared, save_weights, train_baseline
+from prunekit.workflow.dense import save_weights, train_baseline
 from prunekit.workflow.deploying import FOLDER, deploy
 from prunekit.workflow.finetuning import Finetuning
 from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.kept import Clock
 from prunekit.workflow.plan_stage import find_plan, write_plan
 from prunekit.workflow.planned import Planned
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
@@ -151,7 +153,7 @@ class Journey:
             measured = results.measure(self.prepared, self.run, dense, trained.control, ready, log=self.log)
             measured = replace(measured, activations=self._measure_activations(small))
             final = None if frozen is None else self._measure_last(dense, frozen)
-        metrics = results.metrics(measured, planned, proof, share, self.job, self.clock.stages)
+        metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
         metrics |= {**trained.trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}
         metrics |= {
             "fine_tuned": self.training,
@@ -204,15 +206,17 @@ class Journey:
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
-        proof = verify(pruned, small, plan, ((images,) for images, _ in held_out))
+        proof = verify(pruned, small, plan, (arguments(pruned, inputs) for inputs, _ in held_out))
         self.log(
-            f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} images ({proof.dtype})"
+            f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} "
+            f"{self.prepared.splits.task.samples} ({proof.dtype})"
         )
         save(
             self.run.path / "model",
             small,
             plan,
-            input_shapes=[[1, *self.prepared.splits.sample_shape]],
+            input_shapes=self.prepared.input_shapes,
+            input_dtypes=self.prepared.input_dtypes,
             build=self.prepared.build,
             extra={"classes": list(self.prepared.splits.classes)},
         )

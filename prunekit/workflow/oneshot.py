@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
@@ -18,15 +19,18 @@ from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, flush_subnormals
 from prunekit.errors import DataError
+from prunekit.inputs import arguments, moved, taken
 from prunekit.measure.verify import verify
+from prunekit.nested import map_tensors
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.select import Scores
 from prunekit.planning.settings import Criterion, Scope, TargetSettings
 from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
+from prunekit.tasks import Task
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze
-from prunekit.workflow.evidence import gathered, patch_statistics, statistics
+from prunekit.workflow.evidence import gathered, inputs_for, patch_statistics, statistics
 from prunekit.workflow.goal import goal_for
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.pruning import plan_model
@@ -86,6 +90,7 @@ def prune(
     gradients: TaylorTerms | None = None,
     seed: int = 0,
     more_examples: Sequence[tuple[Any, ...]] = (),
+    task: Task | None = None,
 ) -> Pruned:
     """Prunes a model in one call: trace, score, plan, trial, compact; with images also repair.
 
@@ -99,7 +104,8 @@ def prune(
         model: any module that runs on `data`; not changed.
         data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or images to
             calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
-            tensors or (images, ...) each, such as a DataLoader.
+            tensors or (images, ...) each, such as a DataLoader; the first entry, or what `task` unpacks, may be several
+            inputs: a tuple of them, or a mapping by the names of the arguments of `forward`.
         macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
             left, above 0 and below 1.
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
@@ -124,11 +130,12 @@ def prune(
         gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
         more_examples: further inputs, for branches of the model that the first does not take.
+        task: whose `unpack` takes a loader's batches apart, such as mappings of token ids and masks.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
         UsageError: an argument is out of range, or `repair` is asked for without images.
-        DataError: fewer than 8 images, or no tensors; a `UsageError`.
+        DataError: fewer than 8 images, or no tensors, or the task cannot unpack a batch; a `UsageError`.
         NonFiniteError: a layer reads or computes NaN or Inf on the images; names the layer.
         VerificationError: masked and compact model differ.
     """
@@ -152,8 +159,8 @@ def prune(
         difference = planned.max_relative_difference
         result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
         return _timed(frozen, result)
-    seen = gathered(data, images)
-    seen = seen.to(next((parameter.device for parameter in model.parameters()), seen.device))
+    seen = gathered(data, images, inputs_for(model, task))
+    seen = moved(seen, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
     return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
 
 
@@ -168,24 +175,25 @@ class _Given:
 
 
 def _prune_on(
-    model: nn.Module, images: Tensor, settings: PruneSettings, given: _Given, repairing: RepairSettings | None
+    model: nn.Module, images: Any, settings: PruneSettings, given: _Given, repairing: RepairSettings | None
 ) -> Pruned:
-    images = pixel_by_pixel(images)
-    chart = _traced(model, (images[:2],), given)
+    images = map_tensors(images, pixel_by_pixel)
+    example = arguments(model, taken(images, slice(2)))
+    chart = _traced(model, example, given)
     patches = None
     if "patches" in get_criterion(settings.criterion).needs:
         patches = patch_statistics(model, images, chart, repairing, settings.exclude)
     given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
-    planned, frozen = _planned(model, (images[:2],), settings, given, chart, patches)
+    planned, frozen = _planned(model, example, settings, given, chart, patches)
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
     notes = _notes(settings.criterion, given.stats, patches)
     if repairing is None:
-        flushed = flush_subnormals(planned.compact, (images[:2],))
+        flushed = flush_subnormals(planned.compact, example)
         result = Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
         return _timed(frozen, result)
     masked, report = repair_masked(model, plan, images, repairing)
-    flushed = flush_subnormals(compact(masked, plan), (images[:2],))
-    proof = verify(masked, flushed.model, plan, [(images[:8],)])
+    flushed = flush_subnormals(compact(masked, plan), example)
+    proof = verify(masked, flushed.model, plan, [arguments(model, taken(images, slice(8)))])
     difference, notes = max(difference, proof.max_relative_difference), notes + _said(flushed)
     result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
     return _timed(frozen, result)

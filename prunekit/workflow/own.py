@@ -16,6 +16,7 @@ from prunekit.context import seeded
 from prunekit.data import DataSettings, Splits, load_own, load_splits, missing_data
 from prunekit.errors import DataError, UsageError
 from prunekit.models import build_model, is_weights_file, load_factory, load_weights, missing_weights
+from prunekit.tasks import TASKS, Task, TaskName
 from prunekit.training import MakeOptimizer, TrainSettings
 from prunekit.user_code import run_factory
 from prunekit.workflow.settings import JobSettings
@@ -23,23 +24,40 @@ from prunekit.workflow.settings import JobSettings
 
 @dataclass(frozen=True)
 class Own:
-    """The user's own code, `file.py:factory` each; see `load_factory`, `load_own` and `job_optimizer`."""
+    """The user's own code, `file.py:factory` each; see `load_factory`, `load_own`, `job_optimizer` and `job_task`."""
 
     model: str | None = None
     data: str | None = None
     optimizer: str | None = None
+    task: str | None = None
 
 
 RECIPE_ONLY = Own()
 
 
-def job_splits(data: DataSettings, own: Own) -> Splits:
-    """The images: of the user's factory where one is given, else of the settings.
+def job_splits(data: DataSettings, own: Own, task: TaskName = "image_classification") -> Splits:
+    """The data: of the user's factory where one is given, else images of the settings.
 
     Raises:
-        DataError: they are missing, unreadable, or their labels do not fit.
+        DataError: it is missing, unreadable, or labels or samples do not fit.
+        UsageError: the task is the user's own, and its factory is not there or returns something else.
     """
-    return load_splits(data) if own.data is None else load_own(own.data, data)
+    return load_splits(data) if own.data is None else load_own(own.data, data, job_task(task, own))
+
+
+def job_task(name: TaskName, own: Own) -> Task:
+    """The task of that name, or what the user's factory returns.
+
+    Raises:
+        UsageError: the factory is not there or raises, or what it returns is no task.
+    """
+    if own.task is None:
+        return TASKS[name]
+    task = run_factory(own.task, UsageError)
+    if not isinstance(task, Task):
+        text = "expected the factory to return a prunekit.tasks.Task"
+        raise UsageError(f"--task {own.task}: {text}, got {type(task).__name__}")
+    return task
 
 
 def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
@@ -116,11 +134,20 @@ def require_sources(job: JobSettings, own: Own) -> None:
         UsageError: the user's code is given and the job does not ask for it, or the other way round.
         DataError: something is missing; names all of it.
     """
-    pairs = (("model.zoo", job.model.zoo, own.model, "--model"), ("data.source", job.data.source, own.data, "--data"))
+    pairs = (
+        ("model.zoo", job.model.zoo, own.model, "--model"),
+        ("data.source", job.data.source, own.data, "--data"),
+        ("task", job.task, own.task, "--task"),
+    )
     for key, value, reference, option in pairs:
         if (value == "own") != (reference is not None):
             given = f"{option} was not given" if reference is None else f"{option} is {reference}"
             raise UsageError(f"{key} is {value!r} and {given}: expected 'own' together with {option} file.py:factory")
+    if job.task != "image_classification" and own.data is None:
+        raise UsageError(
+            f"task is {job.task!r} and data.source is {job.data.source!r}, which holds images with a label each: "
+            "expected 'own' together with --data file.py:factory"
+        )
     asked = [settings.optimizer for settings in training_sections(job).values()]
     if own.optimizer is not None and "own" not in asked:
         expected = "expected finetune.optimizer, or that of another section, to be 'own'"

@@ -19,11 +19,11 @@ from prunekit.workflow import results
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.delivered import Frozen
 from prunekit.workflow.delivering import freeze
-from prunekit.workflow.dense import Prepared
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.kept import keep_plan, kept_plan
 from prunekit.workflow.planned import Planned
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.pruning import plan_curves, plan_model
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import CURVE_COLUMNS, coupling_rows, curve_rows, lock_rows, score_rows, write_csv

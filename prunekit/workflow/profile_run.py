@@ -11,6 +11,7 @@ from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
 from prunekit.measure.machine import clock_mhz, surroundings
+from prunekit.measure.runtimes import inputs_like
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiled import Profile
@@ -67,7 +68,8 @@ def profile_job(
     layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
-    inputs, transform = prepared.splits.sample_shape, transform_of(prepared.model, prepared.example_inputs, job.deploy)
+    example = prepared.example_inputs
+    inputs, transform = inputs_like(example), transform_of(prepared.model, example, job.deploy)
     with run_folder(job.output / job.name, "profile", log, resolved, finish) as run:
         machine = surroundings()
         result = profile(

@@ -9,8 +9,8 @@ from prunekit.context import seeded
 from prunekit.criteria import get_criterion
 from prunekit.training import share_buffers
 from prunekit.workflow.calibrate import calibration_batches, collectors_for, gradients_of_all, seen_by_all
-from prunekit.workflow.dense import Prepared
 from prunekit.workflow.evidence import needs_activations
+from prunekit.workflow.prepared import Prepared
 
 
 def calibrate_again(prepared: Prepared, model: nn.Module) -> tuple[ChannelStats | None, TaylorTerms | None]:

@@ -14,14 +14,15 @@ from torch import nn
 from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.data import Splits
-from prunekit.data.datasets import ImageDataset, Subset
+from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
+from prunekit.data.samples import Samples
 from prunekit.errors import UsageError
 from prunekit.masking import ActivationThresholds, ChangingMasks, masked
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.planning import BudgetSettings, Plan
 from prunekit.training import Part, Sources, Training, TrainSettings, Within, asked_parts, fit
 from prunekit.workflow.activations import masks
-from prunekit.workflow.dense import Prepared
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.pruning import feasible
 
 STEPS = 2
@@ -109,10 +110,12 @@ class Rehearsal:
 def _sized(splits: Splits, batch: int, steps: int) -> Splits:
     """As many training images as there are in so many batches, and one batch to validate on at most."""
     train, validation = splits.train, splits.validation
-    return replace(
-        splits, train=_images(train, batch * steps), validation=_images(validation, min(batch, len(validation)))
-    )
+    return replace(splits, train=_some(train, batch * steps), validation=_some(validation, min(batch, len(validation))))
 
 
-def _images(dataset: ImageDataset, count: int) -> Subset:
-    return Subset(dataset, torch.arange(count) % len(dataset))
+def _some(dataset: SampleDataset, count: int) -> SampleDataset:
+    chosen = torch.arange(count) % len(dataset)
+    if isinstance(dataset, Samples):
+        return replace(dataset, indices=chosen if dataset.indices is None else dataset.indices[chosen])
+    assert isinstance(dataset, ImageDataset)
+    return Subset(dataset, chosen)

@@ -10,14 +10,15 @@ from typing import Any
 from torch import nn
 
 from prunekit.distributed.group import is_main
+from prunekit.inputs import count_of
 from prunekit.masking import masked
 from prunekit.planning import Plan
 from prunekit.repair import LayerRepair, RepairReport, repair
 from prunekit.training import recalibrate_batchnorm
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.calibrate import calibration_batches, calibration_images
-from prunekit.workflow.dense import Prepared
 from prunekit.workflow.kept import keep_repair, kept_repair
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.tables import write_csv
 
@@ -59,7 +60,10 @@ def _repaired(
                 recalibrate_batchnorm(model, calibration_batches(prepared), prepared.device)
         return model.cpu(), None
     images = calibration_images(prepared)
-    run.log(f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, {len(images)} training images")
+    run.log(
+        f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, "
+        f"{count_of(images)} training {prepared.splits.task.samples}"
+    )
     model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log)
     dense.cpu()
     write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)

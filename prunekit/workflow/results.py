@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from prunekit.compaction import load
 from prunekit.data import batches
 from prunekit.masking import Sparsity
 from prunekit.measure import (
-    Accuracy,
     LatencyReport,
-    accuracy,
+    Scores,
     count_bytes,
     count_macs,
     count_memory,
     count_parameters,
+    evaluate,
     measure_latency,
     size_bytes,
 )
+from prunekit.measure.runtimes import inputs_like
 from prunekit.measure.verify import Verification
 from prunekit.measure.wording import doubtful, failed, unstable, where
+from prunekit.tasks import Task
 from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.bench import devices
-from prunekit.workflow.dense import Prepared
 from prunekit.workflow.deploying import FOLDER
 from prunekit.workflow.explaining import explain_job
 from prunekit.workflow.planned import Planned
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log, RunFolder, environment
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
@@ -49,7 +50,7 @@ class Measured:
     """
 
     models: dict[str, dict[str, Any]]
-    accuracies: dict[str, Accuracy]
+    accuracies: dict[str, Scores]
     latency: LatencyReport
     activations: dict[str, Any] | None = None
     explanation: dict[str, Any] | None = None
@@ -64,14 +65,15 @@ def measure(
     *,
     log: Log,
 ) -> Measured:
-    """Measures on the test images, which nothing has seen before, and times dense against compact.
+    """Measures on the test data, which nothing has seen before, and times dense against compact.
 
     Args:
         control: the dense model after as much training as the pruned one had; None where that had none.
         deployed: the compact model made ready to run, as it came from its folder; None where nothing was done to it.
     """
     pruned = load(run.path / "model", None if prepared.build else dense)
-    example = (torch.zeros(1, *prepared.splits.sample_shape),)
+    task, example = prepared.splits.task, prepared.example_inputs
+    inputs = inputs_like(example)
     found = {"dense": dense, "control": control, "pruned": pruned, "deployed": deployed}
     models = {name: model for name, model in found.items() if model is not None}
     files = {
@@ -84,10 +86,10 @@ def measure(
     for name, model in models.items():
         data = prepared.job.data
         test = batches(prepared.splits.test, data.batch, shuffle_seed=None, workers=data.reading)
-        reached = accuracies[name] = accuracy(model.to(prepared.device), test, prepared.device)
+        reached = accuracies[name] = evaluate(model, test, task, prepared.device)
         model.cpu()
         figures[name] = {
-            "top1": reached.top1,
+            **reached.values,
             "n_test": reached.n_test,
             "params": count_parameters(model),
             "macs": count_macs(model, example),
@@ -97,10 +99,10 @@ def measure(
         if prepared.job.prune.budget.memory_mb is not None:
             target = prepared.job.prune.target
             figures[name]["memory_bytes"] = count_memory(model, example, target.batch, target.dtype)
-        log(f"test: {name} {reached.top1:.2f} % [{reached.low:.2f}, {reached.high:.2f}] of {reached.n_test} images")
+        log(f"test: {name} {_reached(reached, task)}")
     settings = prepared.job.latency
     timed = {name: model for name, model in models.items() if name != "control"}
-    latency = measure_latency(timed, prepared.splits.sample_shape, settings, devices("auto", settings))
+    latency = measure_latency(timed, inputs, settings, devices("auto", settings))
     write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:
@@ -108,8 +110,23 @@ def measure(
         log(f"latency: {row['model']}: {row['median']:.2f}x the dense model's speed {interval} ({where(row)})")
     for note in [*unstable(latency.rows, latency.speedup), *latency.notes]:
         log(f"latency: {note}")
-    explanation = explain_job(dense, pruned, prepared.splits.sample_shape, settings, log)
+    explanation = explain_job(dense, pruned, inputs, settings, log)
     return Measured(figures, accuracies, latency, explanation=explanation)
+
+
+def described_task(task: Task) -> dict[str, Any]:
+    """What reports call a task's samples and scores."""
+    scores = [{"name": score.name, "label": score.label} for score in task.scores]
+    return {"name": task.name, "samples": task.samples, "scores": scores}
+
+
+def _reached(found: Scores, task: Task) -> str:
+    """The main score with its interval, and the others by name."""
+    main, *others = (f"{value:.2f} %" for value in found.values.values())
+    interval = "" if found.interval is None else " [{:.2f}, {:.2f}]".format(*found.interval)
+    named = [f"{score.label} {value}" for score, value in zip(task.scores[1:], others, strict=True)]
+    said = main if task.main.name == "top1" else f"{task.main.label} {main}"
+    return f"{', '.join([said + interval, *named])} of {found.n_test} {task.samples}"
 
 
 def metrics(
@@ -117,15 +134,16 @@ def metrics(
     planned: Planned,
     proof: Verification,
     share: Sparsity,
-    job: JobSettings,
+    prepared: Prepared,
     stages: dict[str, float],
 ) -> dict[str, Any]:
     """Everything that `metrics.json` holds."""
-    chart = planned.plan.channel_map
+    chart, job, task = planned.plan.channel_map, prepared.job, prepared.splits.task
     return {
         "name": job.name,
+        "task": described_task(task),
         **measured.models,
-        "accuracy": {name: asdict(found) for name, found in measured.accuracies.items()},
+        "accuracy": {name: found.figures() for name, found in measured.accuracies.items()},
         "sparsity": {"weights": share.weights, "channels": share.channels},
         "plan": {
             **{key: planned.plan.provenance[key] for key in ("budgets", "binding")},

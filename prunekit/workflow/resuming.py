@@ -16,8 +16,8 @@ from prunekit.distributed.group import size
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.states import differences
 from prunekit.training.checkpoints import require_same
-from prunekit.workflow.dense import Prepared
 from prunekit.workflow.digests import digest, weights_digest
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RESUME, Log, RunFolder, alive
 
 AUTO = "auto"

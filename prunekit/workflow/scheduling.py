@@ -25,8 +25,8 @@ from prunekit.planning.select import Between, Scores
 from prunekit.planning.settings import LATENCIES
 from prunekit.training import PlanChange, Planner, PruningSchedule, Training, steps_per_epoch
 from prunekit.workflow.agreeing import share_stage
-from prunekit.workflow.dense import Prepared
 from prunekit.workflow.planned import Planned
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import ranked, raw_importance
 from prunekit.workflow.recalibrating import calibrate_again

@@ -14,9 +14,12 @@ from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.data import Batches, batches, describe_corrupt
+from prunekit.errors import UsageError
+from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.workflow.calibrate import calibration_images
-from prunekit.workflow.dense import Prepared, prepare, train_baseline
+from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log, environment, run_folder
 from prunekit.workflow.sensitivity import Sensitivity, chosen_groups, sensitivity
 from prunekit.workflow.settings import JobSettings
@@ -66,6 +69,9 @@ def analyse(
         RunError: the run failed; its folder says so.
     """
     prepared = prepare(job, own)
+    task = prepared.splits.task
+    if task is not IMAGE_CLASSIFICATION:
+        raise UsageError(f"sensitivity: expected classifiers of images, got the task {task.name!r}; leave this out")
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
     images, labelled = calibration_images(prepared), _validation(prepared) if measured else None
     with run_folder(job.output / job.name, "sensitivity", log, resolved, finish) as run, threads(job.threads):

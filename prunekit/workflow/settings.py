@@ -19,6 +19,7 @@ from prunekit.measure.settings import LatencySettings
 from prunekit.models.settings import ModelSettings
 from prunekit.planning.settings import PruneSettings
 from prunekit.repair.settings import RepairSettings
+from prunekit.tasks.settings import TaskName
 from prunekit.training.settings import CheckpointSettings, TrainSettings, WatchSettings
 
 
@@ -28,6 +29,10 @@ class JobSettings:
 
     name: str
     model: ModelSettings
+    task: TaskName = "image_classification"
+    """What the data is for: loss, metrics, and how a batch comes apart. `segmentation` (masks, 255 counts for nothing;
+    mean IoU) and `text_classification` (token ids; top-1) need data of your own, and `own` is what
+    `--task file.py:factory` returns."""
     data: DataSettings = field(default_factory=DataSettings)
     baseline: TrainSettings | None = None
     """How to train the dense model first, when `model.weights` is not given."""

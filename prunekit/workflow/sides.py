@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.compaction import read_manifest
-from prunekit.data import DataSettings, Splits, feed_of
+from prunekit.data import DataSettings, ImageDataset, Splits, feed_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.models import load_factory
 from prunekit.planning import Plan, load_plan
@@ -80,6 +80,8 @@ class Sides:
         splits = self.splits or job_splits(self.data or DataSettings(source="own"), Own(data=self.own_data))
         if not 0 <= index < len(splits.test):
             raise UsageError(f"expected the number of a test image, 0 to {len(splits.test) - 1}, got {index}")
+        if not isinstance(splits.test, ImageDataset):
+            raise UsageError(f"{self.name}: expected images with a label each, got the task {splits.task.name!r}")
         values, label = splits.test[index]
         return values[None], f"test image {index}, class {splits.classes[label]}"
 

@@ -126,7 +126,7 @@ def lock_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def history_rows(run: str, rows: tuple[EpochRow, ...]) -> list[dict[str, Any]]:
     """One row for each epoch of a training run."""
-    return [{"run": run, **asdict(row)} for row in rows]
+    return [{"run": run, **row.figures()} for row in rows]
 
 
 def clamp_rows(run: str, rows: tuple[ClampRow, ...]) -> list[dict[str, Any]]:

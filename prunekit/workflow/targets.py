@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
+from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
 from prunekit.models import ZOOS, ModelSettings, build_model, image_shape, load_factory, load_weights, zoo_names
+from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, require_sources
+from prunekit.workflow.prepared import example_of
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -30,8 +33,9 @@ class Target:
         model: on the CPU.
         name: what tables call it.
         sample_shape: shape of one input without the batch, such as (3, 224, 224).
-        splits: the images of the job, when it came from one.
+        splits: the data of the job, when it came from one.
         trained: whether the model has weights from somewhere; without them its accuracy means nothing.
+        inputs: positional arguments of one forward, samples first, of a model that is not for images alone.
     """
 
     model: nn.Module
@@ -39,10 +43,18 @@ class Target:
     sample_shape: tuple[int, ...]
     splits: Splits | None = None
     trained: bool = True
+    inputs: tuple[Any, ...] | None = None
 
-    def example_inputs(self, batch: int = 1) -> tuple[Tensor, ...]:
-        """Zeros of shape (batch, *sample_shape): the positional arguments of one forward."""
+    def example_inputs(self, batch: int = 1) -> tuple[Any, ...]:
+        """The positional arguments of one forward: zeros of shape (batch, *sample_shape), or as the inputs are."""
+        if self.inputs is not None:
+            return inputs_like(self.inputs).sample(batch)
         return (torch.zeros(batch, *self.sample_shape),)
+
+    @property
+    def timed(self) -> Inputs:
+        """What is made up to time it."""
+        return inputs_of(self.sample_shape) if self.inputs is None else inputs_like(self.inputs)
 
 
 def resolve(
@@ -53,6 +65,7 @@ def resolve(
     input_shape: tuple[int, ...] | None = None,
     seed: int = 0,
     data: str | None = None,
+    task: str | None = None,
 ) -> Target:
     """Finds and builds what a command line names.
 
@@ -65,7 +78,7 @@ def resolve(
         weights: of a zoo's or the user's own model: a file, or for a zoo's a name such as `IMAGENET1K_V1`.
         input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required where nothing else says it.
         seed: of random weights, where there are no others.
-        data: `file.py:factory`, the images of a job whose data is the user's own.
+        data, task: `file.py:factory`, the data and the task of a job where they are the user's own.
 
     Raises:
         UsageError: the arguments do not go together.
@@ -79,7 +92,7 @@ def resolve(
     with seeded(seed):
         if isinstance(target, JobSettings):
             _refuse_weights(weights, "a recipe", "set model.weights=... in it")
-            return _from_job(target, Own(factory, data), shape)
+            return _from_job(target, Own(factory, data, task=task), shape)
         if target is None:
             return _from_factory(str(factory), weights, shape)
         if isinstance(target, ModelSettings):
@@ -98,7 +111,13 @@ def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: O
     """
     prepared = prepare(job, own)
     model = train_baseline(prepared, log=log, progress=progress).model
-    return Target(model, job.name, prepared.splits.sample_shape, prepared.splits)
+    splits = prepared.splits
+    return Target(model, job.name, splits.sample_shape, splits, inputs=inputs_of_task(model, splits))
+
+
+def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
+    """The positional inputs of a sample; None of images, which their shape says enough of."""
+    return None if splits.task is IMAGE_CLASSIFICATION else example_of(model, splits)
 
 
 def probe(target: Target) -> Any:
@@ -118,9 +137,11 @@ def probe(target: Target) -> Any:
 
 def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Target:
     require_sources(job, own)
-    splits = job_splits(job.data, own)
+    splits = job_splits(job.data, own, job.task)
     model = job_model(job, own, len(splits.classes))
-    return Target(model, job.name, shape or splits.sample_shape, splits, trained=job.model.weights is not None)
+    inputs = None if shape else inputs_of_task(model, splits)
+    trained = job.model.weights is not None
+    return Target(model, job.name, shape or splits.sample_shape, splits, trained, inputs)
 
 
 def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> Target:
@@ -135,7 +156,23 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
                 "--model file.py:factory"
             )
         dense = load_factory(factory)
-    return Target(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest))
+    inputs = None if shape else _noted_inputs(folder, manifest)
+    return Target(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest), inputs=inputs)
+
+
+def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Zeros as the inputs of a model that does not take one float32 tensor; None of one that does."""
+    shapes, dtypes = manifest["example"].get("shapes"), manifest["example"].get("dtypes")
+    if dtypes is None:
+        return None
+    try:
+        kinds = [getattr(torch, name) for name in dtypes]
+        return tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True))
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ArtifactError(
+            f"{folder / MANIFEST}: example: expected shapes such as [1, 16] and as many dtypes such as int64, got "
+            f"{shapes!r} and {dtypes!r}; the manifest is damaged"
+        ) from error
 
 
 def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:

@@ -28,7 +28,9 @@ from prunekit.training import (
     asked_parts,
     fit,
 )
-from prunekit.workflow.dense import Baseline, Prepared
+from prunekit.training.history import columns
+from prunekit.workflow.dense import Baseline
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
@@ -159,4 +161,5 @@ class Trainings:
         if self._clamps:
             write_csv(self._run.path / "clamps.csv", self._clamps)
         self._history += history_rows(name, rows)
-        write_csv(self._run.path / "history.csv", self._history, ("run", *EpochRow.__dataclass_fields__))
+        score = self._prepared.splits.task.main.name
+        write_csv(self._run.path / "history.csv", self._history, ("run", *columns(score)))

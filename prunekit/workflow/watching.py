@@ -18,7 +18,7 @@ from prunekit.workflow.model_graph import model_graph
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.settings import JobSettings
 
-FIGURES = ("top1", "macs", "params", "size_bytes")
+FIGURES = ("macs", "params", "size_bytes")
 
 
 def watching(run: RunFolder, job: JobSettings, name: str, plan: PlanInForce = lambda: None) -> list[Part]:
@@ -109,8 +109,9 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]
 
 
 def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    scores = [score["name"] for score in metrics["task"]["scores"]]
     for model in ("dense", "control", "pruned"):
-        for name in FIGURES:
+        for name in (*scores, *FIGURES):
             if name in metrics.get(model, {}):
                 yield f"{model}/{name}", float(metrics[model][name])
     for row in metrics["speedup"]:

@@ -86,7 +86,7 @@ def test_ema_is_its_recursion_and_is_what_is_validated_and_kept() -> None:
         close(seen, expected)
     close(part.average.module.state_dict(), ema)
     close(model.state_dict(), at_epochs[history.best_epoch - 1])
-    shown = history.rows[history.best_epoch - 1].validation_top1
+    shown = history.rows[history.best_epoch - 1].validation_score
     assert accuracy(model, batches(splits().validation, 16, shuffle_seed=None), CPU).top1 == pytest.approx(shown)
     assert count_hooks(model) == 0
 

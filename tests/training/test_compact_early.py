@@ -138,7 +138,7 @@ def test_losses_and_weights_are_those_of_masked_training(plan: Plan, end: int) -
     small, compact = Run(plan, end).early()
     assert [row.epoch for row in compact.rows] == [1, 2, 3]
     for row, other in zip(compact.rows, under_masks.rows, strict=True):
-        for key in ("lr", "train_loss", "train_top1", "validation_loss", "validation_top1", "skipped"):
+        for key in ("lr", "train_loss", "train_score", "validation_loss", "validation_score", "skipped"):
             assert getattr(row, key) == pytest.approx(getattr(other, key), rel=1e-9), (row.epoch, key)
     assert compact.best_epoch == under_masks.best_epoch
     for name, value in prunekit.compact(masked, plan).state_dict().items():

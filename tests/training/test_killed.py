@@ -53,7 +53,7 @@ def train(folder: Path, optimizer: Literal["sgd", "adam"], images: Splits) -> No
     settings = replace(SETTINGS, optimizer=optimizer)
     checkpoints = Checkpoints(folder / "checkpoints", EVERY_STEP, log=lambda _: None)
     history = fit(model, images, settings, device=CPU, seed=1, batch=8, on_epoch=keep, checkpoints=checkpoints)
-    rows = [[row.train_loss, row.train_top1, row.validation_loss, row.lr] for row in history.rows]
+    rows = [[row.train_loss, row.train_score, row.validation_loss, row.lr] for row in history.rows]
     found = {
         **model.state_dict(),
         **last,

@@ -112,7 +112,7 @@ def test_validation_is_plain_cross_entropy_in_eval_mode() -> None:
     x, y = splits().validation.fetch(torch.arange(20))
     output = model.eval()(x)
     assert row.validation_loss == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
-    assert row.validation_top1 == pytest.approx(100 * (output.argmax(1) == y).float().mean().item())
+    assert row.validation_score == pytest.approx(100 * (output.argmax(1) == y).float().mean().item())
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
@@ -120,7 +120,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, top1: list[int]) -> None:
     from prunekit.training.epochs import Epochs, Sums
 
     left = list(top1)
-    monkeypatch.setattr(Epochs, "_validate", lambda self, when: Sums(1.0, left.pop(0), 100))
+    monkeypatch.setattr(Epochs, "_validate", lambda self, when: Sums(1.0, 100, [left.pop(0), 100]))
 
 
 @pytest.mark.parametrize(("top1", "best"), [([50, 90, 70], 2), ([50, 90, 90], 3), ([90, 50, 70], 1), ([0, 0, 0], 3)])

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from training_models import CPU, net, splits
 
 from prunekit.data import Mixing, batches
+from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.training import History, TrainSettings, fit
 from prunekit.training.position import Sums
 
@@ -31,7 +32,7 @@ def test_runs_are_bit_equal_whatever_the_number_of_workers() -> None:
     for workers in (0, 2):
         again, rows = trained(SETTINGS, workers)
         assert equal(model, again)
-        assert [row.train_top1 for row in rows.rows] == [row.train_top1 for row in history.rows]
+        assert [row.train_score for row in rows.rows] == [row.train_score for row in history.rows]
     assert not equal(model, trained(replace(SETTINGS, mixup=0.0, cutmix=0.0))[0])
 
 
@@ -48,14 +49,15 @@ def test_label_smoothing_acts_on_the_shares() -> None:
 
 
 def test_a_hit_is_the_share_of_the_class_predicted() -> None:
-    sums = Sums()
     shares = torch.tensor([[0.7, 0.3, 0.0], [0.7, 0.3, 0.0], [0.0, 0.4, 0.6]])
     predicted = torch.tensor([0, 1, 0])
-    sums.add(1.0, F.one_hot(predicted, 3).float(), shares)
-    assert abs(sums.top1 - 100 * (0.7 + 0.3 + 0.0) / 3) < 1e-4
-    plain = Sums()
-    plain.add(1.0, F.one_hot(predicted, 3).float(), torch.tensor([0, 1, 2]))
-    assert abs(plain.top1 - 200 / 3) < 1e-9
+    logits, task = F.one_hot(predicted, 3).float(), IMAGE_CLASSIFICATION
+    assert abs(task.reached(task.counts(logits, shares)) - 100 * (0.7 + 0.3 + 0.0) / 3) < 1e-4
+    sums = Sums()
+    for _ in range(2):
+        sums.add(1.0, task.counts(logits, torch.tensor([0, 1, 2])), 3)
+    assert (sums.samples, sums.counts, sums.mean_loss) == (6, [4.0, 6.0], 1.0)
+    assert abs(task.reached(sums.counts) - 200 / 3) < 1e-9
 
 
 def test_accumulated_batches_are_mixed_each_by_itself() -> None:

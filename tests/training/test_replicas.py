@@ -120,8 +120,8 @@ def same_history(found: History, expected: History) -> None:
     assert {(row.clamp, row.module): pytest.approx(row.share, abs=0.01) for row in found.clamps} == clamps
     for row, alone in zip(found.rows, expected.rows, strict=True):
         assert (row.lr, row.skipped, row.epoch) == (alone.lr, alone.skipped, alone.epoch)
-        assert row.train_top1 == alone.train_top1  # counts of whole images: exact
-        assert row.validation_top1 == alone.validation_top1
+        assert row.train_score == alone.train_score  # counts of whole images: exact
+        assert row.validation_score == alone.validation_score
         assert row.train_loss == pytest.approx(alone.train_loss, rel=1e-5)
         assert row.validation_loss == pytest.approx(alone.validation_loss, rel=1e-5)
 

@@ -74,7 +74,7 @@ def trained(folder: Path, ending: int | None, batch: int = 22) -> tuple[list[Ten
     history = fit(
         model, images, SETTINGS, device=CPU, seed=1, batch=batch, parts=parts, checkpoints=checkpoints
     )  # fmt: skip
-    rows = [(row.lr, row.train_loss, row.train_top1, row.validation_loss, row.skipped) for row in history.rows]
+    rows = [(row.lr, row.train_loss, row.train_score, row.validation_loss, row.skipped) for row in history.rows]
     return list(model.state_dict().values()), [rows, history.best_epoch, history.clamps]
 
 

@@ -105,7 +105,7 @@ def test_scalars_of_epochs_layers_and_clamps_are_read_back(
     events = read(folder / "events")
     for tag, name in (("loss/train", "train_loss"), ("top1/validation", "validation_top1"), ("lr", "lr")):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
-        assert found == [(row.epoch, pytest.approx(getattr(row, name))) for row in history.rows]
+        assert found == [(row.epoch, pytest.approx(row.figures()[name])) for row in history.rows]
     layers = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim >= 2}
     zeros = {name: 1 - plan.channel_map.parameters_kept(plan.keep, [name]) / p.numel() for name, p in layers.items()}
     for name, share in zeros.items():

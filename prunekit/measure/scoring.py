@@ -1,0 +1,105 @@
+"""How good a model is at its task on data that it has not seen, counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prunekit.context import training_mode
+from prunekit.distributed.exchange import gather
+from prunekit.errors import DataError
+from prunekit.inputs import arguments, moved
+from prunekit.tasks import IMAGE_CLASSIFICATION, Task
+from prunekit.tasks import wilson_interval as wilson_interval
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Top-1 accuracy in percent, the counts it comes from, and its 95 % Wilson interval in percent."""
+
+    top1: float
+    correct: int
+    n_test: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a task tells of a model.
+
+    Attributes:
+        values: every score by name, in percent, the main one first.
+        n_test: samples.
+        counts: (K,) the sums behind them.
+        interval: 95 % interval of the main score, in percent, where that is a proportion, whose hits are counted first.
+    """
+
+    values: dict[str, float]
+    n_test: int
+    counts: tuple[float, ...]
+    interval: tuple[float, float] | None
+
+    def figures(self) -> dict[str, Any]:
+        """As plain data: the scores by name and `n_test`; of a proportion also `correct`, `low` and `high`."""
+        if self.interval is None:
+            return {**self.values, "n_test": self.n_test}
+        low, high = self.interval
+        return {**self.values, "correct": int(self.counts[0]), "n_test": self.n_test, "low": low, "high": high}
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[tuple[Any, Any]], task: Task, device: torch.device, *, together: bool = False
+) -> Scores:
+    """Every score of a task, in eval mode and without gradients.
+
+    Args:
+        model: returns what the task knows; it is moved to `device`, and its train/eval mode is restored.
+        batches: inputs and targets, as the task unpacks them.
+        task: what is counted.
+        device: where it runs.
+        together: whether all processes of a group call this, each with its share of the batches: then their samples
+            count together, and no sample may be in two shares.
+
+    Raises:
+        DataError: there are no samples.
+    """
+    sums: Tensor | None = None
+    samples = 0
+    model.to(device)
+    with training_mode(model, False), torch.inference_mode():
+        for batch in batches:
+            inputs, targets = moved(batch, device)
+            counts = task.counts(model(*arguments(model, inputs)), targets)
+            sums = counts if sums is None else sums + counts
+            samples += len(targets)
+    mine: tuple[list[float], int] = ([] if sums is None else sums.tolist(), samples)
+    parts = [part for part in (gather(mine) if together else [mine]) if part[1]]
+    if not parts:
+        raise DataError(f"accuracy: expected at least one {task.samples.removesuffix('s')}, got none")
+    found = torch.tensor([part[0] for part in parts], dtype=torch.float64).sum(0)
+    interval = task.main.interval
+    ends = None if interval is None else interval(found)
+    return Scores(task.score(found), sum(part[1] for part in parts), tuple(found.tolist()), ends)
+
+
+def accuracy(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, together: bool = False
+) -> Accuracy:
+    """Top-1 accuracy of a classifier of images, in eval mode and without gradients.
+
+    Args:
+        model: returns logits (B, classes); it is moved to `device`, and its train/eval mode is restored.
+        batches: images (B, C, H, W) and labels (B,).
+        device, together: as for `evaluate`.
+
+    Raises:
+        DataError: there are no images.
+    """
+    found = evaluate(model, batches, IMAGE_CLASSIFICATION, device, together=together)
+    correct = int(found.counts[0])
+    return Accuracy(found.values["top1"], correct, found.n_test, *wilson_interval(correct, found.n_test))

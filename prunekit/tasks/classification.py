@@ -1,0 +1,90 @@
+"""Classifiers of images and of texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from prunekit.errors import DataError
+from prunekit.models import auxiliary, logits
+from prunekit.tasks.task import Loss, Score, Task
+
+Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
+LABELS = ("labels", "label")
+"""How batches of texts call their targets."""
+
+
+def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Mean cross entropy of class scores (B, classes), with that of auxiliary heads, as far as a model has them.
+
+    Args:
+        output: what the model returned.
+        labels: (B,) int64, or shares (B, classes) of mixed images.
+        label_smoothing: 0..1 (Szegedy et al. 2016).
+    """
+    loss = F.cross_entropy(logits(output), labels, label_smoothing=label_smoothing)
+    for weight, head in auxiliary(output):
+        loss = loss + weight * F.cross_entropy(head, labels, label_smoothing=label_smoothing)
+    return loss
+
+
+def hits(output: Any, labels: Tensor) -> Tensor:
+    """(2,) how many are right, and how many there are; a mixed image is right by the share of the class predicted."""
+    predicted = logits(output).argmax(1)  # (B,)
+    right = predicted == labels if labels.ndim == 1 else labels.gather(1, predicted[:, None])
+    found = right.sum()
+    return torch.stack([found, torch.full_like(found, len(labels))])
+
+
+def top1(counts: Tensor) -> float:
+    """Percent that are right, of the sums of `hits`."""
+    return 100 * float(counts[0]) / float(counts[1])
+
+
+def wilson_interval(correct: int, count: int) -> tuple[float, float]:
+    """The 95 % score interval of a proportion, in percent (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
+    share, z2 = correct / count, Z_95**2
+    centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    # Rounding must not push the ends that are exact, 0 of n and n of n, out of 0..100.
+    return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)
+
+
+def _interval(counts: Tensor) -> tuple[float, float]:
+    return wilson_interval(int(counts[0]), int(counts[1]))
+
+
+def _smoothed(label_smoothing: float) -> Loss:
+    return partial(cross_entropy, label_smoothing=label_smoothing)
+
+
+def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """Token ids (B, tokens) with what goes with them by the names of the model's arguments, and labels (B,) int64.
+
+    Args:
+        batch: a mapping with `input_ids`, `labels` or `label`, and more such as `attention_mask`, as tokenisers of
+            transformers give it. With labels among its arguments such a model would compute a loss of its own.
+    """
+    label = next((name for name in LABELS if isinstance(batch, Mapping) and name in batch), None)
+    if label is None or "input_ids" not in batch or any(batch[name].ndim != 2 for name in batch if name not in LABELS):
+        raise DataError("expected a mapping with input_ids (B, tokens), labels (B,), and more by name")
+    if batch[label].ndim != 1 or batch[label].is_floating_point():
+        raise DataError("expected labels (B,) of whole numbers")
+    return {name: tensor for name, tensor in batch.items() if name not in LABELS}, batch[label]
+
+
+TOP1 = Score("top1", "top-1", top1, _interval)
+IMAGE_CLASSIFICATION = Task(
+    "image_classification", cross_entropy, hits, (TOP1,), logits=logits, smoothed=_smoothed, samples="images"
+)
+"""Images (B, C, H, W) with labels (B,); the cross entropy; top-1."""
+TEXT_CLASSIFICATION = Task(
+    "text_classification", cross_entropy, hits, (TOP1,), texts, logits=logits, smoothed=_smoothed, samples="texts"
+)
+"""Token ids with labels (B,), for models that return their logits or something with `.logits`; top-1."""

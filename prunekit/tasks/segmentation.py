@@ -1,0 +1,120 @@
+"""Semantic segmentation: a class for each pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from prunekit.errors import DataError, ModelError
+from prunekit.models import logits
+from prunekit.tasks.task import Loss, Score, Task
+
+IGNORED = 255
+"""The class of pixels that count for nothing, as in PASCAL VOC and torchvision's references."""
+AUXILIARY = 0.5
+"""Weight of the auxiliary head's loss, as in torchvision's reference."""
+
+
+def scores_of(output: Any) -> Tensor:
+    """Class scores (B, classes, H, W) of what a model returned: `output["out"]` as torchvision's, or as classifiers'.
+
+    Raises:
+        ModelError: it has none.
+    """
+    found = output["out"] if isinstance(output, Mapping) and "out" in output else logits(output)
+    if found.ndim != 4:
+        raise ModelError(f"expected class scores (B, classes, H, W) for segmentation, got shape {tuple(found.shape)}")
+    return found
+
+
+def cross_entropy(output: Any, masks: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Mean cross entropy over pixels whose class is not 255, and half of that of the head `aux` where there is one.
+
+    A batch of nothing but such pixels has a loss of 0.
+
+    Args:
+        output: what the model returned.
+        masks: (B, H, W) int64, the class of each pixel.
+        label_smoothing: 0..1.
+    """
+    loss = _mean(scores_of(output), masks, label_smoothing)
+    head = output.get("aux") if isinstance(output, Mapping) else None
+    return loss if head is None else loss + AUXILIARY * _mean(head, masks, label_smoothing)
+
+
+def _mean(scores: Tensor, masks: Tensor, label_smoothing: float) -> Tensor:
+    try:
+        total = F.cross_entropy(scores, masks, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")
+        return total / (masks != IGNORED).sum().clamp_min(1)
+    except IndexError as error:
+        largest, classes = int(masks[masks != IGNORED].max()), scores.shape[1]
+        raise DataError(
+            f"masks: expected classes 0..{classes - 1}, as many as the model has, and {IGNORED}; the largest is "
+            f"{largest}: {error}"
+        ) from error
+
+
+def pixels(output: Any, masks: Tensor) -> Tensor:
+    """(3 x classes,) int64: pixels of each class that are right, that are predicted, and that there are."""
+    scores = scores_of(output)
+    counted = masks != IGNORED
+    predicted, wanted = scores.argmax(1)[counted], masks[counted]
+    kinds = (wanted[predicted == wanted], predicted, wanted)
+    return torch.cat([torch.bincount(kind, minlength=scores.shape[1]) for kind in kinds])
+
+
+def mean_iou(counts: Tensor) -> float:
+    """Mean over classes of intersection over union in percent; classes that nobody has seen or predicted are left out.
+
+    The Jaccard index as PASCAL VOC measures segmentation (Everingham et al. 2015), over all pixels of all images.
+    """
+    right, predicted, wanted = counts.reshape(3, -1)
+    union = predicted + wanted - right
+    return 100 * float((right / union)[union > 0].mean()) if bool(union.any()) else 0.0
+
+
+def pixel_accuracy(counts: Tensor) -> float:
+    """Percent of the pixels whose class is right."""
+    right, _, wanted = counts.reshape(3, -1)
+    return 100 * float(right.sum() / wanted.sum().clamp_min(1))
+
+
+def _rows(output: Any) -> Tensor:
+    return scores_of(output).movedim(1, -1).flatten(0, -2)  # (B H W, classes)
+
+
+def _smoothed(label_smoothing: float) -> Loss:
+    return partial(cross_entropy, label_smoothing=label_smoothing)
+
+
+def images(batch: Any) -> tuple[Tensor, Tensor]:
+    """Images (B, C, H, W) floating point, and the class of each pixel, (B, H, W) int64.
+
+    Args:
+        batch: such a pair; masks may be of any whole numbers, (B, 1, H, W) too.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+        found, masks = batch
+        masks = masks[:, 0] if masks.ndim == 4 and masks.shape[1] == 1 else masks
+        whole = not masks.is_floating_point() and masks.dtype != torch.bool
+        if found.ndim == 4 and found.is_floating_point() and masks.ndim == 3 and whole:
+            return found, masks.long()
+    raise DataError("expected images (B, C, H, W) floating point with masks (B, H, W) of whole numbers")
+
+
+SEGMENTATION = Task(
+    "segmentation",
+    cross_entropy,
+    pixels,
+    (Score("mean_iou", "mean IoU", mean_iou), Score("pixel_accuracy", "pixel accuracy", pixel_accuracy)),
+    images,
+    logits=_rows,
+    smoothed=_smoothed,
+    samples="images",
+)
+"""Images with masks (B, H, W), where 255 counts for nothing; the cross entropy of pixels; mean IoU, pixel accuracy."""

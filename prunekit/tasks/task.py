@@ -1,0 +1,137 @@
+"""The adapter between a task and everything that trains, calibrates and measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prunekit.errors import DataError, UsageError
+from prunekit.inputs import count_of, described
+from prunekit.nested import gather
+
+Loss = Callable[[Any, Any], Tensor]
+"""From what the model returned and the targets to one number, the mean over the batch."""
+Counts = Callable[[Any, Any], Tensor]
+"""From what the model returned and the targets to (K,) numbers that add up over batches."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure of merit, from counts of all samples: so it is exact however unevenly they fall into batches.
+
+    Attributes:
+        name: its key in tables and `metrics.json`.
+        label: what reports call it, as within a sentence: `mean IoU`.
+        of: counts (K,) float64 -> percent, 0 to 100; more is better.
+        interval: of a proportion, whose hits are counted first: counts (K,) float64 -> ends of the 95 % interval, in
+            percent; None of anything else.
+    """
+
+    name: str
+    label: str
+    of: Callable[[Tensor], float]
+    interval: Callable[[Tensor], tuple[float, float]] | None = None
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """A batch that is (inputs, targets) already."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise DataError("expected (inputs, targets)")
+    return batch[0], batch[1]
+
+
+@dataclass(frozen=True)
+class Unpacking:
+    """What of a task takes batches apart; worker processes are given this, and nothing else of the task.
+
+    Attributes:
+        task: its name, for messages.
+        unpack: the task's.
+    """
+
+    task: str
+    unpack: Callable[[Any], tuple[Any, Any]]
+
+    def __call__(self, batch: Any, where: str = "a batch") -> tuple[Any, Any]:
+        """A batch's inputs and targets.
+
+        Raises:
+            DataError: the task does not know how; says what came and what was expected.
+        """
+        try:
+            inputs, targets = self.unpack(batch)
+            samples = count_of(inputs)
+            if not gather(inputs) or samples != len(targets):
+                raise DataError(f"expected inputs with tensors, and as many targets, got {samples} and {len(targets)}")
+        except Exception as error:  # a task of the user's own may raise anything
+            reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"{where}: task {self.task!r} cannot unpack {described(batch)}: {reason}; return such samples, or give "
+                "a task of your own whose `unpack` knows these"
+            ) from error
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained for. Data carries its task (`Splits.task`), so whatever sees the data knows it.
+
+    Attributes:
+        name: of the task.
+        loss: that is trained with, validated with, and whose gradients criteria look at: what the model returned and
+            the targets -> the mean over the batch, one number.
+        counts: what the model returned and the targets -> (K,) numbers that are summed over batches and processes.
+        scores: what is told from those sums; the first chooses the best epoch.
+        unpack: a collated batch of the data set -> inputs and targets. Inputs are a tensor, a tuple of them, or a
+            mapping by the names of the arguments of `forward`; targets have a length, that of the batch. It raises
+            what it likes about a batch that is none of its own; the message is completed with what came.
+        logits: what the model returned -> class scores (N, classes), one row for each thing that is classified, which
+            distillation compares; None: the task has none, and cannot be distilled.
+        smoothed: label smoothing, 0..1 -> the loss with it; None: the task knows none.
+        samples: what data is made of, in messages.
+    """
+
+    name: str
+    loss: Loss
+    counts: Counts
+    scores: tuple[Score, ...]
+    unpack: Callable[[Any], tuple[Any, Any]] = pair
+    logits: Callable[[Any], Tensor] | None = None
+    smoothed: Callable[[float], Loss] | None = None
+    samples: str = "samples"
+
+    @property
+    def main(self) -> Score:
+        """The score that chooses the best epoch."""
+        return self.scores[0]
+
+    @property
+    def unpacking(self) -> Unpacking:
+        """`unpack` alone, with its checks."""
+        return Unpacking(self.name, self.unpack)
+
+    def score(self, counts: Any) -> dict[str, float]:
+        """Every score of summed counts, (K,), by name, in percent."""
+        wide = torch.as_tensor(counts, dtype=torch.float64)
+        return {score.name: float(score.of(wide)) for score in self.scores}
+
+    def reached(self, counts: Any) -> float:
+        """The main score of summed counts, in percent."""
+        return float(self.main.of(torch.as_tensor(counts, dtype=torch.float64)))
+
+
+def training_loss(task: Task, label_smoothing: float) -> Loss:
+    """The loss of training.
+
+    Raises:
+        UsageError: label smoothing is asked for, and the task knows none.
+    """
+    if not label_smoothing:
+        return task.loss
+    if task.smoothed is None:
+        raise UsageError(f"label_smoothing: task {task.name!r} knows none, got {label_smoothing}; leave it out")
+    return task.smoothed(label_smoothing)
