@@ -6,6 +6,7 @@ inherits that. Whole folders are shared out among processes.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import psutil
@@ -22,6 +23,16 @@ MEMORY = 3 << 30
 def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and no garbage collection need look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

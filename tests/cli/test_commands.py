@@ -19,7 +19,7 @@ from torch import nn
 from prunekit import workflow
 from prunekit.calibration import ChannelStats, LayerStats, StatsKey
 from prunekit.cli import cli
-from prunekit.cli.evaluate import _data_recipe
+from prunekit.cli.models import recipe_of_data
 from prunekit.data import load_splits
 from prunekit.measure import latency, measuring
 from prunekit.recipe import load
@@ -362,11 +362,11 @@ def test_evaluate_a_recipe_takes_its_trained_dense_model(
 
 def test_a_model_folder_in_a_run_is_tested_on_the_data_of_that_run(tmp_path: Path, recipe: str) -> None:
     (tmp_path / "run" / "model").mkdir(parents=True)
-    assert _data_recipe([str(tmp_path / "run" / "model")], None) is None
+    assert recipe_of_data([str(tmp_path / "run" / "model")], None) is None
     (tmp_path / "run" / "recipe.yaml").write_text(RECIPE)
-    assert _data_recipe([str(tmp_path / "run" / "model")], None) == str(tmp_path / "run" / "recipe.yaml")
-    assert _data_recipe([str(tmp_path / "run" / "model")], recipe) == recipe
-    assert _data_recipe([], None) is None
+    assert recipe_of_data([str(tmp_path / "run" / "model")], None) == str(tmp_path / "run" / "recipe.yaml")
+    assert recipe_of_data([str(tmp_path / "run" / "model")], recipe) == recipe
+    assert recipe_of_data([], None) is None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to itself")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from torchvision.models import VisionTransformer, mobilenet_v2, resnet18
 
 from prunekit.export import export_onnx
 from prunekit.measure.profile import Network, time_networks
+from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.runtimes import RUNTIMES, LayerClock, Setting, Source, exported, inputs_of, sample_of
 from prunekit.measure.runtimes.onnx_runtime import by_module
 from prunekit.measure.runtimes.open_vino import undisturbed
@@ -67,15 +69,19 @@ def layers_of(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("runtime", CLOCKS)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layer_of_a_network_has_its_time(name: str, runtime: str) -> None:
-    model = settled(MODELS[name])
+def test_every_layer_of_a_network_has_its_time(runtime: str) -> None:
+    models = {name: settled(build) for name, build in MODELS.items()}
     lines: list[str] = []
-    (times,) = time_networks(
-        nn.Conv2d(3, 2, 3), [Network(name, model, lambda: model)], (3, 64, 64), Setting(runtime, "cpu", 1, 1),
-        repeats=5, cache=None, log=lines.append,
+    found = time_networks(
+        nn.Conv2d(3, 2, 3), [Network(name, model, partial(settled, MODELS[name])) for name, model in models.items()],
+        (3, 64, 64), Setting(runtime, "cpu", 1, 1), repeats=5, cache=None, log=lines.append,
     )  # fmt: skip
-    assert len(lines) == 1, "in a process of its own"
+    for name, times in zip(models, found, strict=True):
+        require_times_of_layers(models[name], times, runtime)
+    assert len(lines) == len(models), "in one process of their own"
+
+
+def require_times_of_layers(model: nn.Module, times: LayerTimes, runtime: str) -> None:
     assert set(times.modules_ms) <= {path for path, _ in model.named_modules()}
     missing = layers_of(model) - set(times.modules_ms)
     # OpenVINO may make one operator of two tiny linear layers in a row, which counts for the first of them.

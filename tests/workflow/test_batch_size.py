@@ -106,7 +106,7 @@ def test_the_batch_is_found_by_real_steps_and_takes_what_was_measured(
     assert found.bytes <= found.available
     tried = {each.batch: each.bytes for each in found.tried}
     assert tried[found.batch] == found.bytes
-    assert found.bytes > 0.8 * found.available
+    assert found.bytes > 0.6 * found.available  # kernels of a larger batch may take much more
     assert not any(
         taken is not None and taken <= found.available for batch, taken in tried.items() if batch > found.batch
     )

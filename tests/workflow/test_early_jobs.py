@@ -58,7 +58,7 @@ def tuned(folder: Path, schedule: ScheduleSettings | None, *, early: bool) -> tu
     run = RunFolder(folder, "", log.append)
     run.resume.mkdir(parents=True)
     trainings = Trainings(prepared, run, Baseline(dense, (), (), reused=False), progress=False)
-    parts = None if schedule is None else JobSchedule(prepared, planned, run, fixed=False)
+    parts = None if schedule is None else JobSchedule(prepared, planned.plan, planned.scores, run)
     masked, said = Finetuning(prepared, run, trainings, parts).tune(copy.deepcopy(dense), planned.plan)
     plan = planned.plan if parts is None else parts.part.plan
     curve = [(row["epoch"], row["train_loss"], row["validation_loss"]) for row in trainings._history]

@@ -28,6 +28,7 @@ from prunekit.masking import ActivationSettings, ActivationThresholds, ClampSett
 from prunekit.measure import LatencyReport, LatencySettings, accuracy, count_macs
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.training import EpochRow, TrainSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
 from prunekit.workflow.dense import Baseline, prepare, train_baseline
@@ -344,7 +345,9 @@ def test_skipped_steps_are_logged_and_kept(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "", log.append)
     rows = (EpochRow(1, 0.1, 1.0, 50.0, 1.0, 50.0, 10.0, 1.0, skipped=3),)
     baseline = Baseline(torch.nn.Identity(), rows, (), reused=False)
-    Trainings(SimpleNamespace(job=None), run, baseline, progress=False)  # type: ignore[arg-type]
+    Trainings(
+        SimpleNamespace(job=None, splits=SimpleNamespace(task=IMAGE_CLASSIFICATION)), run, baseline, progress=False
+    )  # type: ignore[arg-type]
     assert log == ["baseline: steps skipped: 3 (overflowing float16 gradients, or batches without images)"]
     assert list(pd.read_csv(tmp_path / "history.csv")["skipped"]) == [3]
 

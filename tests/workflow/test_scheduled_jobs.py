@@ -113,12 +113,12 @@ def test_each_change_is_in_the_log_the_table_and_the_report(cubic: Finished, tmp
 
 @pytest.mark.parametrize(
     ("criterion", "score"),
-    [("taylor2", "criterion"), ("activation", "criterion"), ("obs", "criterion"), ("l2", "movement")],
+    [("taylor2", "criterion"), ("obs", "criterion"), ("l2", "movement")],
 )
 def test_channels_are_scored_anew_and_come_back_until_they_freeze(
     criterion: Any, score: Any, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By gradients, statistics and movement; Gram matrices are those of the dense model, so nothing can come back."""
+    """By gradients and movement; Gram matrices are those of the dense model, so nothing can come back."""
     without_control(monkeypatch)
     schedule = ScheduleSettings("linear", begin=0.25, end=1, every=0.25, regrow=True, freeze=2, score=score)
     prune = PruneSettings(BudgetSettings(macs=0.4), criterion=criterion, scope="global", schedule=schedule)

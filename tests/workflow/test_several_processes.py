@@ -67,7 +67,10 @@ def test_several_processes_find_what_one_finds(
         each.relative_to(folder) for each in folder.rglob("*") if "tfevents" not in each.name
     }
     assert json.loads((path / "status.json").read_text())["state"] == "finished"
-    assert len(told) == len(log)
+    said, expected_lines = (
+        [line.split(":")[0] for line in lines if not line.startswith("latency")] for lines in (told, log)
+    )
+    assert said == expected_lines  # of times, doubts differ
 
     assert prunekit.load_plan(path).digest == prunekit.load_plan(folder).digest
     for name in ("dense", "control", "pruned"):
