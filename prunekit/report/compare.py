@@ -151,12 +151,13 @@ def _notes(found: Sequence[Side], recipes: Differences) -> Iterator[str]:
         yield "Samples are your own (--data): that all runs were tested on the same ones is not known."
     if len({side.machine[len(side.tested) :] for side in found}) > 1:
         what = [key for key in MACHINE_KEYS if len({str(side.run.environment.get(key)) for side in found}) > 1]
-        yield f"The machines differ ({', '.join(what)}): {_parts(found, 'machine')}. Latencies are comparable within each alone."
+        parts = _parts(found, "machine")
+        yield f"The machines differ ({', '.join(what)}): {parts}. Latencies are comparable within each alone."
     for side in found:
         for shortfall in side.run.metrics.get("shortfalls") or []:
             yield f"{side.letter} fell short: {shortfall}"
     if recipes.missing:
-        yield f"Recipes of several versions: {', '.join(recipes.missing)} {'are' if recipes.missing[1:] else 'is'} not in all."
+        yield f"Recipes of several versions: not in all are {', '.join(recipes.missing)}."
 
 
 def _parts(found: Sequence[Side], by: str) -> str:

@@ -9,18 +9,14 @@ _SCORE = (
     "Wilson interval."
 )
 _TIMED = (
-    "ms of forward passes in inference mode on random input, after warm-up. Each runtime has a process of its own; every "
-    "round times each model once, in an order that is turned round each time."
+    "ms of forward passes in inference mode on random input, after warm-up. Each runtime has a process of its own; "
+    "every round times each model once, in an order that is turned round each time."
 )
-_INTERVAL = (
-    "95 % percentile bootstrap interval of the median (Efron 1979). Unstable: it supports no claim; why is said."
-)
-_SPEEDUP = (
-    f"Dense over pruned time: the median over pairs that were timed right beside each other. Interval: {_INTERVAL}"
-)
+_INTERVAL = "95 % percentile bootstrap interval of the median (Efron 1979). Unstable: it supports no claim."
+_SPEEDUP = f"Dense over pruned time: the median over pairs that were timed side by side. Interval: {_INTERVAL}"
 _MACS = (
-    "Multiply-accumulates of a forward pass of one sample, counted operator by operator while the model runs; FLOPs are "
-    "twice as many."
+    "Multiply-accumulates of a forward pass of one sample, counted operator by operator while the model runs; FLOPs "
+    "are twice as many."
 )
 _PARITY = (
     "Masked and compact model on the same inputs in float64: the largest absolute difference of any output over the "
@@ -62,8 +58,8 @@ METHODS = {
     "p99": f"Ninety-ninth percentile. {_TIMED}",
     "samples/s": "Batch over median latency.",
     "peak memory": (
-        "Most that a forward pass and the model took: on CUDA what the allocator handed out, on the CPU the growth of the "
-        "process's resident memory."
+        "Most that a forward pass and the model took: on CUDA what the allocator handed out, on the CPU the growth of "
+        "the process's resident memory."
     ),
     "predicted, ms": (
         "By the latency table: the sum of what the layers take by their widths, fitted to networks that were timed."

@@ -60,12 +60,14 @@ class Point:
         label: letters of the runs, with what it is where it is not pruned.
         kind: dense, control, pruned or deployed.
         group: points of the same are comparable.
+        sizes: multiply-accumulates and parameters of the model.
         stable: whether the cost supports a claim.
     """
 
     label: str
     kind: str
     group: tuple[str, ...]
+    sizes: tuple[Any, Any]
     cost: float
     score: float
     cost_ends: tuple[float, float] | None = None
@@ -102,7 +104,9 @@ def settings(found: Sequence[Side]) -> list[str]:
 def by_macs(found: Sequence[Side]) -> list[Point]:
     """Scores against multiply-accumulates; a dense model or control that several runs have in common is there once."""
     points = [
-        Point(side.letter, kind, side.tested, float(row["macs"]), float(row[side.score[0]]), None, _ends(row))
+        Point(
+            side.letter, kind, side.tested, _sizes(row), float(row["macs"]), float(row[side.score[0]]), None, _ends(row)
+        )
         for side in found
         for kind in ("dense", "control", "pruned")
         if is_number((row := side.model(kind)).get("macs")) and is_number(row.get(side.score[0]))
@@ -124,7 +128,12 @@ def _timed(side: Side, setting: str) -> Iterator[Point]:
         low, high = row.get("low_ms"), row.get("high_ms")
         ends = (float(low), float(high)) if is_number(low) and is_number(high) else None
         score, stable = float(model[side.score[0]]), bool(row.get("stable", True))
-        yield Point(side.letter, kind, side.machine, float(row["median_ms"]), score, ends, _ends(model), stable)
+        cost = float(row["median_ms"])
+        yield Point(side.letter, kind, side.machine, _sizes(model), cost, score, ends, _ends(model), stable)
+
+
+def _sizes(model: Mapping[str, Any]) -> tuple[Any, Any]:
+    return model.get("macs"), model.get("params")
 
 
 def _ends(model: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -135,23 +144,22 @@ def _ends(model: Mapping[str, Any]) -> tuple[float, float] | None:
 def once(points: Sequence[Point]) -> Iterator[Point]:
     """Points, with those of a dense model or control that runs have in common made one.
 
-    They are of one model where group and score are the same, and the cost is, or was measured anew in each run: then
-    it is the middle one of the runs, and its bar reaches from the lowest end to the highest.
+    They are of one model where group, score and sizes are the same. A latency, which each run measured anew, is then
+    the middle one, and its bar reaches from the lowest end to the highest.
     """
     together: dict[tuple[Any, ...], list[Point]] = {}
     for point in points:
-        shared = point.kind in SHARED
-        cost = None if shared and point.cost_ends else point.cost
-        key = (point.kind, point.group, point.score, cost) if shared else (point.kind, point.group, point.label)
-        together.setdefault(key, []).append(point)
+        model = (point.score, point.sizes) if point.kind in SHARED else point.label
+        together.setdefault((point.kind, point.group, model), []).append(point)
     for alike in together.values():
         alike.sort(key=lambda point: point.cost)
         middle, ends = alike[(len(alike) - 1) // 2], [point.cost_ends for point in alike if point.cost_ends]
-        label = ", ".join(sorted((point.label for point in alike), key=lambda name: (len(name), name)))
+        label = "+".join(sorted((point.label for point in alike), key=lambda name: (len(name), name)))
         yield Point(
             label if middle.kind == "pruned" else f"{middle.kind} {label}",
             middle.kind,
             middle.group,
+            middle.sizes,
             middle.cost,
             middle.score,
             (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None,
