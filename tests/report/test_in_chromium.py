@@ -66,7 +66,9 @@ def test_a_page_is_quiet_and_asks_for_nothing(tmp_path: Path, several: bool) -> 
 
 def test_tables_sort_by_numbers_with_prefixes_and_by_names(tmp_path: Path) -> None:
     heads = '<th>name</th><th><abbr tabindex="0" title="how">size</abbr></th><th>width</th><th>points</th>'
-    rows = "".join(f'<tr id="{row}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for row, cells in CELLS.items())
+    rows = "".join(
+        f'<tr id="{row}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for row, cells in CELLS.items()
+    )
     script = Path(prunekit.report.__file__).with_name("sort.js").read_text(encoding="utf-8")
     page = tmp_path / "table.html"
     page.write_text(TABLE.format(heads=heads, rows=rows, script=script), encoding="utf-8")
