@@ -16,8 +16,8 @@ from prunekit.measure.wording import computed, doubtful, where
 from prunekit.report import numbers
 from prunekit.report.headline import capital, reference
 from prunekit.report.pareto import MAX_PANELS, Panel, pareto
-from prunekit.report.points import MACHINE_KEYS, TEST_KEYS, Point, Side, by_latency, by_macs, front, settings, sides
-from prunekit.report.recipes import Differences, differences
+from prunekit.report.points import MACHINE_KEYS, TEST_KEYS, Point, Side, by_latency, by_macs, fronts, settings, sides
+from prunekit.report.recipes import differences
 from prunekit.report.run import read_run
 from prunekit.report.summary import PROVEN
 
@@ -68,12 +68,11 @@ def _require_finished(found: Sequence[Side]) -> None:
 
 def compared(found: Sequence[Side]) -> dict[str, Any]:
     """Tables of the page as plain data: runs, latencies, what differs between recipes, and notes."""
-    recipes = differences([side.recipe for side in found])
     return {
         "runs": [_run(side) for side in found],
         "latency": [row for side in found for row in _latency(side)],
-        "recipes": recipes,
-        "notes": list(_notes(found, recipes)),
+        "recipes": differences([side.recipe for side in found]),
+        "notes": list(_notes(found)),
     }
 
 
@@ -131,17 +130,15 @@ def _panels(found: Sequence[Side]) -> Iterator[Panel]:
 
 
 def _fronts(panel: Panel) -> list[str]:
-    """Labels of the Pareto fronts of a panel, the cheapest first; one for each group with a choice."""
-    points = panel[2]
-    groups = [[point for point in points if point.group == group] for group in dict.fromkeys(p.group for p in points)]
-    return [", ".join(point.label for point in front(group)) for group in groups if len(front(group)) > 0]
+    """Labels of the Pareto fronts of a panel, the cheapest first."""
+    return [", ".join(point.label for point in best) for best in fronts(panel[2]) if best]
 
 
 def _in_millions(point: Point) -> Point:
     return replace(point, cost=point.cost / 1e6)
 
 
-def _notes(found: Sequence[Side], recipes: Differences) -> Iterator[str]:
+def _notes(found: Sequence[Side]) -> Iterator[str]:
     """What keeps runs from being compared, and what each says of itself."""
     if len({side.tested for side in found}) > 1:
         what = [key for key in TEST_KEYS if len({str(side.data.get(key)) for side in found}) > 1]
@@ -156,8 +153,6 @@ def _notes(found: Sequence[Side], recipes: Differences) -> Iterator[str]:
     for side in found:
         for shortfall in side.run.metrics.get("shortfalls") or []:
             yield f"{side.letter} fell short: {shortfall}"
-    if recipes.missing:
-        yield f"Recipes of several versions: not in all are {', '.join(recipes.missing)}."
 
 
 def _parts(found: Sequence[Side], by: str) -> str:

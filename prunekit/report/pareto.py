@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from prunekit.report.figures import COLOURS, INK, SPARE_COLOURS, canvas, svg
-from prunekit.report.points import Point, front
+from prunekit.report.points import Point, front, fronts, groups
 
 LINES = (COLOURS["pruned"], *SPARE_COLOURS, COLOURS["control"])
 """Of the groups of points that can be compared, in turn."""
@@ -40,9 +40,8 @@ def pareto(panels: Sequence[Panel], score: str) -> Markup:
 
 def _panel(axes: Any, points: Sequence[Point]) -> None:
     most = max((point.cost for point in points), default=1.0)
-    for index, group in enumerate(dict.fromkeys(point.group for point in points)):
+    for index, members in enumerate(groups(points)):
         colour = LINES[index % len(LINES)]
-        members = [point for point in points if point.group == group]
         best = front(members)
         if len(best) > 1:
             costs, reached = [point.cost for point in best], [point.score for point in best]
@@ -86,7 +85,8 @@ def _legend(panels: Sequence[Panel]) -> list[Any]:
     kinds = dict.fromkeys(point.kind for _, _, points in panels for point in points)
     style: dict[str, Any] = {"color": INK, "linestyle": "none", "markersize": 6}
     handles = [Line2D([], [], marker=MARKS[kind], label=kind, **style) for kind in MARKS if kind in kinds]
-    handles.append(Line2D([], [], color=INK, linewidth=1.1, label="Pareto front"))
+    if any(len(best) > 1 for _, _, points in panels for best in fronts(points)):
+        handles.append(Line2D([], [], color=INK, linewidth=1.1, label="Pareto front"))
     if any(not point.stable for _, _, points in panels for point in points):
         handles.append(Line2D([], [], marker="o", markerfacecolor="#ffffff", label="hollow: unstable", **style))
     return handles

@@ -178,3 +178,16 @@ def front(points: Sequence[Point]) -> list[Point]:
         if not best or point.score > best[-1].score:
             best.append(point)
     return best
+
+
+def groups(points: Sequence[Point]) -> list[list[Point]]:
+    """The points that can be compared with each other, together."""
+    together: dict[tuple[str, ...], list[Point]] = {}
+    for point in points:
+        together.setdefault(point.group, []).append(point)
+    return list(together.values())
+
+
+def fronts(points: Sequence[Point]) -> list[list[Point]]:
+    """The front of each of the groups."""
+    return [front(group) for group in groups(points)]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from synthetic_run import write_run
 
 from prunekit.cli import cli
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-from synthetic_run import write_run
 
 
 def run(*arguments: str) -> Result:

@@ -95,7 +95,7 @@ def test_other_test_sets_and_machines_are_told_apart(make: Make, three: list[Pat
         "The machines differ (cpu): A | B | C. Latencies are comparable within each alone.",
     ]
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Not beaten, multiply-accumulates: C, control A+C; B, control B." in " ".join(html.split())
+    assert "On the Pareto front, multiply-accumulates: C, control A+C; B, control B." in " ".join(html.split())
 
 
 def test_shortfalls_and_own_samples_are_said(make: Make, tmp_path: Path) -> None:
