@@ -19,6 +19,7 @@ from prunekit.cli.list import list_command
 from prunekit.cli.options import debug_option
 from prunekit.cli.profile import profile_command
 from prunekit.cli.prune import prune_command
+from prunekit.cli.report import report_command
 from prunekit.cli.sensitivity import sensitivity_command
 from prunekit.cli.visualise import visualise_group
 
@@ -44,6 +45,7 @@ COMMANDS = (
     explain_command,
     diagnose_command,
     visualise_group,
+    report_command,
     inspect_command,
     list_command,
 )

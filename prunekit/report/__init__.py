@@ -1,8 +1,8 @@
-"""A run, a sensitivity analysis or a latency profile as one self-contained HTML page."""
+"""A run, a sensitivity analysis, a latency profile, or a comparison of runs as one self-contained HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,4 +61,43 @@ def write_features(folder: Path) -> Path:
     return write_features_page(Path(folder))
 
 
-__all__ = ["write", "write_explanation", "write_features", "write_profile", "write_sensitivity"]
+def write_again(run_folder: Path, page: Path | None = None) -> Path:
+    """Renders the page of a run of any kind: a job, a sensitivity analysis or a latency profile.
+
+    Args:
+        run_folder: of the run, finished or not.
+        page: where to; None: `report.html` in the folder.
+
+    Raises:
+        ArtifactError: the folder is not there, or a file in it is damaged.
+    """
+    from prunekit.report.again import write_page_again
+
+    return write_page_again(Path(run_folder), page)
+
+
+def write_comparison(run_folders: Sequence[Path], page: Path) -> dict[str, Any]:
+    """Renders a page that compares runs of `finetune` and `prune`, with links to their reports, which are written where
+    they are missing.
+
+    Returns:
+        What is on the page: `runs`, `latency`, `recipes` (what differs) and `notes`.
+
+    Raises:
+        UsageError: a run has not finished, or is of another kind.
+        ArtifactError: a folder is not there, or a file in it is damaged.
+    """
+    from prunekit.report.compare import write_comparison_page
+
+    return write_comparison_page([Path(folder) for folder in run_folders], Path(page))
+
+
+__all__ = [
+    "write",
+    "write_again",
+    "write_comparison",
+    "write_explanation",
+    "write_features",
+    "write_profile",
+    "write_sensitivity",
+]

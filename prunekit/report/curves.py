@@ -64,7 +64,7 @@ def heatmap(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, 
         labels = [shortened(f"{name} ({sizes[name]})", 40) for name in chosen]
         panels[0].set_yticks(range(len(chosen)), labels=labels, fontsize=7.5)
         label = "Error of every channel group against the share of its channels kept"
-        return svg(figure, label), len(chosen), len(names)
+        return svg(figure, label, lit=True), len(chosen), len(names)
 
 
 def _errors(by_kept: pd.Series, size: int) -> list[float]:

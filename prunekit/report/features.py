@@ -11,8 +11,8 @@ from prunekit.artifacts import read_json, write_text
 from prunekit.errors import ArtifactError
 
 FACTS = "features.json"
-LARGEST = 1_500_000
-"""Bytes of pictures in a page; the others are named with their files."""
+LARGEST = 1_000_000
+"""Bytes of pictures in a page, a third more as text, so that it stays under 3 MB; others are named with their files."""
 
 
 def write_features_page(folder: Path) -> Path:

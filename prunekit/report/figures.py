@@ -25,6 +25,13 @@ SPARE_COLOURS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
 WIDTH = 10.4
 MAX_GROUPS = 24
 MAX_COUPLED = 40
+THEMED = {
+    INK: "var(--ink)", "#6b7280": "var(--soft)", GREY: "var(--tick)", PALE: "var(--bar)", "#eef0f4": "var(--grid)",
+    "#ffffff": "var(--paper)", COLOURS["dense"]: "var(--slate)", COLOURS["control"]: "var(--orange)",
+    COLOURS["pruned"]: "var(--teal)", "#e5a13d": "var(--gold)",
+    **dict(zip(SPARE_COLOURS, ("var(--violet)", "var(--rose)", "var(--blue)", "var(--lime)"), strict=True)),
+}  # fmt: skip
+"""Colours of figures that follow the page's theme, and its variables (`style.html`)."""
 METADATA = ("Creator", "Date", "Format", "Type")
 LABELS = {"top1": "top-1"}
 STYLE: dict[Any, Any] = {
@@ -58,13 +65,19 @@ def canvas(columns: int, rows: int, height: float, name: str) -> Iterator[tuple[
         yield figure, np.atleast_1d(figure.subplots(rows, columns)).ravel()
 
 
-def svg(figure: Figure, label: str) -> Markup:
-    """The figure as an element of the page; `label` says what it shows to those who cannot see it."""
+def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
+    """The figure as an element of the page; `label` says what it shows to those who cannot see it.
+
+    Args:
+        lit: it stands on white in the dark too, because its colours are those of a scale.
+    """
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata=dict.fromkeys(METADATA))
     head, body = stream.getvalue().split("<svg", 1)[1].split(">", 1)
     view_box = re.findall(r'viewBox="[-0-9. ]+"', head)[0]
+    body = re.sub("(?<=: )#[0-9a-f]{6}", lambda found: THEMED.get(found[0], found[0]), body)
     opening = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    opening += ' class="lit"' if lit else ""
     return Markup(f"{opening} {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(body)
 
 

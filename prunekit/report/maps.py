@@ -10,7 +10,7 @@ from prunekit.artifacts import read_json
 from prunekit.errors import ArtifactError
 from prunekit.report.features import as_data, read_picture
 
-LARGEST = 1_000_000
+LARGEST = 650_000
 """Bytes of pictures in a page; the others are named with their files."""
 
 

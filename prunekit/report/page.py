@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from prunekit.artifacts import write_text
 from prunekit.measure import wording
@@ -32,10 +36,24 @@ from prunekit.report.headline import (
     tiles,
 )
 from prunekit.report.maps import mapped
+from prunekit.report.methods import how
 from prunekit.report.run import Run, read_run
 from prunekit.report.schedule import drawn
+from prunekit.report.summary import again, sentence
 
-FILTERS = ("count", "digits", "duration", "factor", "interval", "moment", "percent", "scientific", "share", "size")
+FILTERS = (
+    "count",
+    "difference",
+    "digits",
+    "duration",
+    "factor",
+    "interval",
+    "moment",
+    "percent",
+    "scientific",
+    "share",
+    "size",
+)
 
 
 def write_page(run_folder: Path, state: str | None = None) -> Path:
@@ -55,7 +73,11 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.filters.update({name: getattr(numbers, name) for name in FILTERS})
-    found.filters.update({"doubtful": wording.doubtful, "computed": wording.computed})
+    found.filters.update({"doubtful": wording.doubtful, "computed": wording.computed, "how": how})
+    # The only script that a page's policy lets run is this one, by its hash.
+    script = files("prunekit.report").joinpath("sort.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    found.globals.update({"script": Markup(script), "script_source": f"sha256-{digest}"})
     return found
 
 
@@ -69,6 +91,8 @@ def render(run: Run, state: str | None = None) -> str:
         metrics=run.metrics,
         state=state or str(run.status.get("state", "unknown")),
         tiles=list(tiles(run.metrics)),
+        sentence=sentence(run.metrics),
+        again=again(run),
         models=models(run.metrics),
         compared=list(compared(run.metrics)),
         reference=reference(run.metrics),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from prunekit.planning import ScheduleSettings
-from prunekit.planning.schedule import Timeline, timeline
 from prunekit.report.figures import COLOURS, GREY, SPARE_COLOURS, canvas, svg
+
+if TYPE_CHECKING:
+    from prunekit.planning.schedule import Timeline
 
 POINTS = 400
 """Of a curve."""
@@ -57,6 +58,9 @@ def drawn(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
 
 
 def _timeline(summary: Mapping[str, Any]) -> Timeline:
+    from prunekit.planning import ScheduleSettings  # only a page with this figure waits for torch
+    from prunekit.planning.schedule import timeline
+
     settings = ScheduleSettings(**summary["settings"])
     return timeline(settings, epochs=summary["epochs"], steps=summary["steps_per_epoch"])
 

@@ -123,7 +123,7 @@ def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
             axes.set_axis_off()
         figure.legend(handles=_legend(figure), loc="outside upper right", ncols=len(SHARES) + 2)
         return (
-            svg(figure, "Latency of the costliest layers against their widths, measured and fitted"),
+            svg(figure, "Latency of the costliest layers against their widths, measured and fitted", lit=True),
             len(chosen),
             len(ranked),
         )

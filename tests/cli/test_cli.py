@@ -23,7 +23,7 @@ COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",
 )  # fmt: skip
 VIEWS = ("visualise features", "visualise cam", "visualise saliency", "visualise gradients")
-LISTED = [*COMMANDS[:-1], "visualise", "inspect", "list"]
+LISTED = [*COMMANDS[:-1], "visualise", "report", "inspect", "list"]
 
 
 def run(*arguments: str) -> Result:

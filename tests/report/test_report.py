@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +17,10 @@ from synthetic_run import metrics, write_run
 from prunekit.errors import ArtifactError
 from prunekit.report import write
 from prunekit.report.figures import curves
-from prunekit.report.headline import clamped, compared, masked
+from prunekit.report.headline import clamped, compared, masked, tiles
+from prunekit.report.methods import how
+from prunekit.report.run import read_run
+from prunekit.report.summary import again, sentence
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 SECTIONS = (
@@ -80,7 +86,13 @@ def test_the_page_is_whole_and_asks_for_nothing(page: Page, run: Path) -> None:
     html = (run / "report.html").read_text(encoding="utf-8")
     assert page.open == []
     assert page.requests == []
-    assert not re.search(r"@import|url\((?!['\"]?#)|<script", html)
+    assert not re.search(r"@import|url\((?!['\"]?#)", html)
+    policy = re.search(r'content="(.*?)"', html[html.index("Content-Security-Policy") :])
+    scripts = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert policy is not None
+    assert re.findall(r"script-src ([^;]*)", policy[1]) == [f"'sha256-{digests[0]}'"]
+    assert len(scripts) == html.count("<script") == 1
     assert page.svgs == 5
 
 
@@ -220,6 +232,38 @@ def test_the_command_line_says_the_same_in_a_line() -> None:
 def test_norms_are_left_out_of_the_layers(page: Page) -> None:
     assert "layer1.0.conv1" in page.text["widths"]
     assert "bn1" not in page.text["widths"]
+
+
+def test_the_headline_is_one_sentence(page: Page) -> None:
+    said = (
+        "1.74× faster on this CPU (eager, batch 1), top-1 98.52 % against 98.89 %, 55.8 % fewer parameters, verified."
+    )
+    assert said in page.text[""].replace("\N{NO-BREAK SPACE}", " ")
+    assert sentence({}) == ""
+    slower = {"device": "cuda", "runtime": "eager", "batch": 8, "median": 0.5, "stable": False}
+    found = {**metrics(), "speedup": [slower], "parity": {"max_relative_difference": 1e-3}}
+    assert sentence(found).startswith("2.00× slower on cuda (eager, batch 8, unstable), top-1")
+    assert "verified" not in sentence(found)
+
+
+def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Path) -> None:
+    assert f"prunekit finetune {run / 'recipe.yaml'}" in page.text["recipe"]
+    own = write_run(tmp_path / "own's run", groups=2)
+    (own / "metrics.json").write_text(json.dumps({**metrics(), "fine_tuned": False}))
+    (own / "recipe.yaml").write_text("data: {source: own}\ntask: own\nbaseline: {optimizer: own}\n")
+    found = again(read_run(own))
+    assert found is not None
+    assert shlex.split(found.command)[:3] == ["prunekit", "prune", str(own / "recipe.yaml")]
+    assert [word for word in found.command.split() if word.startswith("--")] == ["--data", "--task", "--optimizer"]
+
+
+def test_figures_say_how_they_were_measured(page: Page, run: Path) -> None:
+    html = (run / "report.html").read_text(encoding="utf-8")
+    labels = set(re.findall(r'<abbr tabindex="0" title="[^"]{20,}">([^<]*)</abbr>', html))
+    assert {"MACs", "Speedup", "median, ms", "p90", "Masked against compact"} <= labels
+    shown = {tile.label for tile in tiles(metrics())} | {row.label for row in compared(metrics())} - {"Test images"}
+    assert {label for label in shown if "<abbr" not in how(label)} == set()
+    assert how("<of my own>") == "&lt;of my own&gt;"
 
 
 def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path) -> None:

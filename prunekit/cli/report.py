@@ -1,0 +1,107 @@
+"""`prunekit report`: the page of a run again, or one that compares several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from prunekit.cli.options import common_options
+from prunekit.cli.output import Console, plain, table
+from prunekit.errors import UsageError
+
+COMPARISON = "comparison.html"
+
+
+@click.command("report", short_help="Write a run's report again, or compare several runs.")
+@click.argument("runs", nargs=-1, metavar="RUN [RUN]...", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The page.  [default: report.html in the run's folder; comparison.html for several]",
+)
+@common_options
+def report_command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
+    """Write the report of a run again, from what is in its folder: after an update, or where pictures were added.
+
+    Of several runs, which must have finished, one page compares them: score against multiply-accumulates and latency
+    with the Pareto front, tables of both, and what differs between the recipes. Scores of other test sets and latencies
+    of other machines are told apart. Nothing is measured.
+    """
+    console = Console(as_json)
+    _check(runs, output)
+    from prunekit import report
+
+    with console.running():
+        if len(runs) == 1:
+            page = report.write_again(runs[0], output)
+            console.result({"page": str(page), "runs": [str(runs[0])]}, f"Report: {page}")
+            return
+        page = output or Path(COMPARISON)
+        found = plain(report.write_comparison(runs, page))
+    console.result({"page": str(page), **found}, f"{_text(found)}\nComparison: {page}")
+
+
+def _check(runs: tuple[Path, ...], output: Path | None) -> None:
+    if not runs:
+        raise UsageError("expected the folder of a run, such as runs/resnet34/<time>, or several to compare")
+    wrong = [
+        f"{run}: expected the folder of a run, with status.json in it, and {_instead(run)}"
+        for run in runs
+        if not (run / "status.json").is_file()
+    ]
+    seen = [run.resolve() for run in runs]
+    wrong += [f"{run}: named twice" for index, run in enumerate(runs) if run.resolve() in seen[:index]]
+    if output is not None and output.suffix.lower() not in (".html", ".htm"):
+        wrong.append(f"--output {output}: expected a file whose name ends in .html")
+    if wrong:
+        raise UsageError("\n".join(wrong))
+
+
+def _instead(run: Path) -> str:
+    """What is there in the place of a run's folder, and which may have been meant."""
+    if not run.exists():
+        return "there is none"
+    if not run.is_dir():
+        return "this is a file"
+    if (run.parent / "status.json").is_file():
+        return f"this is a part of one; did you mean {run.parent}?"
+    inside = sorted(path.parent for path in run.glob("*/status.json"))
+    return f"there is none, but in its folders, such as {inside[-1]}" if inside else "there is none"
+
+
+def _text(found: dict[str, Any]) -> str:
+    from prunekit.report.numbers import count, digits, factor, interval, percent, share
+
+    rows = [
+        (
+            run["letter"],
+            run["folder"],
+            f"{percent(run['value'], 2)} {interval(run['low'], run['high'])}".strip(),
+            percent(run["dense"], 2),
+            f"{count(run['macs'])} ({share(run['macs_left'])})",
+            f"{count(run['params'])} ({share(run['params_left'])})",
+        )
+        for run in found["runs"]
+    ]
+    timed = [
+        (
+            row["letter"],
+            row["model"],
+            f"{row['runtime']}, {row['device']}, batch {row['batch']}, threads {row['threads']}, {row['dtype']}",
+            digits(row["ms"]),
+            digits(row["dense_ms"]),
+            f"{factor(row['speedup'])} {interval(row['speedup_low'], row['speedup_high'])}{row['speedup_doubtful']}",
+        )
+        for row in found["latency"]
+    ]
+    score = " or ".join(dict.fromkeys(run["score"] for run in found["runs"]))
+    lines = [table(("run", "folder", score, "dense", "MACs (left)", "parameters (left)"), rows, text=("folder",))]
+    if timed:
+        lines.append(table(("run", "model", "setting", "ms", "dense ms", "speedup"), timed, text=("model", "setting")))
+    if keys := found["recipes"]["rows"]:
+        letters = [run["letter"] for run in found["runs"]]
+        lines.append(table(("key", *letters), [(key, *values) for key, values in keys]))
+    return "\n".join([*lines, *found["notes"]])

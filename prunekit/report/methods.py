@@ -1,0 +1,85 @@
+"""How figures of the pages were measured, in a sentence each: shown on hover, on focus and on a tap."""
+
+from __future__ import annotations
+
+from markupsafe import Markup, escape
+
+_SCORE = (
+    "Share of the test images that are right. Nothing was trained, calibrated or chosen on them. In brackets: the 95 % "
+    "Wilson interval."
+)
+_TIMED = (
+    "ms of forward passes in inference mode on random input, after warm-up. Each runtime has a process of its own; "
+    "every round times each model once, in an order that is turned round each time."
+)
+_INTERVAL = "95 % percentile bootstrap interval of the median (Efron 1979). Unstable: it supports no claim."
+_SPEEDUP = f"Dense over pruned time: the median over pairs that were timed side by side. Interval: {_INTERVAL}"
+_MACS = (
+    "Multiply-accumulates of a forward pass of one sample, counted operator by operator while the model runs; FLOPs "
+    "are twice as many."
+)
+_PARITY = (
+    "Masked and compact model on the same inputs in float64: the largest absolute difference of any output over the "
+    "largest absolute value. Rounding alone leaves about 1e-15."
+)
+_PARAMETERS = "Numbers in the model's parameters; one that several modules share counts once."
+_SIZE = "Bytes of the file that the weights are saved in."
+_ERROR = (
+    "Mean squared error of the layer's output against the dense model's on held-out images, as a share of the dense "
+    "output's variance"
+)
+
+METHODS = {
+    "Top-1": _SCORE,
+    "top-1": _SCORE,
+    "MACs": _MACS,
+    "MACs, one sample": _MACS,
+    "Parameters": _PARAMETERS,
+    "parameters": _PARAMETERS,
+    "Speedup": _SPEEDUP,
+    "speedup": _SPEEDUP,
+    "speedup (median of pairs)": _SPEEDUP,
+    "Masked against compact": _PARITY,
+    "verified": _PARITY,
+    "Size of the weights file": _SIZE,
+    "size": _SIZE,
+    "Memory of a forward pass, counted": (
+        "Peak of parameters, buffers, inputs and what operators return until nothing reads it; what a process takes is "
+        "more."
+    ),
+    "Channels removed": "Of the channels that could go: those that are locked are not counted.",
+    "Zero weights under the masks": "Share of the dense model's weights that the masks hold at exactly zero.",
+    "median, ms": f"Median. {_TIMED}",
+    "latency, ms": f"Median. {_TIMED}",
+    "dense, ms": f"Median of the dense model in the same run, beside this one. {_TIMED}",
+    "95 % interval": _INTERVAL,
+    "p10": f"Tenth percentile. {_TIMED}",
+    "p90": f"Ninetieth percentile. {_TIMED}",
+    "p99": f"Ninety-ninth percentile. {_TIMED}",
+    "samples/s": "Batch over median latency.",
+    "peak memory": (
+        "Most that a forward pass and the model took: on CUDA what the allocator handed out, on the CPU the growth of "
+        "the process's resident memory."
+    ),
+    "predicted, ms": (
+        "By the latency table: the sum of what the layers take by their widths, fitted to networks that were timed."
+    ),
+    "error before": f"{_ERROR}, before its weights were fitted.",
+    "after": f"{_ERROR}, with its weights fitted to what is left.",
+    "rank": "Of the Gram matrix of the layer's inputs, and of how many columns.",
+    "ridge": "Added to the diagonal of the Gram matrix, as a share of its mean.",
+    "zeros, calibration images": "Share of exact zeros on the images that the threshold was found on.",
+    "zeros, test images": "Share of exact zeros on the test images, which the threshold has not seen.",
+    "kept": "Output channels after over before.",
+    "ideal": "Ratio of the operator's multiply-accumulates, dense over pruned.",
+    "faster": "Dense over pruned milliseconds of this operator; medians of forward passes timed in turn.",
+    "MACs/byte": "Arithmetic intensity: multiply-accumulates for each byte that the pruned operator reads or writes.",
+}
+"""By label, as tiles, rows and headings have it."""
+
+
+def how(label: str) -> Markup:
+    """A label with its method; as plain text where there is none."""
+    method = METHODS["Top-1"] if label.startswith("Top-1 on the test ") else METHODS.get(label)
+    text = escape(label)
+    return text if method is None else Markup('<abbr tabindex="0" title="{}">{}</abbr>').format(method, text)

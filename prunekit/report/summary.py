@@ -1,0 +1,97 @@
+"""A run in one sentence, and the command that makes it again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from prunekit.measure.wording import doubtful
+from prunekit.report import numbers
+from prunekit.report.headline import capital, reference, scores
+from prunekit.report.run import Run
+
+PROVEN = 1e-9
+"""Largest relative difference of masked and compact model that counts as rounding in float64."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """How a run is made again."""
+
+    command: str
+    said: str
+
+
+def sentence(metrics: Mapping[str, Any]) -> str:
+    """What came out, e.g. "1.74× faster on this CPU (eager, batch 1), top-1 98.52 % against 98.89 %, 55.8 % fewer
+    parameters, verified."; empty where nothing was measured.
+    """
+    text = ", ".join(_parts(metrics)).replace(" %", "\u00a0%")
+    return f"{capital(text)}." if text else ""
+
+
+def _parts(metrics: Mapping[str, Any]) -> Iterator[str]:
+    dense, pruned, against = (metrics.get(name) or {} for name in ("dense", "pruned", reference(metrics)))
+    rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
+    if rows:
+        yield _speed(next((row for row in rows if row.get("device") == "cpu"), rows[0]))
+    name, label = scores(metrics)[0]
+    if numbers.is_number(pruned.get(name)) and numbers.is_number(against.get(name)):
+        yield f"{label} {numbers.percent(pruned[name], 2)} against {numbers.percent(against[name], 2)}"
+    before, after = dense.get("params"), pruned.get("params")
+    if numbers.is_number(before) and numbers.is_number(after) and before:
+        yield f"{numbers.share(abs(1 - after / before))} {'fewer' if after <= before else 'more'} parameters"
+    parity = metrics.get("parity", {}).get("max_relative_difference")
+    if numbers.is_number(parity) and parity <= PROVEN:
+        yield "verified"
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    ratio, device = row["median"], row.get("device", "cpu")
+    where = "on this CPU" if device == "cpu" else f"on {device}"
+    change = f"{numbers.factor(ratio)} faster" if ratio >= 1 else f"{numbers.factor(1 / ratio)} slower"
+    unstable = f",{doubtful(row)}" if doubtful(row) else ""
+    return f"{change} {where} ({row.get('runtime', 'eager')}, batch {row.get('batch', '–')}{unstable})"
+
+
+def again(run: Run) -> Again | None:
+    """The command that runs the recipe of a run's folder once more; None where it has none."""
+    if run.recipe is None:
+        return None
+    job = "prune" if run.metrics.get("fine_tuned") is False else "finetune"
+    command = f"prunekit {job} {shlex.quote(str(run.folder / 'recipe.yaml'))}"
+    own = list(_own(recipe_of(run)))
+    words = [f"--{name} FILE.py:FACTORY" for name in own]
+    said = "Makes this run again, in a new folder; on the same machine and versions"
+    more = f", with your own {' and '.join(own)}" if own else ""
+    return Again(" ".join([command, *words]), f"{said}{more}:")
+
+
+def recipe_of(run: Run) -> dict[str, Any]:
+    """The recipe of a run as nested dicts; {} where there is none, or none that can be read."""
+    try:
+        found = YAML(typ="safe", pure=True).load(StringIO(run.recipe or ""))
+    except YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _own(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Options of what a recipe has of the user's own code, but for the model, whose place it names."""
+    if _at(recipe, "data", "source") == "own":
+        yield "data"
+    if recipe.get("task") == "own":
+        yield "task"
+    if "own" in (_at(recipe, part, "optimizer") for part in ("baseline", "sparsify", "finetune")):
+        yield "optimizer"
+
+
+def _at(recipe: Mapping[str, Any], part: str, key: str) -> Any:
+    found = recipe.get(part)
+    return found.get(key) if isinstance(found, Mapping) else None
