@@ -91,8 +91,8 @@ def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTab
 
     MACs are those of torch's `FlopCounterMode` (which counts two each), at the innermost module that runs. All outputs
     are kept until the pass has ended, which takes their memory. Rows: modules without children that run, and others
-    that have parameters, or multiply or return something of their own; modules whose parameters are used without their being called,
-    as in attention, stand behind the module around them, unused ones at the end. On dense, masked and compact models.
+    that have parameters, or multiply or return something of their own; modules whose parameters are used without their
+    being called, as in attention, stand behind the module around them, unused ones at the end.
 
     Args:
         model: not changed; its modes are restored.

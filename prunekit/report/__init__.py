@@ -62,3 +62,15 @@ def write_features(folder: Path) -> Path:
 
 
 __all__ = ["write", "write_explanation", "write_features", "write_profile", "write_sensitivity"]
+
+
+def write_histograms(folder: Path, run: Path | None = None) -> Path:
+    """Renders `histograms.html` into a folder that `prunekit.workflow.statistics.write_statistics` has written, with
+    what it returned in `histograms.json`; `run` is the folder of the run whose scores are shown too.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
+    from prunekit.report.histograms import write_histograms_page
+
+    return write_histograms_page(Path(folder), run)

@@ -71,7 +71,8 @@ class ModelSummary:
         peak = "" if self.peak_bytes is None else f", {size(self.peak_bytes)} at the peak of a forward pass"
         return (
             f"{self.name}: {count(self.params)} parameters{frozen}, {count(self.macs)} MACs for one sample, "
-            f"{size(self.weight_bytes)} of weights; batch {self.batch}: {size(self.activation_bytes)} of activations{peak}"
+            f"{size(self.weight_bytes)} of weights; batch {self.batch}: {size(self.activation_bytes)} of activations"
+            f"{peak}"
         )
 
     def records(self) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def test_masked_and_compact_models(tmp_path: Path) -> None:
     assert compact.rows[0].outputs == ((1, 4, 6, 6),)
     with compact.to_csv(tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["path"], row["outputs"], int(row["macs"])) for row in rows][0] == ("0", "1x4x6x6", 4 * 36 * 27)
+    assert next((row["path"], row["outputs"], int(row["macs"])) for row in rows) == ("0", "1x4x6x6", 4 * 36 * 27)
     html = compact.to_html()
     assert html.count("<tr>") == 1 + len(compact.rows)
     assert "<code>4</code>" in html
