@@ -76,7 +76,9 @@ def write_statistics(
             findings += [{"model": name, **row} for row in found]
             model.cpu()
     write_csv(folder / "histograms.csv", histograms, HISTOGRAM_COLUMNS)
-    write_csv(folder / "channels.csv", findings, CHANNEL_COLUMNS)
+    # As text: next to empty fields, whole numbers would be written with a decimal point.
+    likes = [{**row, "like": None if row["like"] is None else str(row["like"])} for row in findings]
+    write_csv(folder / "channels.csv", likes, CHANNEL_COLUMNS)
     return {
         "model": sides.name,
         "models": list(sides.models),
