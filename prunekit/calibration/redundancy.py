@@ -186,7 +186,7 @@ def weight_cosines(module: nn.Module) -> FloatArray:
     weight = module.get_parameter("weight").detach().cpu().double()
     groups = int(getattr(module, "groups", 1))
     if getattr(module, "transposed", False):  # (in, out / groups, ...)
-        weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+        weight = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
     rows = weight.flatten(1)
     rows = rows / rows.norm(dim=1, keepdim=True)  # NaN where all are zero
     group = torch.arange(len(rows)) * groups // len(rows)

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from prunekit.artifacts import read_json, write_text
 from prunekit.errors import ArtifactError
 from prunekit.report import figures
+from prunekit.report.features import as_data, read_picture
 from prunekit.report.figures import COLOURS, MAX_GROUPS, canvas, shortened, svg
 from prunekit.report.page import environment
 from prunekit.report.run import read_run
@@ -45,6 +46,7 @@ def write_histograms_page(folder: Path, run: Path | None = None) -> Path:
         page,
         environment().get_template("histograms.html").render(
             facts=facts,
+            filters=as_data(read_picture(folder / facts["filters"])) if facts["filters"] else None,
             most=MOST_ROWS,
             parts={kind: figures.figure_or_none(distributions, part) for kind, part in kinds.items()},
             scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),

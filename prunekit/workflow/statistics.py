@@ -15,11 +15,13 @@ from prunekit.calibration.passes import run_passes
 from prunekit.calibration.redundancy import CorrelationCollector, redundant
 from prunekit.capturing import Layers
 from prunekit.context import threads
-from prunekit.data import Batches
+from prunekit.data import Batches, Splits
 from prunekit.errors import UsageError
+from prunekit.visualise import draw_filters, first_filters, write_png
 from prunekit.visualise.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.workflow.own import Own, job_splits
 from prunekit.workflow.prepared import chosen_batches
+from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.sides import Sides
 from prunekit.workflow.tables import write_csv
 
@@ -52,8 +54,9 @@ def write_statistics(
         device: where to run; the models are afterwards on the CPU.
 
     Returns:
-        `model`, `models` (their names), `images`, `threshold`, `channels` (of each model, those of layers that were
-        looked at) and `findings`: the rows of `channels.csv`.
+        `model`, `models` (their names), `filters` (file of a picture of the first layer's, None without), `images`,
+        `threshold`, `channels` (of each model, those of layers that were looked at) and `findings`: the rows of
+        `channels.csv`.
 
     Raises:
         UsageError: there is no recipe, a glob matches nothing, or the threshold is none.
@@ -63,8 +66,7 @@ def write_statistics(
             f"{sides.name}: expected a run's folder or a recipe, whose calibration images the models can be shown; "
             "a picture of weights alone: prunekit visualise filters"
         )
-    own = Own(data=sides.own_data)
-    images = chosen_batches(sides.job, sides.splits or job_splits(sides.job.data, own, sides.job.task))
+    images = chosen_batches(sides.job, sides.splits or _splits(sides, sides.job))
     histograms: list[Row] = []
     findings: list[Row] = []
     channels = {}
@@ -82,11 +84,29 @@ def write_statistics(
     return {
         "model": sides.name,
         "models": list(sides.models),
+        "filters": _filters(sides, folder),
         "images": images.images,
         "threshold": settings.threshold,
         "channels": channels,
         "findings": findings,
     }
+
+
+def _splits(sides: Sides, job: JobSettings) -> Splits:
+    if job.task == "own" or (job.data.source == "own") != (sides.own_data is not None):
+        raise UsageError(
+            f"{sides.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
+            "alone, and a task by name"
+        )
+    return job_splits(job.data, Own(data=sides.own_data), job.task)
+
+
+def _filters(sides: Sides, folder: Path) -> str | None:
+    try:
+        found = first_filters(sides.models, sides.sample_shape, kept=sides.kept)
+    except UsageError:  # a model that reads no images
+        return None
+    return write_png(folder / "filters.png", draw_filters(found, sides.name)).name
 
 
 def _histograms(
