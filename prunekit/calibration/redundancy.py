@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,12 +49,13 @@ class Products:
     @property
     def correlation(self) -> FloatArray:
         """(C, C) Pearson correlations, NaN where a channel is constant or was not finite."""
-        mean = self.total / max(self.count, 1)
-        covariance = self.products / max(self.count, 1) - np.outer(mean, mean)
-        variance = covariance.diagonal()
-        floor = (CONSTANT * (self.shift + mean)) ** 2
-        scale = np.sqrt(np.where(variance > floor, variance, np.nan))
-        found: FloatArray = np.clip(covariance / np.outer(scale, scale), -1, 1)
+        with np.errstate(invalid="ignore"):
+            mean = self.total / max(self.count, 1)
+            covariance = self.products / max(self.count, 1) - np.outer(mean, mean)
+            variance = covariance.diagonal()
+            floor = (CONSTANT * (self.shift + mean)) ** 2
+            scale = np.sqrt(np.where(variance > floor, variance, np.nan))
+            found: FloatArray = np.clip(covariance / np.outer(scale, scale), -1, 1)
         return found
 
 
@@ -116,6 +117,11 @@ class CorrelationCollector(PassHooks):
 def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
     """Convolutions and linear layers by their paths."""
     return {path: module for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of one of these, as it is used: it may be computed, as `torch.nn.utils.parametrizations` do."""
+    return cast(Tensor, module.weight).detach()
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,7 @@ def _number(value: float) -> float | None:
 
 def weight_cosines(module: nn.Module) -> FloatArray:
     """(C, C) Cosines of the weights of each two channels that a layer makes; NaN between groups, and of zeros."""
-    weight = module.get_parameter("weight").detach().cpu().double()
+    weight = weight_of(module).cpu().double()
     groups = int(getattr(module, "groups", 1))
     if getattr(module, "transposed", False):  # (in, out / groups, ...)
         weight = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.passes import run_passes
-from prunekit.calibration.redundancy import layers_with_channels
+from prunekit.calibration.redundancy import layers_with_channels, weight_of
 from prunekit.capturing import Layers, capture, choose
 
 BINS = 48
@@ -44,7 +44,7 @@ def weight_distributions(model: nn.Module, bins: int = BINS) -> dict[str, Distri
     """Of the weights of each convolution and linear layer, by its path."""
     found = {}
     for path, module in layers_with_channels(model).items():
-        weight = module.get_parameter("weight").detach()
+        weight = weight_of(module)
         low, high = _range(weight).tolist()
         if low <= high:
             found[path] = _distribution(low, high, _counted(low, high, bins)(weight))

@@ -100,6 +100,16 @@ def test_what_was_seen_too_little_or_is_constant_is_told_by_its_weights(net: Net
     assert np.isnan(seen.products()["stem"].correlation).all()
 
 
+def test_channels_that_are_not_finite_are_like_no_other(net: Net, batches: list[Tensor]) -> None:
+    plant(net)
+    batches[1][0, 0, 0, 0] = torch.inf
+    with CorrelationCollector(net) as seen, torch.no_grad():
+        for images in batches:
+            net(images)
+    (pair,) = redundant(net, {"stem": seen.products()["stem"]})
+    assert (pair.channel, pair.correlation) == (7, None)
+
+
 def test_positions_are_spread_over_what_there_is(net: Net, batches: list[Tensor]) -> None:
     plant(net)
     with CorrelationCollector(net, positions=100) as seen, torch.no_grad():
