@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
     from prunekit.repair import RepairSettings
+    from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.training import GradientFlow, carry_average, carry_over, recalibrate_batchnorm
     from prunekit.visualise import class_activation_map, saliency
     from prunekit.workflow import plan_model, profile, prune
@@ -48,6 +49,7 @@ _PLACES = {
     "ChannelStats": "prunekit.calibration:ChannelStats",
     "GradientFlow": "prunekit.training:GradientFlow",
     "ModelSettings": "prunekit.models:ModelSettings",
+    "ModelSummary": "prunekit.report.model_summary:ModelSummary",
     "Plan": "prunekit.planning:Plan",
     "PruneSettings": "prunekit.planning:PruneSettings",
     "PrunekitError": "prunekit.errors:PrunekitError",
@@ -81,6 +83,7 @@ _PLACES = {
     "saliency": "prunekit.visualise:saliency",
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
+    "summary": "prunekit.report.model_summary:summary",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
     "verify": "prunekit.measure.verify:verify",
 }
@@ -107,6 +110,7 @@ __all__ = [
     "ChannelStats",
     "GradientFlow",
     "ModelSettings",
+    "ModelSummary",
     "Plan",
     "PruneSettings",
     "PrunekitError",
@@ -140,6 +144,7 @@ __all__ = [
     "saliency",
     "save",
     "sensitivity",
+    "summary",
     "trace",
     "verify",
 ]

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from prunekit.artifacts import write_text
 from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
 from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
 from prunekit.cli.output import Console, check_folder, save, table
+
+if TYPE_CHECKING:
+    from prunekit.workflow.targets import Target
 
 
 @click.command("inspect", short_help="Show channel groups, locks, and MACs per layer of a model.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @model_options
+@click.option("--layers", is_flag=True, help="Instead: shapes, parameters, MACs and activation memory by module.")
 @seed_option
-@output_option("inspect.json.")
+@output_option("inspect.json; with --layers: layers.json, layers.csv and layers.html.")
 @common_options
-def inspect_command(arguments: tuple[str, ...], output: Path | None, as_json: bool, **options: Any) -> None:
-    """Channel groups, locked channels with the reason, and the MACs of each layer.
+def inspect_command(
+    arguments: tuple[str, ...], layers: bool, output: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Channel groups, locked channels with the reason, and the MACs of each layer; with --layers a table of all modules
+    in order of execution.
 
     MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; instead of it, or
     of a recipe's model, --model gives your own. KEY=VALUE changes the recipe.
@@ -31,9 +39,28 @@ def inspect_command(arguments: tuple[str, ...], output: Path | None, as_json: bo
     from prunekit.workflow.inspect import inspect as look
 
     with console.running():
-        result = look(one_target(targets, overrides, ModelOptions(**options)))
+        target = one_target(targets, overrides, ModelOptions(**options))
+        if layers:
+            return _layers(target, output, console)
+        result = look(target)
     save(result, output, "inspect.json", console)
     console.result(result, _text(result))
+
+
+def _layers(target: Target, output: Path | None, console: Console) -> None:
+    """The table of modules, in order of execution."""
+    from dataclasses import asdict
+
+    from prunekit.report.model_summary import summary
+
+    found = summary(target.model, target.example_inputs(), name=target.name)
+    result = {**asdict(found), "rows": found.records()}
+    save(result, output, "layers.json", console)
+    if output is not None:
+        console.log(f"wrote {found.to_csv(output / 'layers.csv')}")
+        write_text(output / "layers.html", found.to_html())
+        console.log(f"wrote {output / 'layers.html'}")
+    console.result(result, found.text())
 
 
 def _text(result: dict[str, Any]) -> str:

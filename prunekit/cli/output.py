@@ -17,6 +17,7 @@ import click
 from prunekit.artifacts import write_json
 from prunekit.distributed.launch import leads
 from prunekit.errors import UsageError
+from prunekit.report.columns import table as table
 
 # For terminals and pipes whose encoding has no such characters.
 PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→": "->"})
@@ -102,19 +103,3 @@ def save(payload: Mapping[str, Any], folder: Path | None, name: str, console: Co
     if folder is not None:
         write_json(folder / name, plain(payload))
         console.log(f"wrote {folder / name}")
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Sequence[str] = ()) -> str:
-    """Text columns: the first and those named in `text` to the left, numbers to the right."""
-    if not rows:
-        return "  (none)"
-    cells = [list(headings), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = [heading in text or index == 0 for index, heading in enumerate(headings)]
-    return "\n".join(_line(line, widths, left) for line in cells)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
-    columns = zip(cells, widths, left, strict=True)
-    padded = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in columns)
-    return f"  {'  '.join(padded)}".rstrip()

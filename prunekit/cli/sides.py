@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,7 +49,7 @@ def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console
     refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
     job = None if recipe is None else load_job(str(recipe), overrides, data=options.data)
     data = None if job is None else job.data
-    found = sides.both_sides(folder, data, factory=options.factory, own_data=options.data)
+    found = replace(sides.both_sides(folder, data, factory=options.factory, own_data=options.data), job=job)
     for note in found.notes:
         console.log(note)
     return found
@@ -65,7 +66,7 @@ def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOption
         job = load_job(names[0], overrides, factory=options.factory, data=options.data, seed=options.seed)
         own = Own(options.factory, options.data)
         target = trained_target(job, log=console.log, progress=console.progress, own=own)
-        found = sides_of(target, job.data, options.data)
+        found = replace(sides_of(target, job.data, options.data), job=job)
     for note in found.notes:
         console.log(note)
     return found

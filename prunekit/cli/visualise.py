@@ -6,7 +6,9 @@ import click
 
 from prunekit.cli.visualise_cam import cam_command, saliency_command
 from prunekit.cli.visualise_features import features_command
+from prunekit.cli.visualise_filters import filters_command
 from prunekit.cli.visualise_gradients import gradients_command
+from prunekit.cli.visualise_histograms import histograms_command
 
 
 @click.group("visualise", short_help="Show what a model computes, as pictures.")
@@ -14,6 +16,6 @@ def visualise_group() -> None:
     """Pictures of what a model computes, the dense model's beside the pruned one's."""
 
 
-SUBCOMMANDS = (features_command, cam_command, saliency_command, gradients_command)
+SUBCOMMANDS = (features_command, cam_command, saliency_command, gradients_command, filters_command, histograms_command)
 for command in SUBCOMMANDS:
     visualise_group.add_command(command)

@@ -92,12 +92,25 @@ def write_comparison(run_folders: Sequence[Path], page: Path) -> dict[str, Any]:
     return write_comparison_page([Path(folder) for folder in run_folders], Path(page))
 
 
+def write_histograms(folder: Path, run: Path | None = None) -> Path:
+    """Renders `histograms.html` into a folder that `prunekit.workflow.statistics.write_statistics` has written, with
+    what it returned in `histograms.json`; `run` is the folder of the run whose scores are shown too.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
+    from prunekit.report.histograms import write_histograms_page
+
+    return write_histograms_page(Path(folder), run)
+
+
 __all__ = [
     "write",
     "write_again",
     "write_comparison",
     "write_explanation",
     "write_features",
+    "write_histograms",
     "write_profile",
     "write_sensitivity",
 ]

@@ -55,21 +55,22 @@ def draw(features: LayerFeatures, settings: GridSettings = GridSettings(), title
         settings: how it looks.
         title: behind the layer's name.
     """
-    chosen = _spread(features.channels, settings.most)
+    chosen = spread(features.channels, settings.most)
     if features.view == "bars":
         return _bars(features, _heading(features, len(chosen), settings, title))
     low, high = features.limits(settings.together)
     panels = []
     for name, values in features.sides.items():
         own = len(values) == features.channels
-        index = chosen if own else _spread(len(values), settings.most)
+        index = chosen if own else spread(len(values), settings.most)
         bounds = (low, high) if own else (values.flatten(1).amin(1), values.flatten(1).amax(1))
         crossed = ~features.kept if features.kept is not None else np.zeros(len(values), bool)
         panels.append((name, _panel(values, index, bounds, crossed)))
-    return _page(panels, _heading(features, len(chosen), settings, title))
+    return page(panels, _heading(features, len(chosen), settings, title))
 
 
-def _spread(channels: int, most: int | None) -> NDArray[np.int64]:
+def spread(channels: int, most: int | None) -> NDArray[np.int64]:
+    """Numbers of as many channels as are shown, evenly spread."""
     if most is None or channels <= most:
         return np.arange(channels)
     return np.unique(np.linspace(0, channels - 1, most).round().astype(np.int64))
@@ -78,15 +79,15 @@ def _spread(channels: int, most: int | None) -> NDArray[np.int64]:
 def _panel(
     values: Tensor, index: NDArray[np.int64], limits: tuple[Tensor, Tensor], crossed: NDArray[np.bool_]
 ) -> Pixels:
-    tiles = [
-        _tile(
-            values[channel], float(limits[0][channel]), float(limits[1][channel]), int(channel), bool(crossed[channel])
-        )
-        for channel in index
-    ]
+    limited = zip(index.tolist(), limits[0][index].tolist(), limits[1][index].tolist(), strict=True)
+    return grid([_tile(values[channel], low, high, channel, bool(crossed[channel])) for channel, low, high in limited])
+
+
+def grid(tiles: Sequence[Pixels]) -> Pixels:
+    """Tiles of one size as one picture, about as wide as high."""
     stacked = torch.from_numpy(np.stack(tiles)).permute(0, 3, 1, 2)  # (N, 3, h, w)
-    grid = make_grid(stacked, nrow=columns(len(tiles), tiles[0].shape), padding=GAP, pad_value=255)
-    return np.ascontiguousarray(grid.permute(1, 2, 0).numpy())
+    found = make_grid(stacked, nrow=columns(len(tiles), tiles[0].shape), padding=GAP, pad_value=255)
+    return np.ascontiguousarray(found.permute(1, 2, 0).numpy())
 
 
 def columns(count: int, shape: Sequence[int]) -> int:
@@ -100,18 +101,23 @@ def _tile(values: Tensor, low: float, high: float, number: int, crossed: bool) -
     """One channel (h, w) with its number above it."""
     gone = bool(values.isnan().all())
     pixels = np.full((*values.shape, 3), GONE, np.uint8) if gone else coloured(values, low, high)
+    return tile(pixels, number, crossed=crossed, gone=gone)
+
+
+def tile(pixels: Pixels, number: int, *, crossed: bool = False, gone: bool = False) -> Pixels:
+    """A small picture with its number above it, crossed out where it is pruned, faintly where there is nothing left."""
     image = Image.fromarray(_sized(pixels))
-    tile = Image.new("RGB", (image.width, image.height + LABEL), WHITE)
-    tile.paste(image, (0, LABEL))
-    pen = ImageDraw.Draw(tile)
+    made = Image.new("RGB", (image.width, image.height + LABEL), WHITE)
+    made.paste(image, (0, LABEL))
+    pen = ImageDraw.Draw(made)
     pen.text((0, 0), str(number), fill=CROSS if crossed else SOFT, font=_font(11))
     if crossed:
-        box = (1, LABEL + 1, image.width - 2, tile.height - 2)
+        box = (1, LABEL + 1, image.width - 2, made.height - 2)
         for line in (box, (box[0], box[3], box[2], box[1])):
             pen.line(line, fill=SOFT if gone else WHITE, width=1 if gone else 4)
             if not gone:
                 pen.line(line, fill=CROSS, width=2)
-    return np.asarray(tile)
+    return np.asarray(made)
 
 
 def _sized(pixels: Pixels) -> Pixels:
@@ -129,21 +135,21 @@ def _font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-def _page(panels: list[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixels:
+def page(panels: Sequence[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixels:
     """Panels beside each other under their names, and two lines above all."""
     size = [_font(16), _font(12), _font(13)]
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     text = max(int(measure.textlength(line, font=font)) for line, font in zip(heading, size, strict=False))
     width = max(sum(panel.shape[1] + MARGIN for _, panel in panels), text + MARGIN) + MARGIN
-    page = Image.new("RGB", (width, HEAD + 24 + max(panel.shape[0] for _, panel in panels) + MARGIN), WHITE)
-    pen, left = ImageDraw.Draw(page), MARGIN
+    made = Image.new("RGB", (width, HEAD + 24 + max(panel.shape[0] for _, panel in panels) + MARGIN), WHITE)
+    pen, left = ImageDraw.Draw(made), MARGIN
     pen.text((MARGIN, 6), heading[0], fill=INK, font=size[0])
     pen.text((MARGIN, 28), heading[1], fill=SOFT, font=size[1])
     for name, panel in panels:
         pen.text((left + GAP, HEAD + 4), name, fill=INK, font=size[2])
-        page.paste(Image.fromarray(panel), (left, HEAD + 24))
+        made.paste(Image.fromarray(panel), (left, HEAD + 24))
         left += panel.shape[1] + MARGIN
-    return np.asarray(page)
+    return np.asarray(made)
 
 
 def _heading(features: LayerFeatures, count: int, settings: GridSettings, title: str) -> tuple[str, str]:

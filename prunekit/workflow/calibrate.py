@@ -26,7 +26,7 @@ from prunekit.calibration.shortage import too_few_rows
 from prunekit.channels import ChannelMap
 from prunekit.context import threads
 from prunekit.criteria import get_criterion
-from prunekit.data import Batches, batches, describe_corrupt
+from prunekit.data import Batches, describe_corrupt
 from prunekit.distributed.exchange import from_main, gather_on_main
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import ArtifactError
@@ -36,7 +36,7 @@ from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.digests import digest, weights_digest
 from prunekit.workflow.evidence import gathered, inputs_for, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.prepared import Prepared
+from prunekit.workflow.prepared import Prepared, chosen_batches
 from prunekit.workflow.runs import Log
 from prunekit.workflow.settings import JobSettings
 
@@ -245,8 +245,4 @@ def calibration_images(prepared: Prepared) -> Any:
 
 def calibration_batches(prepared: Prepared) -> Batches:
     """Batches over a fixed random choice of training images."""
-    job = prepared.job
-    total = len(prepared.splits.train)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(job.seed))
-    chosen = order[: job.calibration.images]
-    return batches(prepared.splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
+    return chosen_batches(prepared.job, prepared.splits)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.data import Splits, batches
+from prunekit.data import Batches, Splits, batches
 from prunekit.inputs import arguments
 from prunekit.models import ModelSettings
 from prunekit.nested import tensors_in
@@ -76,3 +76,10 @@ def build_of(job: JobSettings, splits: Splits) -> ModelSettings | None:
         return None
     classes = {"num_classes": len(splits.classes)} if splits.classes else {}
     return replace(job.model, arguments=classes | job.model.arguments, origin=None)
+
+
+def chosen_batches(job: JobSettings, splits: Splits) -> Batches:
+    """Batches over the calibration samples of a job: a fixed random choice of training samples."""
+    order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(job.seed))
+    chosen = order[: job.calibration.images]
+    return batches(splits.train, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)

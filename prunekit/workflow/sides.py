@@ -22,6 +22,7 @@ from prunekit.planning import Plan, load_plan
 from prunekit.visualise import Preprocessing, read_image
 from prunekit.workflow.counterpart import dense_of
 from prunekit.workflow.own import Own, job_splits
+from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import MANIFEST, Target, resolve
 
 Mask = NDArray[np.bool_]
@@ -43,6 +44,7 @@ class Sides:
         rows: module path -> which of its dense outputs are kept, (channels,), of layers whose weights are smaller.
         notes: what to know when looking.
         run: folder of the run that the pruned model is from.
+        job: the recipe that the models are of.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Sides:
     rows: Mapping[str, Mask] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     run: Path | None = None
+    job: JobSettings | None = None
 
     @property
     def preprocessing(self) -> Preprocessing:

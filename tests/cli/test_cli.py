@@ -22,7 +22,7 @@ from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",
 )  # fmt: skip
-VIEWS = ("visualise features", "visualise cam", "visualise saliency", "visualise gradients")
+VIEWS = tuple(f"visualise {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
 LISTED = [*COMMANDS[:-1], "visualise", "report", "inspect", "list"]
 
 

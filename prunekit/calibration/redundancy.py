@@ -1,0 +1,200 @@
+"""Redundant channels: those of a layer that say the same as another one, on the data or by their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from prunekit.calibration.layer_stats import FloatArray
+from prunekit.calibration.passes import PassHooks
+from prunekit.channels.tracing import channel_axis
+from prunekit.errors import UsageError
+from prunekit.hooks import never_called
+
+ENOUGH = 32
+"""Positions: of fewer, channels that have nothing to do with each other may seem to."""
+CONSTANT = 1e-5
+"""A standard deviation below this share of the mean is rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """Second moments of what a layer returns, over all samples, places and calls.
+
+    Attributes:
+        count: positions.
+        shift: (C,) about the mean; subtracted before the sums, which would lose digits without.
+        total: (C,) sums.
+        products: (C, C) sums of products.
+    """
+
+    count: int
+    shift: FloatArray
+    total: FloatArray
+    products: FloatArray
+
+    def plus(self, other: Products) -> Products:
+        """Both together; `other` has the same shift."""
+        return Products(
+            self.count + other.count, self.shift, self.total + other.total, self.products + other.products
+        )  # fmt: skip
+
+    @property
+    def correlation(self) -> FloatArray:
+        """(C, C) Pearson correlations, NaN where a channel is constant or was not finite."""
+        with np.errstate(invalid="ignore"):
+            mean = self.total / max(self.count, 1)
+            covariance = self.products / max(self.count, 1) - np.outer(mean, mean)
+            variance = covariance.diagonal()
+            floor = (CONSTANT * (self.shift + mean)) ** 2
+            scale = np.sqrt(np.where(variance > floor, variance, np.nan))
+            found: FloatArray = np.clip(covariance / np.outer(scale, scale), -1, 1)
+        return found
+
+
+class CorrelationCollector(PassHooks):
+    """Sums up, while a model runs, how the channels that each convolution and linear layer returns go together.
+
+    Memory: C x C numbers of 8 bytes for a layer of C channels.
+
+    Args:
+        model: not compiled, and not changed.
+        positions: looked at in each call, evenly spread where there are more.
+    """
+
+    def __init__(self, model: nn.Module, *, positions: int = 4096) -> None:
+        super().__init__(model)
+        self._positions = positions
+        self._found: dict[str, Products] = {}
+        self._pass: dict[str, Products] = {}
+
+    def watch(self) -> None:
+        """Hooks the layers."""
+        for path, module in layers_with_channels(self._model).items():
+            if not never_called(module):
+                self.own_forward(module, partial(self._after, path), again=True)
+
+    def begin(self) -> None:
+        """Forgets what a pass that raised has left."""
+        self._pass.clear()
+
+    def keep(self) -> None:
+        """Adds what the finished pass showed."""
+        self._found |= self._pass
+
+    def _after(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
+        if not self.inside or not isinstance(result, Tensor) or result.dim() < 2:
+            return
+        rows = result.detach().movedim(channel_axis(module, result.dim()), -1)
+        rows = rows.reshape(-1, rows.shape[-1])  # (positions, C)
+        if len(rows) > self._positions:
+            rows = rows[:: (len(rows) // self._positions) | 1]  # odd, so as not to keep to some columns of an image
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        known = self._pass.get(path) or self._found.get(path)
+        shift = rows.mean(0) if known is None else torch.from_numpy(known.shift).to(rows)
+        rows = rows - shift
+        sums = (rows.sum(0), rows.T @ rows)
+        seen = Products(len(rows), *(part.cpu().double().numpy() for part in (shift, *sums)))
+        self._pass[path] = seen if known is None else known.plus(seen)
+
+    def products(self) -> dict[str, Products]:
+        """Of each layer that ran, by its path, in order of execution.
+
+        Raises:
+            UsageError: the model has not run inside the `with`.
+        """
+        self.require_passes()
+        return dict(self._found)
+
+
+def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
+    """Convolutions and linear layers by their paths."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of one of these, as it is used: it may be computed, as `torch.nn.utils.parametrizations` do."""
+    return cast(Tensor, module.weight).detach()
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """A channel that says the same as an earlier one of its layer.
+
+    Attributes:
+        layer: path of the module that makes both.
+        channel, like: their numbers, from 0.
+        correlation: of what they return on the data; None where one of them is constant, or too little was seen.
+        cosine: of their weights without the bias; None where they read different channels.
+    """
+
+    layer: str
+    channel: int
+    like: int
+    correlation: float | None
+    cosine: float | None
+
+
+def redundant(model: nn.Module, products: Mapping[str, Products], threshold: float = 0.99) -> list[Redundant]:
+    """Channels that an earlier one of the same layer can stand for, as far as a linear reader is concerned.
+
+    Two are alike if the correlation of what they return, or the cosine of their weights, is at least `threshold` in
+    size; one that is alike to several is listed once, with that of those left which is closest to it. Where nothing is
+    listed, no two channels of the layers that `products` tells of are alike.
+
+    Args:
+        model: whose layers were seen.
+        products: see `CorrelationCollector`.
+        threshold: 0..1.
+
+    Raises:
+        UsageError: the threshold is not between 0 and 1.
+    """
+    if not 0 < threshold <= 1:
+        raise UsageError(f"threshold: expected a size of correlations, above 0 and up to 1, got {threshold}")
+    modules = dict(model.named_modules())
+    found = []
+    for path, seen in products.items():
+        correlation = seen.correlation if seen.count >= ENOUGH else np.full_like(seen.products, np.nan)
+        found += _of_layer(path, correlation, weight_cosines(modules[path]), threshold - 1e-6)
+    return found
+
+
+def _of_layer(path: str, correlation: FloatArray, cosine: FloatArray, threshold: float) -> list[Redundant]:
+    # fmax: a NaN on one side leaves the other.
+    alike = np.fmax(np.abs(correlation), np.abs(cosine))
+    alike = np.nan_to_num(alike, nan=0.0)
+    left = np.ones(len(alike), bool)
+    found = []
+    for channel in range(1, len(alike)):
+        before = np.where(left[:channel], alike[:channel, channel], 0.0)
+        like = int(before.argmax())
+        if before[like] >= threshold:
+            left[channel] = False
+            pair = _number(correlation[like, channel]), _number(cosine[like, channel])
+            found.append(Redundant(path, channel, like, *pair))
+    return found
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def weight_cosines(module: nn.Module) -> FloatArray:
+    """(C, C) Cosines of the weights of each two channels that a layer makes; NaN between groups, and of zeros."""
+    weight = weight_of(module).cpu().double()
+    groups = int(getattr(module, "groups", 1))
+    if getattr(module, "transposed", False):  # (in, out / groups, ...)
+        weight = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
+    rows = weight.flatten(1)
+    rows = rows / rows.norm(dim=1, keepdim=True)  # NaN where all are zero
+    group = torch.arange(len(rows)) * groups // len(rows)
+    found: FloatArray = torch.where(group[:, None] == group, rows @ rows.T, torch.nan).numpy()
+    return found

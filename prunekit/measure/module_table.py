@@ -1,0 +1,183 @@
+"""What each module of a model takes and makes, holds and computes, in the order in which a forward pass runs them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from prunekit.channels.running import ModuleStack, plain_attention
+from prunekit.context import seeded, training_mode
+from prunekit.errors import ModelError
+from prunekit.hooks import refuse_compiled
+from prunekit.inputs import count_of, described
+from prunekit.nested import gather
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module, with what is its own: modules inside it have rows of their own.
+
+    Attributes:
+        path: the first that it has in the model; empty for the model itself.
+        kind: its class.
+        inputs, outputs: shapes of the tensors of its first call, with the batch.
+        params: parameter elements; those that a row before has already are in `shared_params` alone.
+        trainable: of `params`, those with `requires_grad`.
+        macs: multiply-accumulates for one sample, over all calls.
+        activation_bytes: of the tensors that its calls returned, for the whole batch, each piece of memory once: what
+            works in place or returns a view makes none.
+        calls: in one forward pass; 0: it never runs, or another module computes with its parameters.
+    """
+
+    path: str
+    kind: str
+    inputs: Shapes
+    outputs: Shapes
+    params: int
+    shared_params: int
+    trainable: int
+    macs: int
+    activation_bytes: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class ModuleTable:
+    """The rows of a model, and the MACs of all together (one sample), which are those of `count_macs`."""
+
+    rows: tuple[ModuleRow, ...]
+    macs: int
+    batch: int
+
+
+@dataclass
+class _Seen:
+    """What a forward pass showed, by module path.
+
+    Attributes:
+        order: of first calls.
+        held: one tensor for each piece of memory, so that no other gets its address meanwhile.
+    """
+
+    order: dict[str, int] = field(default_factory=dict)
+    inputs: dict[str, Shapes] = field(default_factory=dict)
+    outputs: dict[str, Shapes] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    held: dict[int, Tensor] = field(default_factory=dict)
+
+    def hold(self, tensors: list[Tensor]) -> int:
+        """Bytes of those pieces of memory that were not seen before."""
+        found = 0
+        for tensor in tensors:
+            if tensor.layout == torch.strided and not tensor.is_nested:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.held:
+                    self.held[storage._cdata] = tensor.detach()
+                    found += storage.nbytes()
+        return found
+
+
+def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTable:
+    """Runs a model once, in eval mode without gradients, and says what each module did.
+
+    MACs are those of torch's `FlopCounterMode` (which counts two each), at the innermost module that runs. All outputs
+    are kept until the pass has ended, which takes their memory. Rows: modules without children that run, and others
+    that have parameters, or multiply or return something of their own; modules whose parameters are used without their
+    being called, as in attention, stand behind the module around them, unused ones at the end.
+
+    Args:
+        model: not changed; its modes are restored.
+        example_inputs: positional arguments of forward, batch first.
+
+    Raises:
+        ModelError: the model is compiled, or does not run on the inputs.
+    """
+    refuse_compiled(model, "summary")
+    seen, batch = _run(model, example_inputs), max(1, count_of(example_inputs))
+    counted: set[int] = set()
+    rows = [_row(path, module, seen, counted, batch) for path, module in _ordered(model, seen)]
+    return ModuleTable(tuple(rows), sum(seen.flops.values()) // (2 * batch), batch)
+
+
+def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
+    seen, counter, counted = _Seen(), FlopCounterMode(display=False), 0
+    seen.hold([*model.parameters(), *model.buffers(), *gather(example_inputs)])
+
+    def since() -> int:
+        """FLOPs since it was asked the last time."""
+        nonlocal counted
+        before, counted = counted, int(counter.get_total_flops())
+        return counted - before
+
+    def enter(path: str, module: nn.Module, given: Any) -> None:
+        seen.flops[stack.paths[-2]] += since()
+        seen.order.setdefault(path, len(seen.order))
+        seen.inputs.setdefault(path, _shapes(given))
+        seen.calls[path] += 1
+
+    def leave(path: str, module: nn.Module, given: Any, result: Any) -> None:
+        seen.flops[path] += since()
+        seen.outputs.setdefault(path, _shapes(result))
+        seen.bytes[path] += seen.hold(gather(result))
+
+    stack = ModuleStack(model, enter, leave)
+    try:
+        with seeded(0), training_mode(model, False), torch.no_grad(), plain_attention(), stack, counter:
+            model(*example_inputs)
+    except Exception as error:  # a model's own code may raise anything
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        name, where = type(model).__name__, f" (in {stack.current})" if stack.current else ""
+        raise ModelError(f"{name}: the model does not run on {described(example_inputs)}{where}: {reason}") from error
+    seen.flops[""] += since()  # of hooks on the model that run after ours
+    return seen
+
+
+def _shapes(value: Any) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in gather(value))
+
+
+def _ordered(model: nn.Module, seen: _Seen) -> list[tuple[str, nn.Module]]:
+    """The modules that have a row, in the order of their first calls."""
+    found = []
+    for index, (path, module) in enumerate(model.named_modules()):
+        own = next(module.parameters(recurse=False), None) is not None
+        leaf = next(module.children(), None) is None and path in seen.order
+        if own or leaf or seen.flops[path] or seen.bytes[path]:
+            found.append((_place(path, seen), index, path, module))
+    return [(path, module) for _, _, path, module in sorted(found, key=lambda row: row[:2])]
+
+
+def _place(path: str, seen: _Seen) -> tuple[int, int]:
+    """Of a module that is not called: behind the module around it, or at the end where that is the model itself."""
+    around = path
+    while around and around not in seen.order:
+        around = around.rpartition(".")[0]
+    return seen.order[around] if around or not path else len(seen.order), int(around != path)
+
+
+def _row(path: str, module: nn.Module, seen: _Seen, counted: set[int], batch: int) -> ModuleRow:
+    own = list(module.parameters(recurse=False))
+    fresh = [parameter for parameter in own if id(parameter) not in counted]
+    counted.update(map(id, own))
+    params = sum(parameter.numel() for parameter in fresh)
+    return ModuleRow(
+        path,
+        type(module).__name__,
+        seen.inputs.get(path, ()),
+        seen.outputs.get(path, ()),
+        params=params,
+        shared_params=sum(parameter.numel() for parameter in own) - params,
+        trainable=sum(parameter.numel() for parameter in fresh if parameter.requires_grad),
+        macs=seen.flops[path] // (2 * batch),
+        activation_bytes=seen.bytes[path],
+        calls=seen.calls[path],
+    )

@@ -1,0 +1,110 @@
+"""From the tables of `visualise histograms` to one self-contained HTML page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from prunekit.artifacts import read_json, write_text
+from prunekit.errors import ArtifactError
+from prunekit.report import figures
+from prunekit.report.features import as_data, read_picture
+from prunekit.report.figures import COLOURS, MAX_GROUPS, canvas, shortened, svg
+from prunekit.report.page import environment
+from prunekit.report.run import read_run
+
+FACTS = "histograms.json"
+MOST_ROWS = 200
+"""Of a table; the others are in the CSV file."""
+
+
+def write_histograms_page(folder: Path, run: Path | None = None) -> Path:
+    """Renders `histograms.html` into a folder that `prunekit.workflow.statistics.write_statistics` has written.
+
+    Args:
+        folder: with what it returned in `histograms.json`.
+        run: folder of the run whose scores are shown too, if it has some.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
+    facts = read_json(folder / FACTS)
+    try:
+        rows = pd.read_csv(folder / "histograms.csv", dtype={"layer": str}, keep_default_na=False)
+    except (ValueError, OSError) as error:
+        raise ArtifactError(f"{folder / 'histograms.csv'}: expected a CSV table, but {error}") from error
+    kinds = {kind: rows[rows["kind"] == kind] for kind in ("weights", "activations")}
+    page = folder / "histograms.html"
+    write_text(
+        page,
+        environment().get_template("histograms.html").render(
+            facts=facts,
+            filters=as_data(read_picture(folder / facts["filters"])) if facts["filters"] else None,
+            most=MOST_ROWS,
+            parts={kind: figures.figure_or_none(distributions, part) for kind, part in kinds.items()},
+            scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),
+            summary=by_layer(facts["findings"]),
+        ),
+    )  # fmt: skip
+    return page
+
+
+def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
+    """A panel for each layer, with the histogram of each model as the share of its values.
+
+    Args:
+        rows: model, kind, layer, low, high, count; of one kind.
+
+    Returns:
+        The figure, how many layers it shows, and how many there are.
+    """
+    names, kind = list(rows["layer"].drop_duplicates()), str(rows["kind"].iloc[0])
+    chosen = np.unique(np.linspace(0, len(names) - 1, min(MAX_GROUPS, len(names))).round().astype(int))
+    columns = min(4, len(chosen))
+    height = math.ceil(len(chosen) / columns)
+    with canvas(columns, height, 1.65 * height + 0.5, kind) as (figure, panels):
+        for axes, index in zip(panels, chosen, strict=False):
+            _panel(axes, names[index], rows[rows["layer"] == names[index]], log=kind == "activations")
+        for axes in panels[len(chosen) :]:
+            axes.set_axis_off()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=2)
+        return svg(figure, f"Histograms of the {kind} of each layer"), len(chosen), len(names)
+
+
+def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
+    for model, part in rows.groupby("model", sort=False):
+        edges = np.append(part["low"].to_numpy(), part["high"].iloc[-1])
+        if edges[0] == edges[-1]:
+            edges = edges + np.linspace(-0.5, 0.5, len(edges))  # a single value
+        shares = 100 * part["count"].to_numpy() / max(part["count"].sum(), 1)
+        # Bins of one model are as wide as another's only where their ranges are the same.
+        shares = shares / (edges[1] - edges[0])
+        colour = COLOURS.get(str(model), COLOURS["pruned"])
+        axes.stairs(shares, edges, color=colour, fill=True, alpha=0.25)
+        axes.stairs(shares, edges, color=colour, label=str(model), linewidth=1.1)
+    axes.set_title(shortened(name), fontsize=8.5)
+    axes.tick_params(labelsize=7.5)
+    axes.xaxis.set_major_locator(MaxNLocator(3))
+    if log:
+        axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(NullFormatter() if log else FuncFormatter(lambda value, _: ""))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(axis="y", which="both", left=False)
+
+
+def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each model and layer how many channels are dead and redundant."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in findings:
+        key = one["model"], one["layer"]
+        row = rows.setdefault(key, {"model": key[0], "layer": key[1], "dead": [], "redundant": []})
+        row[one["finding"]].append(one["channel"])
+    return list(rows.values())

@@ -1,0 +1,148 @@
+"""A model's modules as a table: text, CSV, and a self-contained HTML page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from prunekit.artifacts import atomic_file
+from prunekit.errors import ModelError
+from prunekit.inputs import arguments
+from prunekit.measure.module_table import ModuleRow, Shapes, module_table
+from prunekit.measure.size import count_bytes, count_memory
+from prunekit.report.columns import table
+from prunekit.report.numbers import count, share, size
+from prunekit.vocabulary import DtypeName
+
+DTYPES: dict[str, DtypeName] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """What each module of a model takes and makes, holds and computes, in order of execution.
+
+    Attributes:
+        name: of the model.
+        rows: see `ModuleRow`; parameters that several modules share count in the first.
+        batch: of the example, which shapes and bytes are of.
+        params, trainable: elements of all parameters; `trainable` of those with `requires_grad`.
+        macs: multiply-accumulates for one sample, as `FlopCounterMode` counts them.
+        activation_bytes: of all rows together, as a backward pass would need about.
+        weight_bytes: of parameters and buffers.
+        peak_bytes: the most that is alive at once in a forward pass without gradients, see
+            `prunekit.measure.count_memory`; None where that cannot be counted, as in float64.
+    """
+
+    name: str
+    rows: tuple[ModuleRow, ...]
+    batch: int
+    params: int
+    trainable: int
+    macs: int
+    activation_bytes: int
+    weight_bytes: int
+    peak_bytes: int | None
+
+    def text(self) -> str:
+        """The table and the totals for a terminal."""
+        total = self.macs or 1
+        rows = [
+            (
+                row.path or "(root)",
+                row.kind,
+                shown(row.inputs),
+                shown(row.outputs),
+                _held(row),
+                count(row.macs),
+                share(row.macs / total),
+                size(row.activation_bytes),
+                row.calls,
+            )
+            for row in self.rows
+        ]
+        headings = ("module", "type", "input", "output", "parameters", "MACs", "share", "activations", "calls")
+        return f"{table(headings, rows, ('type', 'input', 'output'))}\n\n{self._totals()}"
+
+    def _totals(self) -> str:
+        frozen = f" ({count(self.params - self.trainable)} frozen)" if self.params > self.trainable else ""
+        peak = "" if self.peak_bytes is None else f", {size(self.peak_bytes)} at the peak of a forward pass"
+        return (
+            f"{self.name}: {count(self.params)} parameters{frozen}, {count(self.macs)} MACs for one sample, "
+            f"{size(self.weight_bytes)} of weights; batch {self.batch}: {size(self.activation_bytes)} of activations"
+            f"{peak}"
+        )
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as plain values; shapes as text, such as `1x3x224x224`."""
+        return [{**asdict(row), "inputs": shown(row.inputs), "outputs": shown(row.outputs)} for row in self.rows]
+
+    def to_csv(self, path: Path | str) -> Path:
+        """Writes the rows as a CSV file, whole or not at all."""
+        import pandas as pd
+
+        with atomic_file(Path(path)) as temporary:
+            pd.DataFrame(self.records()).to_csv(temporary, index=False)
+        return Path(path)
+
+    def to_html(self) -> str:
+        """A page that needs no other file."""
+        from prunekit.report.page import environment
+
+        totals = self._totals().partition(": ")[2]
+        return environment().get_template("summary.html").render(summary=self, totals=totals, records=self.records())
+
+
+def summary(model: nn.Module, example_inputs: Any, *, name: str | None = None) -> ModelSummary:
+    """Shapes, parameters, MACs and activation memory of each module, by one forward pass in eval mode.
+
+        print(prunekit.summary(model, torch.zeros(1, 3, 224, 224)).text())
+
+    On dense, masked and compact models of any kind; modes, random state and hooks are afterwards what they were.
+
+    Args:
+        model: not changed.
+        example_inputs: a tensor, a tuple of all positional arguments of `forward`, or a mapping by their names; batch
+            first.
+        name: what the model is called; None: its class.
+
+    Raises:
+        ModelError: the model is compiled, or does not run on the inputs.
+    """
+    given = arguments(model, example_inputs)
+    found = module_table(model, given)
+    parameters = list(model.parameters())
+    return ModelSummary(
+        name or type(model).__name__,
+        found.rows,
+        found.batch,
+        params=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        macs=found.macs,
+        activation_bytes=sum(row.activation_bytes for row in found.rows),
+        weight_bytes=count_bytes(model),
+        peak_bytes=_peak(model, given, found.batch),
+    )
+
+
+def _peak(model: nn.Module, given: tuple[Any, ...], batch: int) -> int | None:
+    kinds = {str(parameter.dtype) for parameter in model.parameters() if parameter.is_floating_point()}
+    if len(kinds) != 1 or not kinds <= DTYPES.keys():
+        return None
+    try:
+        return count_memory(model, given, batch, DTYPES[kinds.pop()])
+    except ModelError:  # it runs where it is, but not as a copy on the CPU
+        return None
+
+
+def shown(shapes: Shapes) -> str:
+    """Shapes as text, such as `1x64x8x8, 1x10`; of more than three the first ones and how many there are."""
+    texts = ["x".join(map(str, shape)) or "scalar" for shape in shapes]
+    return ", ".join(texts) if len(texts) <= 3 else f"{', '.join(texts[:2])}, ... ({len(texts)})"
+
+
+def _held(row: ModuleRow) -> str:
+    """Parameters, with those that were counted before."""
+    return count(row.params) + (f" (+{count(row.shared_params)} shared)" if row.shared_params else "")

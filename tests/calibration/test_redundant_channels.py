@@ -1,0 +1,144 @@
+"""Dead and redundant channels: planted ones are found, and the correlations are NumPy's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.redundancy import CorrelationCollector, redundant, weight_cosines
+from prunekit.capturing import capture
+from prunekit.errors import UsageError
+from prunekit.hooks import count_hooks
+from prunekit.workflow.statistics import channel_findings
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """The convolution in the middle runs twice, with other channels in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1)
+        self.norm = nn.BatchNorm2d(12)
+        self.relu = nn.ReLU()
+        self.inner = nn.Conv2d(12, 12, 3, padding=1, groups=3)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found = self.relu(self.norm(self.stem(images)))
+        found = self.inner(self.inner(found)).mean((2, 3))
+        return torch.as_tensor(self.head(found))
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [3 + torch.randn(size, 3, 8, 8, generator=draw) for size in (16, 16, 8)]
+
+
+@torch.no_grad()
+def plant(net: Net) -> None:
+    """Channel 7 is channel 2, turned round and larger; channel 4 never gets through the ReLU."""
+    net.stem.weight[7], net.stem.bias[7] = -2 * net.stem.weight[2], 1.0  # type: ignore[index]
+    net.norm.weight[4], net.norm.bias[4] = 0.0, -1.0
+
+
+def test_planted_channels_are_found_and_no_others(net: Net, batches: list[Tensor]) -> None:
+    clean, channels = channel_findings(net, batches, CPU)
+    assert clean == []
+    assert channels == 12 + 12 + 5
+    plant(net)
+    found, _ = channel_findings(net.train(), batches, CPU)
+    dead = [(row["layer"], row["channel"]) for row in found if row["finding"] == "dead"]
+    assert dead == [("norm", 4), ("relu", 4)]
+    (pair,) = [row for row in found if row["finding"] == "redundant"]
+    assert (pair["layer"], pair["channel"], pair["like"]) == ("stem", 7, 2)
+    assert pair["correlation"] == pytest.approx(-1, abs=1e-5)
+    assert pair["cosine"] == pytest.approx(-1, abs=1e-6)
+    assert net.training
+    assert count_hooks(net) == 0
+
+
+def test_correlations_are_those_of_all_values_together(net: Net, batches: list[Tensor]) -> None:
+    with CorrelationCollector(net) as seen, capture(net, ["stem", "inner", "head"]) as record, torch.no_grad():
+        for images in batches:
+            net(images)
+    products = seen.products()
+    assert list(products) == ["stem", "inner", "head"]
+    for path, found in products.items():
+        rows = torch.cat([value.movedim(1, -1).reshape(-1, value.shape[1]) for value in record.values(path)])
+        assert found.count == len(rows) == 40 * {"stem": 64, "inner": 128, "head": 1}[path]
+        np.testing.assert_allclose(found.correlation, np.corrcoef(rows.double().numpy().T), atol=1e-5)
+
+
+def test_of_several_alike_one_is_left(net: Net, batches: list[Tensor]) -> None:
+    with torch.no_grad():
+        for channel in (5, 9, 11):
+            net.stem.weight[channel] = net.stem.weight[1]
+            net.stem.bias[channel] = net.stem.bias[1]  # type: ignore[index]
+    found, _ = channel_findings(net, batches, CPU)
+    assert [(row["channel"], row["like"]) for row in found] == [(5, 1), (9, 1), (11, 1)]
+
+
+def test_what_was_seen_too_little_or_is_constant_is_told_by_its_weights(net: Net) -> None:
+    plant(net)
+    with CorrelationCollector(net) as seen, torch.no_grad():
+        net(torch.randn(1, 3, 3, 3))  # 9 places
+    (pair,) = redundant(net, {"stem": seen.products()["stem"]})
+    assert (pair.channel, pair.like, pair.correlation) == (7, 2, None)
+    with CorrelationCollector(net) as seen, torch.no_grad():
+        net(torch.ones(1, 3, 16, 16)[:, :, :1, :1].expand(64, 3, 1, 1))
+    assert np.isnan(seen.products()["stem"].correlation).all()
+
+
+def test_channels_that_are_not_finite_are_like_no_other(net: Net, batches: list[Tensor]) -> None:
+    plant(net)
+    batches[1][0, 0, 0, 0] = torch.inf
+    with CorrelationCollector(net) as seen, torch.no_grad():
+        for images in batches:
+            net(images)
+    (pair,) = redundant(net, {"stem": seen.products()["stem"]})
+    assert (pair.channel, pair.correlation) == (7, None)
+
+
+def test_positions_are_spread_over_what_there_is(net: Net, batches: list[Tensor]) -> None:
+    plant(net)
+    with CorrelationCollector(net, positions=100) as seen, torch.no_grad():
+        net(batches[0])
+    found = seen.products()["stem"]
+    assert 50 <= found.count <= 110
+    assert found.correlation[2, 7] == pytest.approx(-1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "group"),
+    [
+        (nn.Conv2d(6, 6, 3), [0, 0, 0, 0, 0, 0]),
+        (nn.Conv2d(6, 6, 3, groups=2), [0, 0, 0, 1, 1, 1]),
+        (nn.ConvTranspose2d(4, 6, 2, groups=2), [0, 0, 0, 1, 1, 1]),
+    ],
+)
+def test_weights_are_compared_where_they_read_the_same_channels(layer: nn.Module, group: list[int]) -> None:
+    cosines = weight_cosines(layer)
+    same = np.equal.outer(group, group)
+    assert np.isnan(cosines[~same]).all()
+    np.testing.assert_allclose(cosines.diagonal(), 1, rtol=1e-9)
+    weight = layer.get_parameter("weight").detach().double()
+    rows = weight[:2, 1].flatten(), weight[:2, 0].flatten()
+    if not isinstance(layer, nn.ConvTranspose2d):
+        rows = weight[1].flatten(), weight[0].flatten()
+    assert cosines[0, 1] == pytest.approx(float(torch.cosine_similarity(*rows, dim=0)))
+
+
+def test_a_threshold_is_a_share(net: Net) -> None:
+    with pytest.raises(UsageError, match=r"threshold: expected a size of correlations, above 0 and up to 1, got 1.5"):
+        redundant(net, {}, 1.5)
