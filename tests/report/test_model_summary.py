@@ -27,7 +27,9 @@ def vit() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "size", "batch"), [(resnet18, 32, 1), (mobilenet_v3_small, 32, 2), (vit, 32, 2)], ids=str
+    ("build", "size", "batch"),
+    [(resnet18, 32, 1), (mobilenet_v3_small, 32, 2), (vit, 32, 2)],
+    ids=["resnet18", "mobilenet_v3_small", "vit"],
 )
 def test_totals_are_torch_s_own_counts(build: Callable[[], nn.Module], size: int, batch: int) -> None:
     model, images = build().eval(), torch.randn(batch, 3, size, size)
