@@ -50,7 +50,7 @@ class HookOwner:
         self._handles.append(handle)
         self._active = True
 
-    def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False) -> None:
+    def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
         """Runs a hook before a module's forward; it may change the arguments.
 
         Args:
@@ -58,10 +58,12 @@ class HookOwner:
             hook: see `Before`.
             again: whether the hook is meant to run again when activation checkpointing recomputes; without this the
                 second run is warned of.
+            first: whether it runs before the hooks that are there already.
         """
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
-        self.own(module.register_forward_pre_hook(OwnedHook(self, hook, again=again), with_kwargs=True))
+        owned = OwnedHook(self, hook, again=again)
+        self.own(module.register_forward_pre_hook(owned, prepend=first, with_kwargs=True))
 
     def own_forward(
         self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False, first: bool = False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prunekit.distributed.shards import local
 from prunekit.errors import UsageError
 from prunekit.hooks import GradientChange, HookOwner, OwnedHook, refuse_compiled
 from prunekit.masking.activations import Side, require_floating
@@ -52,7 +53,7 @@ class GradientClamp(HookOwner):
     def _limited(self, path: str, gradient: Tensor, scale: LossScale | None, *, inplace: bool) -> Tensor | None:
         limit = scaled(self.limits[path], scale, gradient.device)
         clamped, beyond = limited(gradient, limit, self._by, inplace=inplace)
-        self._beyond.add(path, beyond, gradient.numel() if self._by == "value" else 1)
+        self._beyond.add(path, beyond, local(gradient).numel() if self._by == "value" else 1)
         return clamped
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from prunekit.distributed.exchange import total_of
+from prunekit.distributed.shards import is_shard, local
 from prunekit.masking.counting import BLOCK, Count, as_it_lies, count_beyond, scratch_for
 
 By = Literal["value", "norm"]
@@ -17,7 +19,7 @@ LossScale = float | Tensor | torch.amp.GradScaler | Callable[[], float | Tensor]
 
 
 def limited(gradient: Tensor, limit: float | Tensor, by: By, *, inplace: bool = False) -> tuple[Tensor | None, Count]:
-    """A gradient with no value, or no l2 norm, beyond a limit.
+    """A gradient with no value, or no l2 norm, beyond a limit; of a shard the norm is that of the whole.
 
     By value, Inf becomes the limit and NaN stays NaN. By norm, a gradient whose norm is not finite stays as it is.
 
@@ -28,9 +30,16 @@ def limited(gradient: Tensor, limit: float | Tensor, by: By, *, inplace: bool = 
         inplace: whether the result is written into `gradient`.
 
     Returns:
-        The result (None: `gradient` as it was), and how many values (by norm: gradients, 0 or 1) were beyond.
+        The result (None: `gradient` as it was), and how many values (by norm: gradients, 0 or 1) were beyond. Of a
+        shard this process's part of both.
     """
-    return (_by_value if by == "value" else _by_norm)(gradient, limit, inplace)
+    part = local(gradient)
+    if by == "value":
+        return _by_value(part, limit, inplace)
+    # The norm of half-precision values may be beyond their range.
+    wide = torch.float32 if part.dtype.itemsize < 4 else part.dtype
+    norm = torch.linalg.vector_norm(as_it_lies(part), dtype=wide)
+    return _by_norm(part, total_of(norm.double() ** 2).sqrt() if is_shard(gradient) else norm, limit, inplace)
 
 
 def scaled(limit: float, scale: LossScale | None, device: torch.device) -> float | Tensor:
@@ -75,10 +84,9 @@ def _within(values: Tensor, limit: float) -> bool:
     return -limit <= float(low) and float(high) <= limit
 
 
-def _by_norm(gradient: Tensor, limit: float | Tensor, inplace: bool) -> tuple[Tensor | None, Count]:
-    # The norm of half-precision values may be beyond their range.
-    wide = torch.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
-    norm = torch.linalg.vector_norm(as_it_lies(gradient), dtype=wide)
+def _by_norm(
+    gradient: Tensor, norm: Tensor, limit: float | Tensor, inplace: bool
+) -> tuple[Tensor | None, Count]:
     beyond: Count
     factor: float | Tensor
     if gradient.device.type == "cpu":

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.distributed.shards import is_shard, local, part_of
 from prunekit.errors import ModelError, PlanError, nearest
 from prunekit.planning import Plan
 
@@ -34,7 +35,7 @@ def evenly(count: int, length: int) -> Tensor:
 
 
 class PrunedEntries:
-    """Where one tensor is pruned; writes exact zeros there.
+    """Where one tensor is pruned; writes exact zeros there, in a shard into this process's part of it.
 
     Args:
         keep: bool, broadcastable to the tensor.
@@ -42,7 +43,7 @@ class PrunedEntries:
 
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep
-        self._masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._masks: dict[tuple[torch.device, torch.dtype, bool], Tensor] = {}
 
     def zero_(self, tensor: Tensor) -> None:
         """Overwrites the pruned entries with +0.0, whatever they were (NaN too).
@@ -66,7 +67,7 @@ class PrunedEntries:
         if tensor.is_sparse:  # the gradient of an embedding: some rows, each with the index it belongs to
             tensor._values().data.view(mask.dtype).bitwise_and_(mask.expand(tensor.shape)[tuple(tensor._indices())])
         else:
-            tensor.data.view(mask.dtype).bitwise_and_(mask)
+            local(tensor).data.view(mask.dtype).bitwise_and_(mask)
 
     def dropped(self, tensor: Tensor) -> Tensor:
         """Bool, in the tensor's shape and on its device: True where it is pruned."""
@@ -83,11 +84,17 @@ class PrunedEntries:
         return sorted({tuple(index) for index in picked.tolist()})
 
     def mask(self, tensor: Tensor) -> Tensor:
-        """What `bitwise_and` zeroes the pruned entries with, for tensors of this one's type and device."""
-        key = tensor.device, tensor.dtype
+        """What `bitwise_and` zeroes the pruned entries with, for tensors of this one's type and device.
+
+        Of a shard, for this process's part of it.
+        """
+        sharded = is_shard(tensor)
+        key = tensor.device, tensor.dtype, sharded
         if key not in self._masks:
             keep = self._keep
-            if tensor.device.type == "cpu":
+            if sharded:
+                keep = part_of(keep.expand(tensor.shape), tensor)
+            elif tensor.device.type == "cpu":
                 keep = keep.expand(tensor.shape)  # a kernel's few taps are too short an inner loop: twice as fast
             self._masks[key] = all_or_no_bits(keep, tensor.device, BITS[tensor.element_size()])
         return self._masks[key]

@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prunekit.channels.narrowed import NarrowNorms
+from prunekit.distributed.shards import is_sharded
+from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
 from prunekit.masking.held import HeldValues
 from prunekit.masking.targets import Entries, masked_tensors, widest_masks
@@ -29,6 +31,9 @@ class WeightMasks(HookOwner):
     Norms over several channels (LayerNorm, GroupNorm, RMSNorm) see only the kept ones, as in the compact model: see
     `NarrowNorms`. Each of them that loses channels runs twice.
 
+    Of a model that `fully_shard` has spread over processes, each zeroes its own shards; then it is the whole model
+    that is to be called, and the values of pruned entries cannot be held.
+
     Leaving the masks removes the hooks and leaves the zeros, unless `restore` is set. A model with such norms then
     computes something else: its norms average over the zeros too.
 
@@ -45,7 +50,8 @@ class WeightMasks(HookOwner):
 
     Raises:
         PlanError: the plan does not fit the model.
-        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored; or
+            when it is sharded and values are to be held.
     """
 
     def __init__(
@@ -73,16 +79,22 @@ class WeightMasks(HookOwner):
     def register(self) -> None:
         """Zeroes the pruned entries and registers what keeps them so."""
         refuse_compiled(self._model, type(self).__name__)
+        sharded = is_sharded(self._model)
+        if sharded and (self._restore or self._changing):
+            raise ModelError("WeightMasks: a sharded model's pruned values cannot be held; leave out restore, changing")
         if self._restore or self._changing:
             self._held = HeldValues(self._model, self._plan)
             self.own(_Leaving(self))
         self._norms.__enter__()
         self.own(self._norms)
         self._running = 0
-        self.own_forward_pre(self._model, self._begin, again=True)
-        for path, masked in self._masked.items():
-            self._watch(path, masked)
-        self.own_forward(self._model, self._end, again=True, always=True)
+        if sharded:  # before shards are put together: what is written to the whole is lost
+            self.own_forward_pre(self._model, self._zero, again=True, first=True)
+        else:
+            self.own_forward_pre(self._model, self._begin, again=True)
+            for path, masked in self._masked.items():
+                self._watch(path, masked)
+            self.own_forward(self._model, self._end, again=True, always=True)
         if self._optimizer is not None:
             self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._zero)))
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_any_step)))

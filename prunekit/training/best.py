@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from prunekit.artifacts import atomic_file
 from prunekit.distributed.exchange import share_tensors
 from prunekit.distributed.group import is_main
+from prunekit.distributed.shards import is_sharded, whole
 from prunekit.states import save_tensors
 
 
@@ -18,13 +19,17 @@ class BestWeights:
     """Keeps the state dict of the epoch with the highest validation score; a later epoch wins a tie.
 
     Args:
-        model: whose weights.
+        model: gets the best weights in the end.
         path: of the `.safetensors` file; None for none.
         warn: told when the file cannot be written; `restore` tries again.
+        trained: what is trained, where that is a sharded copy of the model.
     """
 
-    def __init__(self, model: nn.Module, path: Path | None, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: nn.Module, path: Path | None, warn: Callable[[str], None], trained: nn.Module | None = None
+    ) -> None:
         self.model, self.path, self.warn = model, path, warn
+        self._trained = model if trained is None else trained
         self.epoch, self.score = 0, -1.0
         self.weights: dict[str, Tensor] = {}
         self._written = False
@@ -37,12 +42,16 @@ class BestWeights:
 
     def keep(self) -> None:
         """Copies every parameter and buffer; the file is whole or not there."""
+        if not is_main() and not is_sharded(self._trained):
+            return
+        kept = {}
+        for name, value in self._trained.state_dict().items():
+            found = whole(value)  # one after the other: a process needs room for one
+            if is_main():  # A clone each: safetensors refuses tensors that share memory, as tied weights do.
+                kept[name] = found.detach().cpu().clone().contiguous()
+        self.weights = kept
         if not is_main():
             return
-        # A clone each: safetensors refuses tensors that share memory, as tied weights do.
-        self.weights = {
-            name: value.detach().cpu().clone().contiguous() for name, value in self.model.state_dict().items()
-        }
         self._written = False
         try:
             self._write()

@@ -37,6 +37,7 @@ from prunekit.training.progress import Progress
 from prunekit.training.replicas import kept_apart, share_buffers, share_corrupt
 from prunekit.training.run_state import RunState
 from prunekit.training.settings import TrainSettings
+from prunekit.training.sharding import in_step
 
 Numbered = tuple[int, Batch]
 
@@ -222,13 +223,14 @@ class Epochs:
     def _validate(self, when: str) -> Sums:
         sums = Sums()
         with training_mode(self.model, False), torch.no_grad():
-            for batch in self.validation:
+            for batch, counts in in_step(self.model, self.validation):
                 inputs, targets = moved(batch, self.device)
                 given = arguments(self.model, inputs)
                 output = self.model(*given)
                 loss = self.task.loss(output, targets)
                 value = self._finite(loss, given, f"the validation loss is {{}} in {when}")
-                sums.add(value, self.task.counts(output, targets), len(targets))
+                if counts:
+                    sums.add(value, self.task.counts(output, targets), len(targets))
         return sums.of_all()
 
 

@@ -33,8 +33,14 @@ from prunekit.training.progress import Progress
 from prunekit.training.replicas import replica_of, require_same_weights, shares
 from prunekit.training.run_state import RunState, identity_of
 from prunekit.training.settings import TrainSettings
+from prunekit.training.sharding import give_back_buffers, in_shards, require_shardable, sharded_copy
 from prunekit.training.shortage import naming_batch
 from prunekit.training.strides import LongStrides
+
+
+def never() -> bool:
+    """Leaves no run."""
+    return False
 
 
 def fit(
@@ -53,7 +59,7 @@ def fit(
     on_epoch: Callable[[EpochRow], None] | None = None,
     checkpoint: Path | None = None,
     checkpoints: Checkpoints | None = None,
-    until: Callable[[], bool] = lambda: False,
+    until: Callable[[], bool] = never,
     begin: LeftRun | None = None,
 ) -> History:
     """Trains a model in place, for the task of its data, and leaves it with the weights of its best validation score.
@@ -61,7 +67,8 @@ def fit(
     In a process group (`prunekit.distributed`) all processes call this alike, and train it together: each has its share
     of every batch, so that they do what one process would do, up to the order in which floating-point numbers are
     summed. Not so what is random in each, such as dropout, and BatchNorm, which normalises by the share. Only the main
-    process shows and writes.
+    process shows and writes. Under `sharding: full` it is a sharded copy that is trained, which parts see as
+    `Training.model`; the model itself waits on the CPU, and has its old weights where training fails.
 
     On the CPU two runs with the same arguments and thread count give bit-equal weights. The process's random state and
     the modules' train/eval modes are restored; the model stays on `device`.
@@ -104,6 +111,8 @@ def fit(
         MemoryShortageError: a batch does not fit into memory.
     """
     require_asked(settings, parts)
+    if sharding := in_shards(settings):
+        require_shardable(settings, parts, resumed=not (checkpoints is None and begin is None and until is never))
     loss = task_loss(splits.task, settings)
     require_trainable(model)
     wait_for_all()  # the main process may have worked alone before
@@ -117,6 +126,9 @@ def fit(
         reading(splits.train, shuffle_seed=seed, drop_last=full, augment=True, mixing=mixing),
         reading(splits.validation, shuffle_seed=None),
     )
+    given = model
+    if sharding:
+        model = sharded_copy(given, train, device)
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
@@ -127,8 +139,8 @@ def fit(
     entered = taking.active(training)
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
-    identity = identity_of(model, splits, settings, taking, **facts)
-    best = BestWeights(model, checkpoint, warn)
+    identity = identity_of(given, splits, settings, taking, **facts)
+    best = BestWeights(given, checkpoint, warn, trained=model)
     score = splits.task.main.name
     bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main(), score)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
@@ -158,6 +170,8 @@ def fit(
         if not whole:
             return History(position.rows, 0, clamps.rows(), compilation, state.left())
         require_same_weights(model, f"after {label}")
+        if sharding:
+            give_back_buffers(model, given.to(device))
         best.restore()
     return History(position.rows, best.epoch, clamps.rows(), compilation)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prunekit.distributed.exchange import everyone, gather
+from prunekit.distributed.shards import is_sharded, local
 from prunekit.hooks import HookOwner
 from prunekit.nested import first_not_finite, tensors_in
 
@@ -46,24 +48,37 @@ def _blame(name: str, module: nn.Module, output: Any) -> str | None:
 def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """Runs the model on a batch again and says what is first not finite: the input, a parameter or an output.
 
-    The run is in the model's present mode, without gradients.
+    The run is in the model's present mode, without gradients. A sharded model does not run in one process alone.
 
     Args:
         inputs: positional arguments of `forward`.
     """
     if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors_in(inputs)):
         return "the input images" if len(inputs) == 1 else "the inputs"
+    if is_sharded(model):
+        return "unknown, because a sharded model is not run again (`sharding: replicas` names it)"
     with _FirstNonFinite(model) as watch, torch.no_grad():
         model(*inputs)
     return watch.found or "the loss alone; every module's output is finite"
 
 
 def non_finite_tensor(model: nn.Module) -> str | None:
-    """The first parameter or buffer with a NaN or an Inf in it; None where all are finite."""
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        if (name := first_not_finite(tensors)) is not None:
-            return f"{kind} {name!r}"
-    return None
+    """The first parameter or buffer with a NaN or an Inf in it; None where all are finite.
+
+    Of a sharded model all processes ask together, and are told the same.
+    """
+    found = None
+    for kind, tensors in (("buffer", model.named_buffers()), ("parameter", model.named_parameters())):
+        if (name := first_not_finite((name, local(tensor)) for name, tensor in tensors)) is not None:
+            found = f"{kind} {name!r}"
+    return _agreed(model, found)
+
+
+def _agreed(model: nn.Module, found: str | None) -> str | None:
+    """What the first process has found that has found something, where each looks at its own shards alone."""
+    if not is_sharded(model) or everyone(found is None):
+        return found
+    return next(each for each in gather(found) if each is not None)
 
 
 class _FirstNonFiniteGradient(HookOwner):
@@ -95,10 +110,14 @@ class _FirstNonFiniteGradient(HookOwner):
 def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) -> str | None:
     """Which gradient is the first that is not finite, in the order in which they are computed; None if all are.
 
+    None of a sharded model too: gradients of single batches are nowhere whole.
+
     Args:
         model: with the weights and in the mode in which it happened.
         backward: runs the model forward and backward again.
     """
+    if is_sharded(model):
+        return None
     model.zero_grad(set_to_none=True)
     with _FirstNonFiniteGradient(model) as watch:
         backward()
@@ -108,10 +127,16 @@ def first_non_finite_gradient(model: nn.Module, backward: Callable[[], None]) ->
 def non_finite_gradient(model: nn.Module, *, nan_only: bool) -> str | None:
     """The first parameter whose gradient has a NaN or an Inf in it; None where all are finite.
 
+    Of a sharded model all processes ask together, and are told the same.
+
     Args:
         nan_only: whether Inf does not count.
     """
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse}
+    given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.grad.is_sparse}
+    return _agreed(model, _not_finite({name: local(gradient) for name, gradient in given.items()}, nan_only))
+
+
+def _not_finite(gradients: Mapping[str, Tensor], nan_only: bool) -> str | None:
     # One pass over all of them; a norm may overflow where no value has, and then each is looked at.
     if bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients.values()))):
         return None

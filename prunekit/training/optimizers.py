@@ -52,8 +52,9 @@ def _fused(settings: TrainSettings) -> bool:
     """One pass over weight, gradient and momentum instead of several, on the CPU as on CUDA.
 
     Not with a loss scale: when the first step is skipped, fused SGD goes on with a momentum that nobody has written.
+    Nor of shards: torch 2.15 has no fused SGD of them.
     """
-    return settings.precision != "fp16"
+    return settings.precision != "fp16" and settings.sharding != "full"
 
 
 _OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], TrainSettings], Optimizer]] = {

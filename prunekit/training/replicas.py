@@ -18,6 +18,7 @@ from prunekit.context import same_random_state, seeded, training_mode
 from prunekit.data import Batches
 from prunekit.distributed.exchange import everyone, from_main, gather, require_equal, share_tensors
 from prunekit.distributed.group import is_main, rank, size
+from prunekit.distributed.shards import is_sharded
 from prunekit.errors import UsageError
 from prunekit.inputs import arguments, moved
 from prunekit.nested import tensors_in
@@ -46,7 +47,7 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
 
 
 def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn.Module:
-    """What is called in the steps of a run: the model, or its replica where there are several processes.
+    """What is called in the steps of a run: the model, or where several processes have it whole, this one's replica.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
     pass go through the replica. Its gradients are summed over the processes, not averaged: losses are divided by the
@@ -56,6 +57,8 @@ def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn
         model: without hooks, such as those of masks, that the two images it is tried on would disturb.
         train: what it will be trained on.
     """
+    if is_sharded(model):
+        return model
     if size() == 1:
         alone: nn.Module = accelerator.prepare(model)
         return alone
@@ -75,7 +78,7 @@ def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn
 def _has_unused(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Whether what a model returns depends on fewer than all of its trainable parameters."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with _tried(model, inputs) as whole:
+    with tried(model, inputs) as whole:
         gradients = torch.autograd.grad(whole, weights, allow_unused=True)
     return not everyone(all(gradient is not None for gradient in gradients))
 
@@ -86,13 +89,13 @@ def _arrange_buckets(replica: nn.Module, inputs: tuple[Any, ...]) -> None:
     Sums over more than two processes depend on a number's place in its bucket: in the first step of a run that is
     resumed they would be others than in the same step of one that is not.
     """
-    with _tried(replica, inputs) as whole:
+    with tried(replica, inputs) as whole:
         whole.backward()  # type: ignore[no-untyped-call]
     replica.zero_grad()
 
 
 @contextmanager
-def _tried(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
+def tried(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
     """The sum of all that a model returns for two images in train mode; buffers and the random state are left alone."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
@@ -149,6 +152,6 @@ def require_same_weights(model: nn.Module, when: str) -> None:
     Raises:
         RunError: they have drifted apart.
     """
-    if size() > 1:
+    if size() > 1 and not is_sharded(model):
         sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
         require_equal(repr(sums), f"the weights {when}")

@@ -11,6 +11,7 @@ from prunekit.masking.settings import ClampSettings
 
 Count = Annotated[int, Ge(0)]
 Precision = Literal["fp32", "bf16", "fp16"]
+Sharding = Literal["replicas", "full"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ class TrainSettings:
     """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1
     """Batches whose gradients make one optimizer step."""
+    sharding: Sharding = "replicas"
+    """What each of several processes has: the whole model (DDP), or a part of every parameter, gradient and momentum
+    (FSDP2), put together module by module while it is needed."""
     compile: bool = False
     """Training steps through `torch.compile`; in eager, and saying why, where that cannot be (`CompiledForward`)."""
     clamp_activation_grad: ClampSettings | None = None

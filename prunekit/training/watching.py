@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.distributed.exchange import total
 from prunekit.distributed.group import is_main
+from prunekit.distributed.shards import is_sharded, local
 from prunekit.masking.counting import count_zeros
 from prunekit.planning import Plan
 from prunekit.training.events import Events, Histogram, histogram, of_mask
@@ -67,6 +69,11 @@ class Watching(Part):
             with self._safely():
                 self.close()
 
+    @property
+    def reads_weights(self) -> bool:
+        """Whether weights themselves are shown, and not figures of them alone."""
+        return self._settings.tensorboard and (self._settings.histograms or self._settings.images)
+
     def before_step(self, step: int) -> None:
         epoch, place = divmod(step - 1, self._training.steps)
         if not place and self._settings.histograms and self._due(epoch + 1):
@@ -82,13 +89,14 @@ class Watching(Part):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Looks at the weights as they were trained: before an average takes their place, or the next plan comes."""
-        self._sparsity = {} if self._failed else layer_sparsity(self._training.model, self._plan())
+        model = self._training.model
+        self._sparsity = {} if self._failed and not is_sharded(model) else layer_sparsity(model, self._plan())
         due = self._due(self._events.epoch + 1)
         self._shapes: dict[str, Histogram] = {}
         if due and self._settings.histograms:
             gradients = {f"gradients/{name}": shape for name, shape in self._gradients.items()}
-            self._shapes = _histograms(self._training.model, self._plan()) | gradients
-        self._image = filters(self._training.model) if due and self._settings.images else None
+            self._shapes = _histograms(model, self._plan()) | gradients
+        self._image = filters(model) if due and self._settings.images else None
         yield
 
     def after_epoch(self, row: EpochRow) -> None:
@@ -153,7 +161,7 @@ def _tag(name: str) -> str:
 def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
     """`sparsity/<module path>` -> share of exact zeros in a layer's weights, 0..1, and `sparsity/all` of all of them.
 
-    Weights have two axes or more: fresh biases and norms are zero without being pruned. Empty where nothing masks.
+    Weights have two axes or more: fresh biases and norms are zero without being pruned. Empty where nothing masks. Of a sharded model all processes ask together.
     """
     if plan is None:
         return {}
@@ -162,8 +170,10 @@ def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
             path = name.rpartition(".")[0] or name
-            zeros[path] = zeros.get(path, 0) + int(count_zeros(parameter))
+            zeros[path] = zeros.get(path, 0) + int(count_zeros(local(parameter)))
             sizes[path] = sizes.get(path, 0) + parameter.numel()
+    if is_sharded(model):
+        zeros = {path: int(count) for path, count in zip(zeros, total(*zeros.values()), strict=True)}
     found = {f"sparsity/{path}": count / sizes[path] for path, count in zeros.items()}
     return found | ({"sparsity/all": sum(zeros.values()) / sum(sizes.values())} if sizes else {})
 

@@ -13,6 +13,7 @@ from prunekit.channels import trace
 from prunekit.compaction import compact, spread_
 from prunekit.data import batches
 from prunekit.distributed.exchange import from_main
+from prunekit.distributed.shards import is_sharded
 from prunekit.inputs import arguments
 from prunekit.masking import ActivationThresholds, masked, sparsity
 from prunekit.measure.verify import verify
@@ -67,12 +68,19 @@ class Finetuning:
                 pass
             return self._go_on(model.cpu(), plan, thresholds, None)
 
+        trained = model
+
         @contextmanager
         def under_masks(training: Training) -> Iterator[None]:
-            with masked(model, plan, training.optimizer), masks(model, thresholds):
+            nonlocal trained
+            trained = training.model  # the model, or a sharded copy of it
+            with masked(trained, plan, training.optimizer), masks(trained, thresholds):
                 yield
 
-        shown = Within(under_masks, lambda: {"sparsity": f"{sparsity(model, plan).weights:.1%}"})
+        def figures() -> dict[str, str]:  # the main process asks alone
+            return {} if is_sharded(trained) else {"sparsity": f"{sparsity(trained, plan).weights:.1%}"}
+
+        shown = Within(under_masks, figures)
         return self._train(model, shown, masks=lambda: plan, chart=plan.channel_map), None
 
     def _train(self, model: nn.Module, *parts: Part, **more: Any) -> nn.Module:
@@ -93,7 +101,7 @@ class Finetuning:
         at = 0.0 if left is None else left.state["position"]["step"] / self._steps()
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
         chart = None if self._job.finetune.regularise is None else trace(small, self._prepared.example_inputs)
-        activations = Within(lambda _: masks(small, thresholds))
+        activations = Within(lambda training: masks(training.model, thresholds))
         begin = None if left is None else carry_run(left, plan)
         small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)
         spread_(model, small, plan)

@@ -29,6 +29,7 @@ from prunekit.training import (
     fit,
 )
 from prunekit.training.history import columns
+from prunekit.training.loop import never
 from prunekit.workflow.dense import Baseline
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
@@ -101,7 +102,7 @@ class Trainings:
         chart: ChannelMap | None = None,
         removed: Plan | None = None,
         cut: Plan | None = None,
-        until: Callable[[], bool] = lambda: False,
+        until: Callable[[], bool] = never,
         begin: LeftRun | None = None,
     ) -> nn.Module:
         """Trains a model in place; it is on the CPU afterwards.

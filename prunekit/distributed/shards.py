@@ -1,0 +1,44 @@
+"""Tensors of which each process has a part: the parameters of a sharded model, their gradients and momentum."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether this is a DTensor; asked without an import of its module, which takes most of a second."""
+    return type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "placements")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each process has only a part of the model's parameters."""
+    return any(is_shard(parameter) for parameter in model.parameters())
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, in the same memory; the tensor itself where it is whole."""
+    return cast("Tensor", tensor.to_local()) if is_shard(tensor) else tensor  # type: ignore[operator]
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor put together from the parts of all processes, which must all ask; itself where it is whole."""
+    return cast("Tensor", tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[operator]
+
+
+def part_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Of a whole tensor the part that lies where this process's part of another one of its shape does.
+
+    Args:
+        tensor: the same in all processes.
+        like: a shard.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    values = tensor.to(like.device)
+    return local(distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None))

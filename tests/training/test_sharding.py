@@ -1,0 +1,164 @@
+"""Training in shards: what one process does, up to the order of float32 sums, with a part of each tensor in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_group import together
+from torch import Tensor, nn
+from training_models import CPU, images, splits
+
+from prunekit.context import seeded
+from prunekit.data import Splits
+from prunekit.distributed.shards import is_shard, is_sharded, local
+from prunekit.errors import PrunekitError
+from prunekit.masking import ClampSettings, masked
+from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.training import (
+    AverageSettings,
+    DistillSettings,
+    FeatureSettings,
+    Part,
+    Sources,
+    Training,
+    TrainSettings,
+    Within,
+    asked_parts,
+    fit,
+    sharding,
+)
+from prunekit.workflow import plan_model
+
+
+def blocks(seed: int = 3) -> nn.Sequential:
+    """Two blocks, norms over several channels, a buffer, and a last layer with fewer rows than there are processes."""
+    with seeded(seed):
+        return nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.ReLU(inplace=True)),
+            nn.Sequential(nn.Conv2d(8, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 6, 1)),
+            nn.Flatten(),
+            nn.Linear(96, 3),
+            nn.Linear(3, 4),
+        )
+
+
+class Looking(Part):
+    """Looks at the shards after every step: zeros, sizes, types."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.steps, self.wrong = 0, list[str]()
+        self.sizes: dict[str, dict[str, tuple[int, int]]] = {"weight": {}, "gradient": {}, "momentum": {}}
+
+    def active(self, training: Training) -> Any:
+        self._training = training
+        return super().active(training)
+
+    def before_step(self, step: int) -> None:
+        self._look("gradient", {name: p.grad for name, p in self._training.model.named_parameters()})
+
+    def after_step(self, step: int, made: bool) -> None:
+        self.steps += 1
+        named = dict(self._training.model.named_parameters())
+        state = self._training.optimizer.state
+        self._look("weight", named)
+        moments = {name: state[p].get("momentum_buffer", state[p].get("exp_avg")) for name, p in named.items()}
+        self._look("momentum", moments)
+
+    def _look(self, kind: str, tensors: dict[str, Any]) -> None:
+        for name, tensor in tensors.items():
+            self.sizes[kind][name] = local(tensor).numel(), tensor.numel()
+            keep = self._plan.mask(name)
+            if keep is not None and kind != "momentum":
+                whole = tensor.full_tensor() if is_shard(tensor) else tensor
+                if bool(whole[~keep.expand(whole.shape)].count_nonzero()):
+                    self.wrong.append(f"{kind} {name} after {self.steps} steps")
+
+
+def trained(settings: TrainSettings) -> dict[str, Any]:
+    """The end of a run of 22 images a step, of which shares are 11, and 6 and 5."""
+    sharding.UNIT = 200  # or blocks of this size would not be units
+    model = blocks()
+    before = {id(parameter) for parameter in model.parameters()}
+    budget = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="l2")
+    plan = plan_model(model, (torch.zeros(1, 3, 8, 8),), budget).plan
+    sharded = []
+
+    @contextmanager
+    def masks(training: Training) -> Iterator[None]:
+        sharded.append([path for path, module in training.model.named_modules() if "FSDP" in type(module).__name__])
+        with masked(training.model, plan, training.optimizer):
+            yield
+
+    sources = Sources(splits(), 22, blocks(seed=4), plan.channel_map, masks=lambda: plan)
+    looking = Looking(plan)
+    parts = [Within(masks), *asked_parts(settings, sources), looking]
+    history = fit(model, splits(), settings, device=CPU, seed=1, batch=22, parts=parts)
+    assert not is_sharded(model)
+    assert {id(parameter) for parameter in model.parameters()} == before
+    return {
+        "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "history": history,
+        "sizes": looking.sizes,
+        "wrong": looking.wrong,
+        "steps": looking.steps,
+        "units": sharded[0],
+    }
+
+
+SGD = TrainSettings(epochs=2, lr=0.1, sharding="full")
+CASES = {
+    "sgd, accumulated": replace(SGD, accumulate=2),
+    "taught, clamped by norm": replace(
+        SGD,
+        distill=DistillSettings(features=FeatureSettings(modules=("1",), weight=3.0)),
+        clamp_weight_grad=ClampSettings(limit=0.05, by="norm"),
+        clamp_activation_grad=ClampSettings(limit=0.002),
+    ),
+    "adamw, clamped": replace(SGD, lr=0.01, optimizer="adamw", clamp_weight_grad=ClampSettings(limit=0.01)),
+}
+
+
+def all_cases() -> list[dict[str, Any]]:
+    return [trained(settings) for settings in CASES.values()]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_shards_do_what_one_process_does(processes: int, tmp_path: Path) -> None:
+    found = together(processes, tmp_path, all_cases)
+    for number, alone in enumerate(all_cases()):
+        others = [each[number] for each in found]
+        assert alone["units"] == []
+        assert any((weight != blocks().state_dict()[name]).any() for name, weight in alone["weights"].items())
+        for other in others:
+            assert other["units"] == ["", "0", "1"]
+            assert other["wrong"] == []
+            assert other["steps"] == alone["steps"] > 1
+            for name, weight in alone["weights"].items():
+                torch.testing.assert_close(other["weights"][name], weight, rtol=1e-4, atol=1e-6, msg=name)
+                assert torch.equal(other["weights"][name], others[0]["weights"][name])
+                assert torch.equal(other["weights"][name] == 0, weight == 0)
+            same(other["history"], alone["history"])
+        for kind, sizes in alone["sizes"].items():
+            for name, (_, total) in sizes.items():
+                rows = len(alone["weights"][name])
+                most = total // rows * -(-rows // processes)  # of whole rows, a process's share
+                held = [other["sizes"][kind][name] for other in others]
+                assert sum(own for own, _ in held) == total
+                assert max(own for own, _ in held) == most < total or rows == 1
+
+
+def same(found: Any, expected: Any) -> None:
+    assert found.best_epoch == expected.best_epoch
+    clamps = {(row.clamp, row.module): pytest.approx(row.share, abs=0.01) for row in expected.clamps}
+    assert {(row.clamp, row.module): row.share for row in found.clamps} == clamps
+    for row, alone in zip(found.rows, expected.rows, strict=True):
+        assert (row.train_score, row.validation_score) == (alone.train_score, alone.validation_score)
+        assert row.train_loss == pytest.approx(alone.train_loss, rel=1e-5)
+        assert row.validation_loss == pytest.approx(alone.validation_loss, rel=1e-5)
