@@ -30,15 +30,17 @@ def whole(tensor: Tensor) -> Tensor:
     return cast("Tensor", tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[operator]
 
 
-def part_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor the part that lies where this process's part of another one of its shape does.
+@torch.no_grad()
+def spread(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor in parts that lie where those of another do; itself where that is whole or of another shape.
 
     Args:
-        tensor: the same in all processes.
-        like: a shard.
+        tensor: the same in all processes; nothing is sent.
+        like: on whose device the parts are.
     """
+    if not is_shard(like) or tensor.shape != like.shape:
+        return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(like, DTensor)
-    values = tensor.to(like.device)
-    return local(distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None))
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.distributed.shards import is_shard, local, part_of
+from prunekit.distributed.shards import is_shard, local, spread
 from prunekit.errors import ModelError, PlanError, nearest
 from prunekit.planning import Plan
 
@@ -93,7 +93,7 @@ class PrunedEntries:
         if key not in self._masks:
             keep = self._keep
             if sharded:
-                keep = part_of(keep.expand(tensor.shape), tensor)
+                keep = local(spread(keep.expand(tensor.shape), tensor))
             elif tensor.device.type == "cpu":
                 keep = keep.expand(tensor.shape)  # a kernel's few taps are too short an inner loop: twice as fast
             self._masks[key] = all_or_no_bits(keep, tensor.device, BITS[tensor.element_size()])

@@ -112,7 +112,7 @@ def fit(
     """
     require_asked(settings, parts)
     if sharding := in_shards(settings):
-        require_shardable(settings, parts, resumed=not (checkpoints is None and begin is None and until is never))
+        require_shardable(settings, parts, left=begin is not None or until is not never)
     loss = task_loss(splits.task, settings)
     require_trainable(model)
     wait_for_all()  # the main process may have worked alone before

@@ -17,7 +17,9 @@ from prunekit.context import random_state, set_random_state
 from prunekit.data import Splits
 from prunekit.distributed.exchange import from_main, gather, main_says
 from prunekit.distributed.group import is_main, rank
+from prunekit.distributed.shards import is_shard, is_sharded, spread, whole
 from prunekit.errors import NonFiniteError, ResumeError
+from prunekit.nested import map_tensors
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.clamping import Clamps
@@ -107,7 +109,7 @@ class RunState:
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         parameters = (names[id(each)] for group in self.optimizer.param_groups for each in group["params"])
         kinds = tuple(type(part) for part in self.parts.all)
-        return LeftRun(self._state(False, gather(self._own())), tuple(parameters), kinds)
+        return LeftRun(self._state(gather(self._own()), self._training()), tuple(parameters), kinds)
 
     def keep_result(self) -> None:
         """Writes down that the run is over, and what came of it."""
@@ -116,18 +118,20 @@ class RunState:
 
     def _write(self, checkpoints: Checkpoints, *, over: bool) -> None:
         at, processes = self.position, gather(self._own())
+        asked = is_main() or is_sharded(self.model)  # shards are put together by all
+        training = self._training() if asked and not over else None
         if is_main():
-            checkpoints.write(self._state(over, processes), epoch=at.epoch, batch=at.batch, step=at.step)
+            checkpoints.write(self._state(processes, training), epoch=at.epoch, batch=at.batch, step=at.step)
         checkpoints.last = gather(checkpoints.last)[0]
 
-    def _state(self, over: bool, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _state(self, processes: Sequence[Mapping[str, Any]], training: Mapping[str, Any] | None) -> dict[str, Any]:
         return {
             "identity": self.identity,
             "position": self.position.state_dict(),
             "best": {**self.best.state_dict(), "weights": self.best.weights},
             "parts": self.parts.state_dict(),
             "processes": list(processes),
-            "training": None if over else self._training(),
+            "training": training,
         }
 
     def _own(self) -> dict[str, Any]:
@@ -140,11 +144,14 @@ class RunState:
         }
 
     def _training(self) -> dict[str, Any]:
-        """What the result of a run does not need."""
+        """What the result of a run does not need; of a sharded model whole, in the main process."""
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        if is_sharded(self.model):
+            model, optimizer = map_tensors((model, optimizer), _on_main)
         return {
-            "model": self.model.state_dict(),
+            "model": model,
             "buffers": _unsaved_buffers(self.model),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
@@ -159,12 +166,13 @@ class RunState:
         self.parts.load_state_dict(state["parts"])
         training = state["training"]
         if training is not None:
-            self.model.load_state_dict(training["model"])
+            there = self.model.state_dict()
+            self.model.load_state_dict({name: spread(v, there.get(name, v)) for name, v in training["model"].items()})
             for name, tensor in training["buffers"].items():
                 owner, _, own_name = name.rpartition(".")
                 buffers = self.model.get_submodule(owner)._buffers
                 buffers[own_name] = tensor.to(next(self.model.parameters()).device)
-            self.optimizer.load_state_dict(training["optimizer"])
+            self.optimizer.load_state_dict(_spread_moments(training["optimizer"], self.optimizer))
             self.schedule.load_state_dict(training["schedule"])
             if self.scaler is not None:
                 self.scaler.load_state_dict(training["scaler"])
@@ -172,6 +180,24 @@ class RunState:
 
     def _parts_of_data(self) -> tuple[tuple[str, Any], ...]:
         return ("train", self.splits.train), ("validation", self.splits.validation)
+
+
+def _on_main(tensor: Tensor) -> Tensor:
+    """A whole tensor as it is; a shard put together, which only the main process keeps, off the device."""
+    if not is_shard(tensor):
+        return tensor
+    found = whole(tensor)
+    return found.cpu() if is_main() else found.new_empty(0)
+
+
+def _spread_moments(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A saved state of an optimizer, in parts where its parameters are."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        index: {key: spread(v, parameters[index]) if isinstance(v, Tensor) else v for key, v in values.items()}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": moments}
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:

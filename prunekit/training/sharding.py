@@ -45,18 +45,18 @@ def in_shards(settings: TrainSettings) -> bool:
     return settings.sharding == "full" and size() > 1
 
 
-def require_shardable(settings: TrainSettings, parts: Sequence[Part], *, resumed: bool) -> None:
+def require_shardable(settings: TrainSettings, parts: Sequence[Part], *, left: bool) -> None:
     """Checks that nothing takes part in a run that needs whole weights in each process.
 
     Args:
-        resumed: whether the run is kept, left or gone on with.
+        left: whether the run may be left before its end, or is one that was.
 
     Raises:
         UsageError: something does; says what.
     """
     whole = [type(part).__name__ for part in parts if isinstance(part, WHOLE)]
     whole += ["watched histograms or images" for part in parts if isinstance(part, Watching) and part.reads_weights]
-    whole += ["checkpoints, or a run that is left"] * resumed
+    whole += ["a run that is left and gone on with"] * left
     whole += ["precision fp16, whose loss scale"] * (settings.precision == "fp16")
     if whole:
         raise UsageError(

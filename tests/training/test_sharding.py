@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,16 +14,18 @@ import pytest
 import torch
 from process_group import together
 from torch import Tensor, nn
-from training_models import CPU, images, splits
+from training_models import CPU, splits
 
 from prunekit.context import seeded
-from prunekit.data import Splits
+from prunekit.distributed.group import rank
 from prunekit.distributed.shards import is_shard, is_sharded, local
 from prunekit.errors import PrunekitError
 from prunekit.masking import ClampSettings, masked
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.training import (
     AverageSettings,
+    Checkpoints,
+    CheckpointSettings,
     DistillSettings,
     FeatureSettings,
     Part,
@@ -152,6 +156,84 @@ def test_shards_do_what_one_process_does(processes: int, tmp_path: Path) -> None
                 held = [other["sizes"][kind][name] for other in others]
                 assert sum(own for own, _ in held) == total
                 assert max(own for own, _ in held) == most < total or rows == 1
+
+
+STOPS = replace(SGD, epochs=3)
+
+
+class Ends(Exception):
+    pass
+
+
+class EndsAfter(Part):
+    def __init__(self, step: int) -> None:
+        self.last = step
+
+    def after_step(self, step: int, made: bool) -> None:
+        if step == self.last:
+            raise Ends
+
+
+def kept(folder: Path, ending: int) -> tuple[list[Tensor], Any]:
+    model = blocks()
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    checkpoints = Checkpoints(folder / str(rank()), CheckpointSettings(every_steps=1, keep=1), log=lambda _: None)
+    history = fit(
+        model, splits(), STOPS, device=CPU, seed=1, batch=22, parts=[EndsAfter(ending)], checkpoints=checkpoints
+    )  # fmt: skip
+    return list(model.state_dict().values()), [(row.train_loss, row.validation_loss) for row in history.rows]
+
+
+def others(folder: Path) -> dict[str, Any]:
+    """A run that ends and goes on, one whose weights are not finite, and what is refused."""
+    sharding.UNIT = 200
+    whole = kept(folder / "whole", -1)
+    for step in (2, 5):
+        with pytest.raises(Ends):
+            kept(folder / "ended", step)
+    return {"whole": whole, "again": kept(folder / "ended", -1), "told": [said(case) for case in REFUSED]}
+
+
+def said(case: str) -> str:
+    settings, model, more = SGD, blocks(), dict[str, Any]()
+    if case == "nan":
+        with torch.no_grad():
+            model[4].bias[0] = math.nan
+    elif case == "scalar":
+        model.scale = nn.Parameter(torch.tensor(1.0))
+    elif case == "average":
+        settings = replace(settings, average=AverageSettings())
+        more["parts"] = asked_parts(settings, Sources(splits(), 22))
+    elif case == "fp16":
+        settings = replace(settings, precision="fp16")
+    else:
+        more["until"] = lambda: True
+    try:
+        fit(model, splits(), settings, device=CPU, seed=1, batch=22, **more)
+    except PrunekitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+REFUSED = {
+    "nan": "NonFiniteError: .*first not finite: unknown",
+    "scalar": "ModelError: sharding: full: Sequential: .*scalar",
+    "average": "UsageError: sharding: full does not go with Average, which need",
+    "fp16": "UsageError: sharding: full does not go with precision fp16",
+    "left": "UsageError: sharding: full does not go with a run that is left",
+}
+
+
+def test_runs_in_shards_that_end_go_on_bit_by_bit(tmp_path: Path) -> None:
+    found = together(2, tmp_path, others, tmp_path / "runs")
+    for each in found:
+        for key in ("whole", "again"):
+            weights, losses = each[key]
+            assert all(torch.equal(a, b) for a, b in zip(weights, found[0]["whole"][0], strict=True))
+            assert losses == found[0]["whole"][1]
+        for told, expected in zip(each["told"], REFUSED.values(), strict=True):
+            assert re.match(expected, told), told
+    assert {path.name for path in (tmp_path / "runs").glob("*/*")} == {"0"}  # the main process alone writes
 
 
 def same(found: Any, expected: Any) -> None:
