@@ -28,8 +28,9 @@ def launched() -> bool:
     split = [name for name in SHARDING if os.environ.get(name, "false").lower() in ("1", "true")]
     if split:
         raise UsageError(
-            f"environment: {split[0]} asks for a model split over the processes (FSDP, DeepSpeed), and prunekit gives "
-            "each the whole model (DDP); start with torchrun, or with `accelerate launch --multi_gpu`"
+            f"environment: {split[0]} asks for a model split over the processes (FSDP, DeepSpeed), which prunekit does "
+            "itself where a recipe says `finetune.sharding: full`; start with torchrun, or with `accelerate launch "
+            "--multi_gpu`"
         )
     missing = [name for name in NEEDED if not os.environ.get(name)]
     if missing:

@@ -21,13 +21,13 @@ def is_sharded(model: nn.Module) -> bool:
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, in the same memory; the tensor itself where it is whole."""
-    return cast("Tensor", tensor.to_local()) if is_shard(tensor) else tensor  # type: ignore[operator]
+    return cast("Tensor", tensor.to_local()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """A tensor put together from the parts of all processes, which must all ask; itself where it is whole."""
-    return cast("Tensor", tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[operator]
+    return cast("Tensor", tensor.full_tensor()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

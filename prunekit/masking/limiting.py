@@ -84,9 +84,7 @@ def _within(values: Tensor, limit: float) -> bool:
     return -limit <= float(low) and float(high) <= limit
 
 
-def _by_norm(
-    gradient: Tensor, norm: Tensor, limit: float | Tensor, inplace: bool
-) -> tuple[Tensor | None, Count]:
+def _by_norm(gradient: Tensor, norm: Tensor, limit: float | Tensor, inplace: bool) -> tuple[Tensor | None, Count]:
     beyond: Count
     factor: float | Tensor
     if gradient.device.type == "cpu":

@@ -37,7 +37,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def consistency(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Every key path whose value does not fit the rest of the recipe, with what was expected."""
     yield from _finite(values, ())
-    for check in (_names, _budget, _activations, _baseline, _training, _data, _images, _deploy, _schedule):
+    for check in CHECKS:
         yield from check(values)
 
 
@@ -190,6 +190,29 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
             yield (name, "regularise", "method"), f"{text}; use it in sparsify"
 
 
+def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """What needs the whole weights in each process."""
+    prune, watch = _section(values, "prune") or {}, _section(values, "watch") or {}
+    shown = watch.get("tensorboard", True) is True
+    for name in ("baseline", "sparsify", "finetune"):
+        section = _section(values, name) or {}
+        if section.get("sharding") != "full":
+            continue
+        because = f"because {name}.sharding is 'full'"
+        for key in ("average", "regularise"):
+            if section.get(key) is not None:
+                yield (name, key), f"expected null, {because}, got {show(section[key])}"
+        if section.get("precision") == "fp16":
+            yield (name, "precision"), f"expected 'fp32' or 'bf16', {because}, got 'fp16'"
+        if name == "finetune" and prune.get("schedule") is not None:
+            yield ("prune", "schedule"), f"expected null, {because}, got {show(prune['schedule'])}"
+        if name != "baseline" and values.get("gradient_flow") is True:
+            yield ("gradient_flow",), f"expected false, {because}, got true"
+        for key in ("histograms", "images"):
+            if shown and watch.get(key) is True:
+                yield ("watch", key), f"expected false, {because}, got true"
+
+
 def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
     data = _section(values, "data")
     if data is None:
@@ -200,3 +223,6 @@ def _data(values: Mapping[str, Any]) -> Iterator[Finding]:
     if all(isinstance(share, int | float) and 0 < share < 1 for share in shares) and sum(shares) >= 1:
         text = f"expected test_share and validation_share to sum to less than 1, got {shares[0]} + {shares[1]}"
         yield ("data", "test_share"), f"{text}; nothing would be left to train on"
+
+
+CHECKS = (_names, _budget, _activations, _baseline, _training, _sharding, _data, _images, _deploy, _schedule)
