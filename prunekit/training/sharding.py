@@ -89,9 +89,8 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
         try:
             unit = fully_shard(sharded.get_submodule(path), mesh=mesh, reshard_after_forward=True)
         except (NotImplementedError, ValueError) as error:
-            raise ModelError(
-                f"sharding: full: {path or type(model).__name__}: {error}; set sharding: replicas"
-            ) from error
+            where = path or type(model).__name__
+            raise ModelError(f"sharding: full: {where}: {error}; set sharding: replicas") from error
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
     return sharded

@@ -161,7 +161,8 @@ def _tag(name: str) -> str:
 def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
     """`sparsity/<module path>` -> share of exact zeros in a layer's weights, 0..1, and `sparsity/all` of all of them.
 
-    Weights have two axes or more: fresh biases and norms are zero without being pruned. Empty where nothing masks. Of a sharded model all processes ask together.
+    Weights have two axes or more: fresh biases and norms are zero without being pruned. Empty where nothing masks.
+    Of a sharded model all processes ask together.
     """
     if plan is None:
         return {}
@@ -194,10 +195,10 @@ def _since(before: ClampCounts, now: ClampCounts) -> dict[str, float]:
     """`clamped/<clamp>/<module path>` -> share beyond the limit among what was counted in between, 0..1."""
     shares = {}
     for clamp, counts in now.items():
-        for path, (beyond, total) in counts.items():
+        for path, (beyond, seen) in counts.items():
             already, of = before.get(clamp, {}).get(path, (0, 0))
-            if total > of:
-                shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (total - of)
+            if seen > of:
+                shares[f"clamped/{clamp}/{path}"] = (beyond - already) / (seen - of)
     return shares
 
 
