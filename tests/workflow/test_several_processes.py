@@ -24,6 +24,7 @@ from prunekit.measure import latency
 from prunekit.models import load_factory
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.repair import RepairSettings
+from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, Own
 from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.calibrate import loss_gradients
@@ -41,6 +42,7 @@ def factory(tmp_path_factory: pytest.TempPathFactory) -> str:
 CHANGES: dict[str, Any] = {
     "activations": ActivationSettings(modules=("2",), target=0.6),
     "repair": RepairSettings(rows=2048),
+    "finetune": TrainSettings(epochs=2, lr=0.02, sharding="full"),  # the baseline is trained by replicas
 }
 
 
