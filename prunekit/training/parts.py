@@ -22,7 +22,8 @@ class Training:
     """The run that a part takes part in.
 
     Attributes:
-        model: as it is trained, on `device`.
+        model: as it is trained, on `device`; under `sharding: full` in several processes a sharded copy of what was
+            given, whose parameters, gradients and moments are DTensors.
         optimizer: torch's own.
         steps: of an epoch in which none is skipped.
         epochs: of the run.
