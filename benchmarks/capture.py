@@ -14,7 +14,6 @@ one over the other: 1 is the memory bandwidth's cost and no more. Eval mode with
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torchvision
-from common import keep, ratio, show
+from common import keep, ratio, shown_as_made
 from torch import Tensor, nn
 
 import prunekit
@@ -121,15 +120,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/capture.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = []
-    for row in rows(options):
-        found.append(row)
-        if options.json:
-            print(json.dumps(row), flush=True)
-    if not found:
-        parser.error(f"--only {options.only}: no row begins so")
-    if not options.json:
-        show(found, as_json=False)
+    found = shown_as_made(rows(options), options, parser, "row")
     if options.keep:
         clock = "CPU time of the thread" if options.cpu_time else "wall time"
         setting = {"ratio": "median; low and high: 10th and 90th percentile", "clock": clock, "rounds": options.rounds}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -46,6 +47,28 @@ def keep(
     path = RESULTS / f"{name}.json"
     write_json(path, {"setting": setting, "environment": where or environment(), "rows": list(rows)})
     return path
+
+
+def shown_as_made(
+    rows: Iterable[dict[str, Any]], options: argparse.Namespace, parser: argparse.ArgumentParser, what: str
+) -> list[dict[str, Any]]:
+    """All rows: with `--json` each is printed as soon as it is there, else a table of them at the end.
+
+    Args:
+        options: `json`, and `only`, by which rows were chosen.
+        parser: ends the script where there is none.
+        what: rows are called there.
+    """
+    found = []
+    for row in rows:
+        found.append(row)
+        if options.json:
+            print(json.dumps(row), flush=True)
+    if not found:
+        parser.error(f"--only {options.only}: no {what} begins so")
+    if not options.json:
+        show(found, as_json=False)
+    return found
 
 
 def cold(script: str, *arguments: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:

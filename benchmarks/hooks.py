@@ -11,14 +11,13 @@ reductions, and torch.nn.utils.prune).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from itertools import chain
 
 import calibrate_cases
 import mask_cases
 import torch
-from common import keep, show
+from common import keep, shown_as_made
 
 
 def main() -> None:
@@ -31,15 +30,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/hooks.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = []
-    for row in chain(calibrate_cases.rows(options.rounds, options.only), mask_cases.rows(options.rounds, options.only)):
-        rows.append(row)
-        if options.json:
-            print(json.dumps(row), flush=True)
-    if not rows:
-        parser.error(f"--only {options.only}: no case begins so")
-    if not options.json:
-        show(rows, as_json=False)
+    cases = chain(calibrate_cases.rows(options.rounds, options.only), mask_cases.rows(options.rounds, options.only))
+    rows = shown_as_made(cases, options, parser, "case")
     if options.keep:
         ratio = "median; low and high: 10th and 90th percentile"
         setting = {"threads": options.threads, "dtype": "float32", "ratio": ratio}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
-from common import keep, ratio, show
+from common import keep, ratio, shown_as_made
 from mask_cases import random_plan, torch_prune
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -231,16 +230,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     setting = Setting(options.batch, options.size, options.dtype, options.device, options.rounds, options.cpu_time)
     torch.manual_seed(0)
-    plan, rows = random_plan(models.resnet34()), []
-    for case in cases(plan, setting):
-        if case.name.startswith(options.only):
-            rows.append(row(case, plan, setting))
-            if options.json:
-                print(json.dumps(rows[-1]), flush=True)
-    if not rows:
-        parser.error(f"--only {options.only}: no case begins so")
-    if not options.json:
-        show(rows, as_json=False)
+    plan = random_plan(models.resnet34())
+    chosen = (case for case in cases(plan, setting) if case.name.startswith(options.only))
+    rows = shown_as_made((row(case, plan, setting) for case in chosen), options, parser, "case")
     if options.keep:
         what = {"ratio": "median; low and high: 10th and 90th percentile", "grown_bytes": "over the rounds"}
         print(keep("training", rows, what), file=sys.stderr)

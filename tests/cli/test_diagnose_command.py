@@ -65,14 +65,6 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["diagnose", *arguments])
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.yaml").write_text(RECIPE)
-    (tmp_path / "own.py").write_text(CODE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_a_healthy_model_exits_with_0(here: Path) -> None:
     done = run("mine.yaml", "--model", "own.py:fits", "--batches", "2", "--json", "--output", "found")
     assert done.exit_code == 0, done.output

@@ -50,14 +50,6 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.yaml").write_text(RECIPE)
-    (tmp_path / "own.py").write_text(CODE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_a_job_from_the_command_line_to_its_model_folder(here: Path) -> None:
     own = ["--model", "own.py:net", "--data", "own.py:images"]
     done = run("finetune", "mine.yaml", *own, "--json")

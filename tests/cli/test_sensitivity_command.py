@@ -52,14 +52,6 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["sensitivity", *arguments])
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.yaml").write_text(RECIPE)
-    (tmp_path / "own.py").write_text(CODE)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 OWN = ("mine.yaml", "--model", "own.py:Net")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from process_group import together
 from torch import Tensor, nn
-from training_models import CPU, splits
+from training_models import CPU, Ends, EndsAfter, splits
 
 from prunekit.distributed.group import rank
 from prunekit.errors import ResumeError
@@ -17,7 +17,6 @@ from prunekit.training import (
     AverageSettings,
     Checkpoints,
     CheckpointSettings,
-    Part,
     Sources,
     TrainSettings,
     asked_parts,
@@ -50,21 +49,6 @@ class Net(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         return self.head(self.dropout(self.second(self.norm(self.first(images)).relu()).relu()).flatten(1))
-
-
-class Ends(Exception):
-    pass
-
-
-class EndsAfter(Part):
-    """Ends the run in every process."""
-
-    def __init__(self, step: int) -> None:
-        self.last = step
-
-    def after_step(self, step: int, made: bool) -> None:
-        if step == self.last:
-            raise Ends
 
 
 def trained(folder: Path, ending: int | None, batch: int = 22) -> tuple[list[Tensor], list[Any]]:

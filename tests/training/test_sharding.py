@@ -14,7 +14,7 @@ import pytest
 import torch
 from process_group import together
 from torch import Tensor, nn
-from training_models import CPU, splits
+from training_models import CPU, Ends, EndsAfter, splits
 
 from prunekit.context import seeded
 from prunekit.distributed.group import rank, size
@@ -160,19 +160,6 @@ def test_shards_do_what_one_process_does(processes: int, names: list[str], tmp_p
 
 
 STOPS = replace(SGD, epochs=3)
-
-
-class Ends(Exception):
-    pass
-
-
-class EndsAfter(Part):
-    def __init__(self, step: int) -> None:
-        self.last = step
-
-    def after_step(self, step: int, made: bool) -> None:
-        if step == self.last:
-            raise Ends
 
 
 def kept(folder: Path, ending: int) -> tuple[list[Tensor], Any]:

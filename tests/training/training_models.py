@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.data import Feed, Splits, TensorImages
+from prunekit.training import Part
 
 CPU = torch.device("cpu")
 
@@ -38,3 +39,18 @@ def images(count: int, seed: int) -> TensorImages:
 def splits(count: int = 66) -> Splits:
     """A training set that is no multiple of the batches used, and a small validation set."""
     return Splits(images(count, 0), images(20, 1), images(20, 2), ("a", "b", "c", "d"), (3, 8, 8), "f")
+
+
+class Ends(Exception):
+    """What `EndsAfter` raises."""
+
+
+class EndsAfter(Part):
+    """Ends the run after a step, in every process."""
+
+    def __init__(self, step: int) -> None:
+        self.last = step
+
+    def after_step(self, step: int, made: bool) -> None:
+        if step == self.last:
+            raise Ends
