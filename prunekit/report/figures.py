@@ -38,6 +38,8 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 9.5,
     "font.family": "sans-serif",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
     "text.color": INK,
     "text.parse_math": False,
     "axes.labelcolor": INK,
@@ -56,13 +58,19 @@ STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def canvas(columns: int, rows: int, height: float, name: str) -> Iterator[tuple[Figure, Any]]:
-    """A figure of the page's width, `height` inches high, and its panels in a flat array; `name` is the page's own."""
+def canvas(
+    columns: int, rows: int, height: float, name: str, grid: Mapping[str, float] | None = None
+) -> Iterator[tuple[Figure, Any]]:
+    """A figure of the page's width, `height` inches high, and its panels in a flat array; `name` is the page's own.
+
+    Args:
+        grid: where the panels are, as `Figure.subplots_adjust` has it; None: they are fitted around what is written at
+            their sides, which takes as long as drawing them does.
+    """
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        yield figure, np.atleast_1d(figure.subplots(rows, columns)).ravel()
+        figure = Figure(figsize=(WIDTH, height), layout="constrained" if grid is None else None)
+        yield figure, np.atleast_1d(figure.subplots(rows, columns, gridspec_kw=dict(grid or {}))).ravel()
 
 
 def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
@@ -72,7 +80,8 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
         lit: it stands on white in the dark too, because its colours are those of a scale.
     """
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", transparent=True, metadata=dict.fromkeys(METADATA))
+    # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
+    FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(METADATA))
     head, body = stream.getvalue().split("<svg", 1)[1].split(">", 1)
     view_box = re.findall(r'viewBox="[-0-9. ]+"', head)[0]
     body = re.sub("(?<=: )#[0-9a-f]{6}", lambda found: THEMED.get(found[0], found[0]), body)
@@ -109,13 +118,15 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
     chosen = np.unique(np.linspace(0, len(names) - 1, min(MAX_GROUPS, len(names))).round().astype(int))
     columns = min(4, len(chosen))
     rows = math.ceil(len(chosen) / columns)
-    with canvas(columns, rows, 1.65 * rows + 0.5, "histograms") as (figure, panels):
+    height = 1.65 * rows + 0.5
+    grid = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
+    with canvas(columns, rows, height, "histograms", {**grid, "wspace": 0.16, "hspace": 0.45}) as (figure, panels):
         for axes, index in zip(panels, chosen, strict=False):
             _histogram(axes, names[index], scores[scores["group"] == names[index]])
         for axes in panels[len(chosen) :]:
             axes.set_axis_off()
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=2)
+        figure.legend(handles, labels, loc="upper right", ncols=2)
         return svg(figure, "Histograms of importance scores per channel group"), len(chosen), len(names)
 
 
@@ -124,8 +135,10 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     kept = finite["kept"].astype(int) == 1
     values = finite["score"].to_numpy(dtype=float)
     edges = np.histogram_bin_edges(values, bins=min(24, max(6, len(values) // 4))) if len(values) else 6
-    parts = [values[~kept.to_numpy()], values[kept.to_numpy()]]
-    axes.hist(parts, bins=edges, stacked=True, color=["#e5a13d", COLOURS["pruned"]], label=["removed", "kept"])
+    every, edges = np.histogram(values, edges)
+    removed, _ = np.histogram(values[~kept.to_numpy()], edges)
+    axes.stairs(removed, edges, fill=True, color="#e5a13d", label="removed")
+    axes.stairs(every, edges, baseline=removed, fill=True, color=COLOURS["pruned"], label="kept")
     axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
     axes.tick_params(labelsize=7.5)
     axes.xaxis.set_major_locator(MaxNLocator(3))
