@@ -81,7 +81,7 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
     """
     stream = io.StringIO()
     # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
-    FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(METADATA))
+    FigureCanvasSVG(figure).print_svg(stream, metadata=dict.fromkeys(METADATA))  # type: ignore[no-untyped-call]
     head, body = stream.getvalue().split("<svg", 1)[1].split(">", 1)
     view_box = re.findall(r'viewBox="[-0-9. ]+"', head)[0]
     body = re.sub("(?<=: )#[0-9a-f]{6}", lambda found: THEMED.get(found[0], found[0]), body)
