@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,14 +10,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qsl
 
 import pandas as pd
 import pytest
 import safetensors.torch
 import torch
+from google.protobuf import text_format
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.graph_pb2 import GraphDef
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+from tensorboard_server import served
 
 import prunekit
 from prunekit import report
@@ -29,7 +33,7 @@ from prunekit.measure import LatencyReport, LatencySettings, accuracy, count_mac
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION
-from prunekit.training import EpochRow, TrainSettings
+from prunekit.training import EpochRow, TrainSettings, WatchSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
 from prunekit.workflow.dense import Baseline, prepare, train_baseline
 from prunekit.workflow.explaining import explain_job
@@ -63,7 +67,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("runs")
     log: list[str] = []
-    settings = job(output)
+    settings = job(output, watch=WatchSettings(histograms=True, images=True))
     result = finetune(replace(settings, latency=replace(settings.latency, explain=True)), log=log.append)
     assert result.folder.parent == output / "small"
     return result.folder, result.metrics, log
@@ -123,27 +127,50 @@ def test_folder_holds_the_evidence(finished: tuple[Path, dict[str, Any], list[st
     assert prunekit.load_plan(folder).provenance["prune"]["budget"]["macs"] == 0.45
 
 
-def test_tensorboard_compares_runs_and_shows_the_model(
-    finished: tuple[Path, dict[str, Any], list[str]],
-) -> None:
+def test_tensorboard_itself_shows_a_run(finished: tuple[Path, dict[str, Any], list[str]]) -> None:
+    """By what it answers to its own page."""
     folder, metrics, _ = finished
-    events = EventAccumulator(str(folder / "tensorboard" / "run")).Reload()
-    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    found = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert found["prune.budget.macs"].number_value == 0.45
-    assert found["prune.criterion"].string_value == "activation"
-    assert found["data.download"].bool_value is False
-    assert not {"output", "prune.budget.params"} & set(found)
-    for tag, value in (("pruned/top1", metrics["pruned"]["top1"]), ("dense/macs", metrics["dense"]["macs"])):
-        assert [event.value for event in events.Scalars(tag)] == [pytest.approx(value)]
-    shown = EventAccumulator(str(folder / "tensorboard" / "run")).Reload().Graph()
-    graph = GraphDef.FromString(shown.SerializeToString())
+    with served(folder / "tensorboard") as board:
+        scalars = board.json("scalars/tags")
+        curve = board.json("scalars/scalars", run="pruned", tag="loss/validation")
+        layout = board.json("custom_scalars/layout")
+        histograms = board.json("histograms/histograms", run="pruned", tag="masks/conv1.weight")
+        images = board.json("images/tags")
+        queries = [
+            board.json("images/images", run="run", tag=tag, sample=0)[0]["query"] for tag in ("filters", "sparsity")
+        ]
+        pictures = [board.bytes("images/individualImage", **dict(parse_qsl(query))) for query in queries]
+        wanted = {"startIndex": 0, "sliceSize": 10, "allowedStatuses": ["STATUS_SUCCESS"], "colParams": []}
+        groups = board.json("hparams/session_groups", request=json.dumps(wanted))["sessionGroups"]
+        graph = text_format.Parse(board.bytes("graphs/graph", run="run", conceptual="false").decode(), GraphDef())
+    history = pd.read_csv(folder / "history.csv").query("run == 'pruned'")
+    assert [(step, value) for _, step, value in curve] == [
+        (row.epoch, pytest.approx(row.validation_loss)) for row in history.itertuples()
+    ]
+    assert {"baseline", "control", "pruned", "run"} <= set(scalars)
+    charts = {chart["title"]: chart["multiline"]["tag"] for part in layout["category"] for chart in part["chart"]}
+    assert charts["loss"] == ["loss/.*"]
+    plan = prunekit.load_plan(folder)
+    kept = plan.channel_map.parameters_kept(plan.keep, ["conv1.weight"])
+    (_, step, bins), *_ = histograms
+    assert step == 1
+    assert sum(count for low, high, count in bins if low >= 0.5 or high > 0.75) == kept
+    assert set(images["run"]) == {"filters", "sparsity"}
+    for picture in pictures:
+        with Image.open(io.BytesIO(picture)) as opened:
+            assert min(opened.size) > 20
+    (group,) = groups
+    assert group["hparams"]["prune.budget.macs"] == 0.45
+    assert group["hparams"]["prune.criterion"] == "activation"
+    assert group["hparams"]["data.download"] is False
+    assert not {"output", "prune.budget.params"} & set(group["hparams"])
+    outcomes = {row["name"]["tag"]: row["value"] for row in group["metricValues"]}
+    assert outcomes["pruned/top1"] == pytest.approx(metrics["pruned"]["top1"])
+    assert outcomes["dense/macs"] == pytest.approx(metrics["dense"]["macs"])
     layers = pd.read_csv(folder / "layers.csv").query("kind == 'Conv2d'").set_index("module")
     drawn = {node.name: node for node in graph.node if node.op == "convolution"}
-    assert [name.removesuffix("/convolution").replace("/", ".") for name in drawn] == list(
-        layers.loc[[name.removesuffix("/convolution").replace("/", ".") for name in drawn]].index
-    )
-    assert len(drawn) == len(layers)
+    assert {name.removesuffix("/convolution").replace("/", ".") for name in drawn} == set(layers.index)
+    assert {source for node in graph.node for source in node.input} <= {node.name for node in graph.node}
     for module, row in layers.iterrows():
         weight = drawn[f"{str(module).replace('.', '/')}/convolution"].attr["weight"].s.decode()
         before, after = (text.split("x")[:2] for text in weight.split(" -> "))
