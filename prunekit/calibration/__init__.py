@@ -9,7 +9,6 @@ from prunekit.calibration.moments import InputMoments
 from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.ranks import MapRanks, RankCollector
 from prunekit.calibration.read_hooks import ReadHooks, find_consumers
-from prunekit.calibration.redundancy import CorrelationCollector, Redundant, redundant
 from prunekit.calibration.settings import CalibrationSettings
 from prunekit.calibration.shortage import CalibrationWarning
 from prunekit.calibration.sketch import MagnitudeSketch
@@ -21,7 +20,6 @@ __all__ = [
     "ChannelStats",
     "Collectors",
     "Consumer",
-    "CorrelationCollector",
     "InputMoments",
     "LayerStats",
     "MagnitudeSketch",
@@ -30,7 +28,6 @@ __all__ = [
     "NonFinite",
     "RankCollector",
     "ReadHooks",
-    "Redundant",
     "StatsCollector",
     "StatsKey",
     "TaylorTerms",
@@ -40,5 +37,4 @@ __all__ = [
     "few_samples",
     "find_consumers",
     "first_tensor",
-    "redundant",
 ]

@@ -6,21 +6,25 @@ from prunekit.capturing.hooks import LayerHooks, What, Where
 from prunekit.capturing.intervene import Change, Intervention, intervene
 from prunekit.capturing.layers import Layers, choose
 from prunekit.capturing.reducers import Reducer
+from prunekit.capturing.redundancy import CorrelationCollector, Redundant, redundant
 from prunekit.capturing.sizes import Size, size_of
 
 __all__ = [
     "Capture",
     "Captured",
     "Change",
+    "CorrelationCollector",
     "Intervention",
     "LayerHooks",
     "Layers",
     "Reducer",
+    "Redundant",
     "Size",
     "What",
     "Where",
     "capture",
     "choose",
     "intervene",
+    "redundant",
     "size_of",
 ]

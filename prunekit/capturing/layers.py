@@ -73,6 +73,13 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
 
 
+def attention_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights of attention's projections, which their modules may not be called for, by the names that choose them."""
+    hidden = _hidden(model)
+    weights = ((name, parameter) for name, parameter in model.named_parameters() if name.endswith("weight"))
+    return {path: parameter for name, parameter in weights if (path := name.removesuffix(".weight")) in hidden}
+
+
 def _hidden(model: nn.Module) -> set[str]:
     """Layers in attention modules, whose weights may be used out of their modules' sight."""
     hosts = {path for path, module in model.named_modules() if type(module) in SUBSTITUTES or _is_equivalent(module)}

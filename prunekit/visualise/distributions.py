@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.passes import run_passes
-from prunekit.calibration.redundancy import layers_with_channels, weight_of
-from prunekit.capturing import Layers, capture, choose
+from prunekit.capturing import LayerHooks, Layers, Where
+from prunekit.capturing.redundancy import weights_with_channels
 
 BINS = 48
 
@@ -41,13 +40,12 @@ class Distribution:
 
 
 def weight_distributions(model: nn.Module, bins: int = BINS) -> dict[str, Distribution]:
-    """Of the weights of each convolution and linear layer, by its path."""
+    """Of the weights of each convolution, linear layer and projection of attention, by its path."""
     found = {}
-    for path, module in layers_with_channels(model).items():
-        weight = weight_of(module)
-        low, high = _range(weight).tolist()
+    for path, weight in weights_with_channels(model).items():
+        low, high = _range(weight)
         if low <= high:
-            found[path] = _distribution(low, high, _counted(low, high, bins)(weight))
+            found[path] = _distribution(low, high, _counted(weight, low, high, bins))
     return found
 
 
@@ -58,59 +56,76 @@ def activation_distributions(
     layers: Layers | None = None,
     bins: int = BINS,
 ) -> dict[str, Distribution]:
-    """Of what layers return, over all calls, by their paths in the order of the model; in eval mode.
+    """Of what layers return, over all calls, by their paths in order of execution; in eval mode.
 
     The model runs twice over the batches: once for the ranges, once to count.
 
     Args:
         model: already on `device`; not changed.
         batches: can be gone through twice; see `run_passes`.
-        layers: see `prunekit.capture`; None: convolutions and linear layers.
+        layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
         bins: of each histogram.
 
     Raises:
         UsageError: a glob matches nothing.
     """
-    paths = choose(model, list(layers_with_channels(model)) if layers is None else layers, "layers").paths
-    with ExitStack() as entered:
-        records = {path: entered.enter_context(capture(model, path, reduce=_range)) for path in paths}
-        run_passes(model, batches, device)
-    ranges = {path: _widest(record.values()) for path, record in records.items()}
-    ranges = {path: bounds for path, bounds in ranges.items() if bounds[0] <= bounds[1]}
-    with ExitStack() as entered:
-        records = {
-            path: entered.enter_context(capture(model, path, reduce=_counted(*bounds, bins)))
-            for path, bounds in ranges.items()
-        }
-        run_passes(model, batches, device)
-    return {path: _distribution(*ranges[path], sum(record.values())) for path, record in records.items()}
+    chosen = list(weights_with_channels(model)) if layers is None else layers
+    ranges = _Ranges(model, chosen)
+    run_passes(model, batches, device, ranges)
+    counts = _Counts(model, chosen, ranges.finite(), bins)
+    run_passes(model, batches, device, counts)
+    return {path: _distribution(*counts.ranges[path], found) for path, found in counts.found.items()}
 
 
-def _range(values: Tensor) -> Tensor:
-    """(2,) The least and the greatest finite value; inf and -inf where there is none."""
+class _Ranges(LayerHooks):
+    """The least and the greatest finite value of what each layer returns."""
+
+    def __init__(self, model: nn.Module, layers: Layers) -> None:
+        super().__init__(model, layers, "output")
+        self._found: dict[str, tuple[float, float]] = {}
+
+    def seen(self, where: Where, values: Tensor, axis: int) -> None:
+        """Widens the range of a layer."""
+        low, high = self._found.get(where.path, (torch.inf, -torch.inf))
+        with torch._C.DisableTorchFunction():
+            least, greatest = _range(values.detach())
+        self._found[where.path] = min(low, least), max(high, greatest)
+
+    def finite(self) -> dict[str, tuple[float, float]]:
+        """Of the layers that returned some finite value."""
+        return {path: bounds for path, bounds in self._found.items() if bounds[0] <= bounds[1]}
+
+
+class _Counts(LayerHooks):
+    """Counts the values that layers return in bins between known ends."""
+
+    def __init__(self, model: nn.Module, layers: Layers, ranges: Mapping[str, tuple[float, float]], bins: int) -> None:
+        super().__init__(model, layers, "output")
+        self.ranges, self._bins = ranges, bins
+        self.found: dict[str, Tensor] = {}
+
+    def seen(self, where: Where, values: Tensor, axis: int) -> None:
+        """Adds the values of a call."""
+        if where.path in self.ranges:
+            with torch._C.DisableTorchFunction():
+                counted = _counted(values.detach(), *self.ranges[where.path], self._bins)
+            self.found[where.path] = counted + self.found.get(where.path, 0)
+
+
+def _range(values: Tensor) -> tuple[float, float]:
+    """The least and the greatest finite value; inf and -inf where there is none."""
     finite = values[values.isfinite()].float()
-    return torch.stack((finite.min(), finite.max())) if len(finite) else torch.tensor([torch.inf, -torch.inf])
+    return (float(finite.min()), float(finite.max())) if len(finite) else (torch.inf, -torch.inf)
 
 
-def _widest(ranges: list[Tensor]) -> tuple[float, float]:
-    low, high = torch.inf, -torch.inf
-    for bounds in ranges:
-        low, high = min(low, float(bounds[0])), max(high, float(bounds[1]))
-    return low, high
-
-
-def _counted(low: float, high: float, bins: int) -> Callable[[Tensor], Tensor]:
-    """Counts values: (bins + 2,), the last two of zeros and of what is not finite."""
+def _counted(values: Tensor, low: float, high: float, bins: int) -> Tensor:
+    """(bins + 2,) How many values are in each bin; the last two are of zeros and of what is not finite."""
     width = (high - low) / bins or 1.0
-
-    def count(values: Tensor) -> Tensor:
-        finite = values[values.isfinite()].float()
-        place = ((finite - low) / width).long().clamp_(0, bins - 1)
-        counts = torch.bincount(place, minlength=bins)
-        more = torch.stack(((finite == 0).sum(), torch.tensor(values.numel() - len(finite), device=counts.device)))
-        return torch.cat((counts, more))
-
-    return count
+    finite = values[values.isfinite()].float()
+    place = ((finite - low) / width).long().clamp_(0, bins - 1)
+    counts = torch.bincount(place, minlength=bins)
+    more = torch.stack(((finite == 0).sum(), torch.tensor(values.numel() - len(finite), device=counts.device)))
+    return torch.cat((counts, more))
 
 
 def _distribution(low: float, high: float, counted: Tensor) -> Distribution:

@@ -12,8 +12,7 @@ from torch import nn
 
 from prunekit.calibration import StatsCollector
 from prunekit.calibration.passes import run_passes
-from prunekit.calibration.redundancy import CorrelationCollector, redundant
-from prunekit.capturing import Layers
+from prunekit.capturing import CorrelationCollector, Layers, redundant
 from prunekit.context import threads
 from prunekit.data import Batches, Splits
 from prunekit.errors import UsageError
@@ -35,7 +34,7 @@ class StatisticsSettings:
     """What is looked at.
 
     Attributes:
-        layers: of activations, see `prunekit.capture`; None: convolutions and linear layers.
+        layers: of activations, see `prunekit.capture`; None: convolutions, linear layers, projections of attention.
         threshold: see `redundant`.
     """
 
@@ -131,19 +130,24 @@ def channel_findings(
 
     Returns:
         Rows: layer, channel, finding (`dead` or `redundant`), and of redundant ones like, correlation and cosine; and
-        of how many channels of convolutions and linear layers the correlations were looked at.
+        of how many channels of convolutions, linear layers and projections the correlations were looked at.
     """
     stats, pairs = StatsCollector(model, inputs=False, fused=False), CorrelationCollector(model)
     run_passes(model, batches, device, stats, pairs)
-    rows: list[Row] = []
-    for key, channels in stats.stats().dead().items():
-        layer = f"{key.module}, call {key.call + 1}" if key.call else key.module
-        empty = {"like": None, "correlation": None, "cosine": None}
-        rows += [{"layer": layer, "channel": int(one), "finding": "dead", **empty} for one in channels]
-    products = pairs.products()
+    found, products = stats.stats(), pairs.products()
+    dead = [
+        (f"{key.module}, call {key.call + 1}" if key.call else key.module, channels)
+        for key, channels in found.dead().items()
+    ]
+    called = {key.module for key in found}
+    dead += [(seen.layer, seen.constant) for seen in products if seen.layer not in called]
+    empty = {"like": None, "correlation": None, "cosine": None}
+    rows: list[Row] = [
+        {"layer": layer, "channel": int(channel), "finding": "dead", **empty}
+        for layer, channels in dead
+        for channel in channels
+    ]
     for pair in redundant(model, products, threshold):
         facts = asdict(pair)
-        rows.append(
-            {"layer": facts.pop("layer"), "channel": facts.pop("channel"), "finding": "redundant", **facts}
-        )  # fmt: skip
-    return rows, sum(len(one.total) for one in products.values())
+        rows.append({"layer": facts.pop("layer"), "channel": facts.pop("channel"), "finding": "redundant", **facts})
+    return rows, sum(len(seen.total) for seen in products)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from prunekit.calibration.redundancy import Products, redundant
+from prunekit.capturing import redundant
+from prunekit.capturing.redundancy import Products
 from prunekit.errors import UsageError
 from prunekit.hooks import count_hooks
 from prunekit.visualise.distributions import activation_distributions, rows_of, weight_distributions
@@ -106,15 +107,17 @@ def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     weight_norm(model.linear1)
     found = activation_distributions(model, [torch.randn(3, 5, 8)], torch.device("cpu"), bins=4)
-    assert set(found) == {"self_attn.out_proj", "linear1", "linear2"}
+    assert list(found) == ["self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"]
+    assert found["self_attn.in_proj_weight"].total == 3 * 5 * 24
+    assert set(weight_distributions(model, 4)) == set(found)
     assert found["self_attn.out_proj"].total == 3 * 5 * 8
     assert weight_distributions(model, 4)["linear1"].total == 16 * 8
-    assert "linear1" in {pair.layer for pair in redundant(model, {"linear1": _none(16)}, 0.05)}
+    assert "linear1" in {pair.layer for pair in redundant(model, [_none("linear1", 16)], 0.05)}
 
 
-def _none(channels: int) -> Products:
+def _none(layer: str, channels: int) -> Products:
     zeros = np.zeros(channels)
-    return Products(0, zeros, zeros, np.outer(zeros, zeros))
+    return Products(layer, 0, 0, zeros, zeros, np.outer(zeros, zeros))
 
 
 def test_what_is_not_finite_or_all_the_same() -> None:

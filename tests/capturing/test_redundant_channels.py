@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.redundancy import CorrelationCollector, redundant, weight_cosines
-from prunekit.capturing import capture
+from prunekit.capturing import CorrelationCollector, capture, redundant
+from prunekit.capturing.redundancy import Products, weight_cosines
 from prunekit.errors import UsageError
 from prunekit.hooks import count_hooks
 from prunekit.workflow.statistics import channel_findings
@@ -45,6 +45,11 @@ def batches() -> list[Tensor]:
     return [3 + torch.randn(size, 3, 8, 8, generator=draw) for size in (16, 16, 8)]
 
 
+def stem(seen: CorrelationCollector) -> Products:
+    """What is known of the first layer."""
+    return next(found for found in seen.products() if found.layer == "stem")
+
+
 @torch.no_grad()
 def plant(net: Net) -> None:
     """Channel 7 is channel 2, turned round and larger; channel 4 never gets through the ReLU."""
@@ -73,8 +78,9 @@ def test_correlations_are_those_of_all_values_together(net: Net, batches: list[T
         for images in batches:
             net(images)
     products = seen.products()
-    assert list(products) == ["stem", "inner", "head"]
-    for path, found in products.items():
+    assert [found.layer for found in products] == ["stem", "inner", "head"]
+    for found in products:
+        path = found.layer
         rows = torch.cat([value.movedim(1, -1).reshape(-1, value.shape[1]) for value in record.values(path)])
         assert found.count == len(rows) == 40 * {"stem": 64, "inner": 128, "head": 1}[path]
         np.testing.assert_allclose(found.correlation, np.corrcoef(rows.double().numpy().T), atol=1e-5)
@@ -93,11 +99,11 @@ def test_what_was_seen_too_little_or_is_constant_is_told_by_its_weights(net: Net
     plant(net)
     with CorrelationCollector(net) as seen, torch.no_grad():
         net(torch.randn(1, 3, 3, 3))  # 9 places
-    (pair,) = redundant(net, {"stem": seen.products()["stem"]})
+    (pair,) = redundant(net, [stem(seen)])
     assert (pair.channel, pair.like, pair.correlation) == (7, 2, None)
     with CorrelationCollector(net) as seen, torch.no_grad():
         net(torch.ones(1, 3, 16, 16)[:, :, :1, :1].expand(64, 3, 1, 1))
-    assert np.isnan(seen.products()["stem"].correlation).all()
+    assert np.isnan(stem(seen).correlation).all()
 
 
 def test_channels_that_are_not_finite_are_like_no_other(net: Net, batches: list[Tensor]) -> None:
@@ -106,7 +112,7 @@ def test_channels_that_are_not_finite_are_like_no_other(net: Net, batches: list[
     with CorrelationCollector(net) as seen, torch.no_grad():
         for images in batches:
             net(images)
-    (pair,) = redundant(net, {"stem": seen.products()["stem"]})
+    (pair,) = redundant(net, [stem(seen)])
     assert (pair.channel, pair.correlation) == (7, None)
 
 
@@ -114,7 +120,7 @@ def test_positions_are_spread_over_what_there_is(net: Net, batches: list[Tensor]
     plant(net)
     with CorrelationCollector(net, positions=100) as seen, torch.no_grad():
         net(batches[0])
-    found = seen.products()["stem"]
+    found = stem(seen)
     assert 50 <= found.count <= 110
     assert found.correlation[2, 7] == pytest.approx(-1, abs=1e-5)
 
@@ -139,6 +145,41 @@ def test_weights_are_compared_where_they_read_the_same_channels(layer: nn.Module
     assert cosines[0, 1] == pytest.approx(float(torch.cosine_similarity(*rows, dim=0)))
 
 
+class Attending(nn.Module):
+    """Attention whose projections run without their modules: of one tensor, and of a query and a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.own(tokens, tokens, tokens, need_weights=False)[0]
+        memory = tokens.flip(1)[:, :3]
+        return torch.as_tensor(self.cross(found, memory, memory, need_weights=False)[0])
+
+
+def test_projections_of_attention_are_looked_at_part_by_part() -> None:
+    torch.manual_seed(0)
+    net, tokens = Attending().eval(), torch.randn(16, 5, 8)
+    assert channel_findings(net, [tokens], CPU) == ([], 2 * (24 + 8))
+    with torch.no_grad():
+        for attention in (net.own, net.cross):
+            attention.in_proj_weight[13] = -attention.in_proj_weight[10]  # two of the keys
+            attention.in_proj_weight[18] = 0.0  # one of the values
+            attention.in_proj_bias.zero_()
+    found, _ = channel_findings(net, [tokens], CPU)
+    rows = {(row["layer"], row["finding"], row["channel"], row["like"]) for row in found}
+    for path in ("own", "cross"):
+        assert {row[1:] for row in rows if row[0] == f"{path}.in_proj_weight"} == {
+            ("redundant", 13, 10), ("dead", 18, None)
+        }  # fmt: skip
+    with CorrelationCollector(net) as seen, torch.no_grad():
+        net(tokens)
+    parts = [(part.layer, part.first, len(part.total)) for part in seen.products() if "in_proj" in part.layer]
+    assert parts == [("own.in_proj_weight", 0, 24), *(("cross.in_proj_weight", first, 8) for first in (0, 8, 16))]
+    assert count_hooks(net) == 0
+
+
 def test_a_threshold_is_a_share(net: Net) -> None:
     with pytest.raises(UsageError, match=r"threshold: expected a size of correlations, above 0 and up to 1, got 1.5"):
-        redundant(net, {}, 1.5)
+        redundant(net, [], 1.5)

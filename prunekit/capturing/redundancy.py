@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from prunekit.calibration.layer_stats import FloatArray
-from prunekit.calibration.passes import PassHooks
-from prunekit.channels.tracing import channel_axis
+from prunekit.capturing.hooks import LayerHooks, Where
+from prunekit.capturing.layers import attention_weights
 from prunekit.errors import UsageError
-from prunekit.hooks import never_called
 
 ENOUGH = 32
 """Positions: of fewer, channels that have nothing to do with each other may seem to."""
@@ -29,39 +28,57 @@ class Products:
     """Second moments of what a layer returns, over all samples, places and calls.
 
     Attributes:
+        layer: its path.
+        first: number of its first channel: not 0 for the later parts of a weight that is used in parts.
         count: positions.
         shift: (C,) about the mean; subtracted before the sums, which would lose digits without.
         total: (C,) sums.
         products: (C, C) sums of products.
     """
 
+    layer: str
+    first: int
     count: int
     shift: FloatArray
     total: FloatArray
     products: FloatArray
 
     def plus(self, other: Products) -> Products:
-        """Both together; `other` has the same shift."""
-        return Products(
-            self.count + other.count, self.shift, self.total + other.total, self.products + other.products
-        )  # fmt: skip
+        """Both together; `other` is of the same layer and has the same shift."""
+        sums = self.count + other.count, self.shift, self.total + other.total, self.products + other.products
+        return Products(self.layer, self.first, *sums)
+
+    @property
+    def _moments(self) -> tuple[FloatArray, FloatArray]:
+        """(C, C) covariances, and (C,) variances, NaN where a channel is constant or was not finite."""
+        with np.errstate(invalid="ignore"):
+            mean = self.total / max(self.count, 1)
+            covariance: FloatArray = self.products / max(self.count, 1) - np.outer(mean, mean)
+            variance = covariance.diagonal()
+            floor = (CONSTANT * (self.shift + mean)) ** 2
+            return covariance, np.where(variance > floor, variance, np.nan)
 
     @property
     def correlation(self) -> FloatArray:
         """(C, C) Pearson correlations, NaN where a channel is constant or was not finite."""
+        covariance, variance = self._moments
         with np.errstate(invalid="ignore"):
-            mean = self.total / max(self.count, 1)
-            covariance = self.products / max(self.count, 1) - np.outer(mean, mean)
-            variance = covariance.diagonal()
-            floor = (CONSTANT * (self.shift + mean)) ** 2
-            scale = np.sqrt(np.where(variance > floor, variance, np.nan))
+            scale = np.sqrt(variance)
             found: FloatArray = np.clip(covariance / np.outer(scale, scale), -1, 1)
         return found
 
+    @property
+    def constant(self) -> list[int]:
+        """Channels that never changed."""
+        finite = np.isfinite(self.products.diagonal())
+        return [self.first + int(one) for one in np.flatnonzero(np.isnan(self._moments[1]) & finite)]
 
-class CorrelationCollector(PassHooks):
+
+class CorrelationCollector(LayerHooks):
     """Sums up, while a model runs, how the channels that each convolution and linear layer returns go together.
 
+    Projections of attention are among them, also where their modules are not called; three that are packed into one
+    weight are `*.in_proj_weight`, with the channels of queries, keys and values in this order.
     Memory: C x C numbers of 8 bytes for a layer of C channels.
 
     Args:
@@ -70,53 +87,70 @@ class CorrelationCollector(PassHooks):
     """
 
     def __init__(self, model: nn.Module, *, positions: int = 4096) -> None:
-        super().__init__(model)
+        self._rows = {path: len(weight) for path, weight in attention_weights(model).items()}
+        super().__init__(model, [*layers_with_channels(model), *self._rows], "output")
         self._positions = positions
-        self._found: dict[str, Products] = {}
-        self._pass: dict[str, Products] = {}
-
-    def watch(self) -> None:
-        """Hooks the layers."""
-        for path, module in layers_with_channels(self._model).items():
-            if not never_called(module):
-                self.own_forward(module, partial(self._after, path), again=True)
+        self._found: dict[tuple[str, int], Products] = {}
+        self._pass: dict[tuple[str, int], Products] = {}
+        self._used: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Forgets what a pass that raised has left."""
+        super().begin()
         self._pass.clear()
+        self._used.clear()
 
     def keep(self) -> None:
         """Adds what the finished pass showed."""
         self._found |= self._pass
 
-    def _after(self, path: str, module: nn.Module, arguments: Any, named: Any, result: Any) -> None:
-        if not self.inside or not isinstance(result, Tensor) or result.dim() < 2:
+    def seen(self, where: Where, values: Tensor, axis: int) -> None:
+        """Adds what a layer returned."""
+        if where.batch is None or values.dim() < 2:
             return
-        rows = result.detach().movedim(channel_axis(module, result.dim()), -1)
-        rows = rows.reshape(-1, rows.shape[-1])  # (positions, C)
-        if len(rows) > self._positions:
-            rows = rows[:: (len(rows) // self._positions) | 1]  # odd, so as not to keep to some columns of an image
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        known = self._pass.get(path) or self._found.get(path)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            rows = values.detach().movedim(axis, -1)
+            rows = rows.reshape(-1, rows.shape[-1])  # (positions, C)
+            if len(rows) > self._positions:
+                rows = rows[:: (len(rows) // self._positions) | 1]  # odd, so as not to keep to some columns of an image
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            self._add(where.path, self._first(where.path, rows.shape[1]), rows)
+
+    def _first(self, path: str, channels: int) -> int:
+        """Of a weight that is used in parts, one call after the other, the first row of this part."""
+        whole = self._rows.get(path, channels)
+        first = self._used[path] % whole
+        self._used[path] += channels
+        return first
+
+    def _add(self, path: str, first: int, rows: Tensor) -> None:
+        key = path, first
+        known = self._pass.get(key) or self._found.get(key)
         shift = rows.mean(0) if known is None else torch.from_numpy(known.shift).to(rows)
         rows = rows - shift
         sums = (rows.sum(0), rows.T @ rows)
-        seen = Products(len(rows), *(part.cpu().double().numpy() for part in (shift, *sums)))
-        self._pass[path] = seen if known is None else known.plus(seen)
+        seen = Products(path, first, len(rows), *(part.cpu().double().numpy() for part in (shift, *sums)))
+        self._pass[key] = seen if known is None else known.plus(seen)
 
-    def products(self) -> dict[str, Products]:
-        """Of each layer that ran, by its path, in order of execution.
+    def products(self) -> list[Products]:
+        """Of each layer that ran, in order of execution.
 
         Raises:
             UsageError: the model has not run inside the `with`.
         """
         self.require_passes()
-        return dict(self._found)
+        return list(self._found.values())
 
 
 def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
     """Convolutions and linear layers by their paths."""
     return {path: module for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
+
+
+def weights_with_channels(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of convolutions, of linear layers and of attention's projections by their paths."""
+    of_layers = {path: weight_of(module) for path, module in layers_with_channels(model).items()}
+    return of_layers | {path: weight.detach() for path, weight in attention_weights(model).items()}
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -142,7 +176,7 @@ class Redundant:
     cosine: float | None
 
 
-def redundant(model: nn.Module, products: Mapping[str, Products], threshold: float = 0.99) -> list[Redundant]:
+def redundant(model: nn.Module, products: Iterable[Products], threshold: float = 0.99) -> list[Redundant]:
     """Channels that an earlier one of the same layer can stand for, as far as a linear reader is concerned.
 
     Two are alike if the correlation of what they return, or the cosine of their weights, is at least `threshold` in
@@ -159,15 +193,20 @@ def redundant(model: nn.Module, products: Mapping[str, Products], threshold: flo
     """
     if not 0 < threshold <= 1:
         raise UsageError(f"threshold: expected a size of correlations, above 0 and up to 1, got {threshold}")
-    modules = dict(model.named_modules())
+    modules, weights = dict(model.named_modules()), attention_weights(model)
     found = []
-    for path, seen in products.items():
+    for seen in products:
         correlation = seen.correlation if seen.count >= ENOUGH else np.full_like(seen.products, np.nan)
-        found += _of_layer(path, correlation, weight_cosines(modules[path]), threshold - 1e-6)
+        if seen.layer in weights:
+            part = weights[seen.layer][seen.first : seen.first + len(correlation)]
+            cosine = _cosines(part.detach().cpu().double().flatten(1), 1)
+        else:
+            cosine = weight_cosines(modules[seen.layer])
+        found += _of_layer(seen, correlation, cosine, threshold - 1e-6)
     return found
 
 
-def _of_layer(path: str, correlation: FloatArray, cosine: FloatArray, threshold: float) -> list[Redundant]:
+def _of_layer(seen: Products, correlation: FloatArray, cosine: FloatArray, threshold: float) -> list[Redundant]:
     # fmax: a NaN on one side leaves the other.
     alike = np.fmax(np.abs(correlation), np.abs(cosine))
     alike = np.nan_to_num(alike, nan=0.0)
@@ -179,7 +218,7 @@ def _of_layer(path: str, correlation: FloatArray, cosine: FloatArray, threshold:
         if before[like] >= threshold:
             left[channel] = False
             pair = _number(correlation[like, channel]), _number(cosine[like, channel])
-            found.append(Redundant(path, channel, like, *pair))
+            found.append(Redundant(seen.layer, seen.first + channel, seen.first + like, *pair))
     return found
 
 
@@ -193,7 +232,10 @@ def weight_cosines(module: nn.Module) -> FloatArray:
     groups = int(getattr(module, "groups", 1))
     if getattr(module, "transposed", False):  # (in, out / groups, ...)
         weight = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
-    rows = weight.flatten(1)
+    return _cosines(weight.flatten(1), groups)
+
+
+def _cosines(rows: Tensor, groups: int) -> FloatArray:
     rows = rows / rows.norm(dim=1, keepdim=True)  # NaN where all are zero
     group = torch.arange(len(rows)) * groups // len(rows)
     found: FloatArray = torch.where(group[:, None] == group, rows @ rows.T, torch.nan).numpy()
