@@ -29,10 +29,12 @@ def filters_command(
     """First-layer filters as images in a PNG file, the dense model's beside the pruned one's, pruned ones crossed out.
 
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one where the run has kept
-    it, a recipe (its dense model, trained first where it has no weights) or the name of a model.
+    it, a recipe (its dense model, trained first where it has no weights) or the name of a model. The picture of a run
+    is in its report too.
     """
     console = Console(as_json)
     check_folder(output)
+    from prunekit import report
     from prunekit.visualise import write_png
     from prunekit.visualise.filters import draw_filters, first_filters
 
@@ -55,4 +57,6 @@ def filters_command(
     }
     save(payload, folder, "filters.json", console)
     kept = "" if found.kept is None else f", {int(found.kept.sum())} kept"
-    console.result(payload, f"{sides.name}: {len(weights)} filters of {found.path}{kept}\nPicture: {picture}")
+    pages = [report.write(sides.run)] if sides.run is not None and folder == sides.run / FOLDER else []
+    lines = [f"{sides.name}: {len(weights)} filters of {found.path}{kept}", f"Picture: {picture}"]
+    console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))

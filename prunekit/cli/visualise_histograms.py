@@ -51,7 +51,7 @@ def histograms_command(
     a table of dead and redundant channels, as a page and as CSV files.
 
     A run's folder, or a recipe (its dense model, trained first where it has no weights). Activations are those on the
-    calibration images of the recipe.
+    calibration images of the recipe. The report of a run says how many channels were found, and links to the page.
     """
     console = Console(as_json)
     check_folder(output)
@@ -67,7 +67,11 @@ def histograms_command(
         payload = plain(write_statistics(sides, folder, where, StatisticsSettings(list(layers) or None, threshold)))
     save(payload, folder, "histograms.json", console)
     page = report.write_histograms(folder, sides.run)
-    console.result({**payload, "page": str(page)}, f"{_text(payload)}\nTables: {folder}\nPage: {page}")
+    pages = [page]
+    if sides.run is not None and folder == sides.run / FOLDER:
+        pages.append(report.write(sides.run))
+    shown = "\n".join(map(str, pages))
+    console.result({**payload, "page": str(page)}, f"{_text(payload)}\nTables: {folder}\n{shown}")
 
 
 def _text(payload: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""From pictures of feature maps in a folder to one self-contained HTML page, or a section of one."""
+"""From pictures of feature maps and filters in a folder to one self-contained HTML page, or a section of one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,21 @@ def pictured(folder: Path) -> dict[str, Any] | None:
         left -= len(data)
         layers.append({**layer, "data": as_data(data) if left >= 0 else None})
     return {**facts, "folder": folder.name, "input": as_data(read_picture(folder / facts["input"])), "layers": layers}
+
+
+def filters_of(folder: Path) -> dict[str, Any] | None:
+    """What `filters.json` in a folder says, with the picture as data; None where there is none.
+
+    Raises:
+        ArtifactError: the file, or the picture, is damaged or missing.
+    """
+    path = folder / "filters.json"
+    if not path.is_file():
+        return None
+    facts = read_json(path)
+    if not isinstance(facts, Mapping) or not {"layer", "models", "filters", "shape", "kept"} <= facts.keys():
+        raise ArtifactError(f"{path}: expected an object with layer, models and filters; was it written by prunekit?")
+    return {**facts, "data": as_data(read_picture(folder / "filters.png"))}
 
 
 def read_picture(path: Path) -> bytes:

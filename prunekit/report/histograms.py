@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from prunekit.report.figures import COLOURS, MAX_GROUPS, canvas, shortened, svg
 from prunekit.report.page import environment
 from prunekit.report.run import read_run
 
-FACTS = "histograms.json"
+FACTS, PAGE = "histograms.json", "histograms.html"
 MOST_ROWS = 200
 """Of a table; the others are in the CSV file."""
 
@@ -41,7 +42,7 @@ def write_histograms_page(folder: Path, run: Path | None = None) -> Path:
     except (ValueError, OSError) as error:
         raise ArtifactError(f"{folder / 'histograms.csv'}: expected a CSV table, but {error}") from error
     kinds = {kind: rows[rows["kind"] == kind] for kind in ("weights", "activations")}
-    page = folder / "histograms.html"
+    page = folder / PAGE
     write_text(
         page,
         environment().get_template("histograms.html").render(
@@ -98,6 +99,30 @@ def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
     axes.yaxis.set_major_formatter(NullFormatter() if log else FuncFormatter(lambda value, _: ""))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", which="both", left=False)
+
+
+def summed(folder: Path) -> dict[str, Any] | None:
+    """What `histograms.json` in a folder says of each model: how many of its channels are dead and redundant.
+
+    Returns:
+        `images`, `threshold`, `page` (from the folder above) and `rows`: `model`, `channels`, `dead`, `redundant`; None
+        where there is no such file, or no page.
+
+    Raises:
+        ArtifactError: the file is damaged.
+    """
+    path = folder / FACTS
+    if not path.is_file() or not (folder / PAGE).is_file():
+        return None
+    facts = read_json(path)
+    if not isinstance(facts, Mapping) or not {"images", "threshold", "channels", "findings"} <= facts.keys():
+        raise ArtifactError(f"{path}: expected an object with channels and findings; was it written by prunekit?")
+    found = Counter((row["model"], row["finding"]) for row in facts["findings"])
+    rows = [
+        {"model": model, "channels": channels, "dead": found[model, "dead"], "redundant": found[model, "redundant"]}
+        for model, channels in facts["channels"].items()
+    ]
+    return {"images": facts["images"], "threshold": facts["threshold"], "page": f"{folder.name}/{PAGE}", "rows": rows}
 
 
 def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:

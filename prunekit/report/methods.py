@@ -70,6 +70,11 @@ METHODS = {
     "ridge": "Added to the diagonal of the Gram matrix, as a share of its mean.",
     "zeros, calibration images": "Share of exact zeros on the images that the threshold was found on.",
     "zeros, test images": "Share of exact zeros on the test images, which the threshold has not seen.",
+    "dead": "Channels of any module's output that never change on the calibration images.",
+    "redundant": (
+        "Channels that say the same as an earlier one of their layer: by the correlation of what the two return, or by "
+        "the cosine of their weights."
+    ),
     "kept": "Output channels after over before.",
     "ideal": "Ratio of the operator's multiply-accumulates, dense over pruned.",
     "faster": "Dense over pruned milliseconds of this operator; medians of forward passes timed in turn.",

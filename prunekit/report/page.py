@@ -18,7 +18,7 @@ from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
-from prunekit.report.features import pictured
+from prunekit.report.features import filters_of, pictured
 from prunekit.report.gradients import flow_figures
 from prunekit.report.headline import (
     budgeted,
@@ -121,6 +121,8 @@ def render(run: Run, state: str | None = None) -> str:
         explained=explained(run.metrics["explanation"]) if run.metrics.get("explanation") else None,
         maps=mapped(run.folder / "maps"),
         features=pictured(run.folder / "features"),
+        filters=filters_of(run.folder / "filters"),
+        statistics=_statistics(run.folder / "histograms"),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),
     )
@@ -140,6 +142,12 @@ def _sensitivity(run: Run) -> Any:
         return None
     kept = None if run.coupling is None else run.coupling.drop_duplicates("group").set_index("group")["kept"].to_dict()
     return curves.heatmap(rows, kept), curves.lines(rows, kept)
+
+
+def _statistics(folder: Path) -> dict[str, Any] | None:
+    from prunekit.report.histograms import summed  # which needs this module
+
+    return summed(folder)
 
 
 def _skipped(history: pd.DataFrame | None) -> dict[str, int]:

@@ -59,26 +59,38 @@ def test_filters_of_a_run_dense_beside_pruned(folder: Path) -> None:
     assert len(result["kept"]) == 8
     with Image.open(folder / "filters" / "filters.png") as picture:
         assert picture.width > 400
+    html = (folder / "report.html").read_text()
+    assert 'alt="16 filters of conv1, dense beside pruned; 8 are kept"' in html
+    assert "Dead and redundant channels" not in html
 
 
-def test_histograms_of_a_run_with_its_redundant_channels(folder: Path, tmp_path: Path) -> None:
-    done = run("histograms", str(folder), "--output", str(tmp_path), "--layers", "conv1", "--json")
+def test_histograms_of_a_run_with_its_redundant_channels(folder: Path) -> None:
+    done = run("histograms", str(folder), "--layers", "conv1", "--json")
     assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
+    result, where = json.loads(done.stdout), folder / "histograms"
     pairs = {(row["model"], row["channel"], row["like"]) for row in result["findings"] if row["layer"][:6] == "layer2"}
     assert ("dense", 9, 4) in pairs
     assert "pruned" in {model for model, _, _ in pairs}
-    with (tmp_path / "channels.csv").open() as file:
+    with (where / "channels.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["layer"] == "layer2.0.conv1" and row["model"] == "dense"]
     assert [(row["channel"], row["finding"], row["like"]) for row in rows] == [("9", "redundant", "4")]
-    with (tmp_path / "histograms.csv").open() as file:
+    with (where / "histograms.csv").open() as file:
         kinds = {(row["model"], row["kind"]) for row in csv.DictReader(file) if row["layer"] == "conv1"}
     assert kinds == {(model, kind) for model in ("dense", "pruned") for kind in ("weights", "activations")}
-    html = (tmp_path / "histograms.html").read_text()
+    html = (where / "histograms.html").read_text()
     assert (html.count("<svg"), html.count("<img")) == (3, 1)
     assert "default-src 'none'" in html
     assert "<code>layer2.0.conv1</code>" in html
-    assert result["page"] == str(tmp_path / "histograms.html")
+    assert html.count('<table class="sortable">') == 2
+    assert result["page"] == str(where / "histograms.html")
+    dead, redundant = (
+        sum((row["model"], row["finding"]) == ("pruned", kind) for row in result["findings"])
+        for kind in ("dead", "redundant")
+    )
+    report = (folder / "report.html").read_text()
+    assert '<a href="histograms/histograms.html">' in report
+    counts = (result["channels"]["pruned"], dead, redundant)
+    assert f"<tr><td>pruned</td>{''.join(f'<td>{count}</td>' for count in counts)}</tr>" in report
 
 
 @pytest.mark.parametrize(
