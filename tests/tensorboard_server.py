@@ -6,12 +6,15 @@ import json
 import threading
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tensorboard import program
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # what its server brings along is old
+    from tensorboard import default, program
 
 
 class Served:
@@ -38,7 +41,7 @@ def served(folder: Path) -> Iterator[Served]:
         servers.append(program.create_port_scanning_werkzeug_server(app, flags))
         return servers[-1]
 
-    board = program.TensorBoard(server_class=server)
+    board = program.TensorBoard(default.get_plugins(), server_class=server)
     board.configure(
         logdir=str(folder), host="127.0.0.1", port=0, load_fast="false", reload_interval=0, reload_task="blocking"
     )  # fmt: skip

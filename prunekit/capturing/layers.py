@@ -82,19 +82,19 @@ def attention_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _hidden(model: nn.Module) -> set[str]:
     """Layers in attention modules, whose weights may be used out of their modules' sight."""
-    hosts = {path for path, module in model.named_modules() if type(module) in SUBSTITUTES or _is_equivalent(module)}
+    hosts = {path for path, module in model.named_modules() if _is_host(module)}
     weights = {name for name, tensor in named_tensors(model) if tensor.dim() == 2 and isinstance(tensor, nn.Parameter)}
     inside = {name for name in weights if any(name.startswith(f"{host}." if host else "") for host in hosts)}
     return {name.removesuffix(".weight") for name in inside}
 
 
-def _is_equivalent(module: nn.Module) -> bool:
-    return isinstance(module, tuple(SUBSTITUTES.values()))
+def _is_host(module: nn.Module) -> bool:
+    return type(module) in SUBSTITUTES or isinstance(module, tuple(SUBSTITUTES.values()))
 
 
 def _paths(layer: Layer, modules: dict[str, nn.Module], hidden: set[str], model: nn.Module, key: str) -> Iterable[str]:
     if isinstance(layer, ChannelGroup):
-        return _of_group(layer, modules, key)
+        return _of_group(layer, modules, hidden, key)
     if isinstance(layer, type):
         found = [path for path, module in modules.items() if isinstance(module, layer)]
         if not found:
@@ -112,12 +112,15 @@ def _paths(layer: Layer, modules: dict[str, nn.Module], hidden: set[str], model:
             raise error from None
 
 
-def _of_group(group: ChannelGroup, modules: dict[str, nn.Module], key: str) -> Iterator[str]:
-    """The modules that make or scale the channels of a group."""
+def _of_group(group: ChannelGroup, modules: dict[str, nn.Module], hidden: set[str], key: str) -> Iterator[str]:
+    """The layers that make or scale the channels of a group."""
     found = False
     for name, axis in group.slots:
         path = name.rpartition(".")[0]
-        if path in modules and axis == int(getattr(modules[path], "transposed", False)):
+        if path in modules and _is_host(modules[path]):  # what its projections make is not what it makes
+            path = name if name in hidden else ""
+        transposed = path in modules and bool(getattr(modules[path], "transposed", False))
+        if (path in modules or path in hidden) and axis == int(transposed):
             found = True
             yield path
     if not found:

@@ -30,6 +30,16 @@ def image_options(function: Decorated) -> Decorated:
     )(function)
 
 
+def groups_option(function: Decorated) -> Decorated:
+    """`--groups`: layers by the channels that they make."""
+    return click.option(
+        "--groups",
+        multiple=True,
+        metavar="GLOB",
+        help="Channel groups, whose layers are looked at too; several times. `prunekit inspect` shows the names.",
+    )(function)
+
+
 def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console) -> Sides:
     """The models that a command line names: a pruned one beside its dense one where a folder is named.
 

@@ -10,7 +10,7 @@ import click
 from prunekit.cli.models import ModelOptions
 from prunekit.cli.options import common_options, model_options, output_option, seed_option
 from prunekit.cli.output import Console, check_folder, plain, save, table
-from prunekit.cli.sides import find_sides, image_options
+from prunekit.cli.sides import find_sides, groups_option, image_options
 
 if TYPE_CHECKING:
     from prunekit.visualise import View
@@ -22,6 +22,7 @@ FOLDER = "features"
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
 @image_options
 @click.option("--layers", multiple=True, metavar="GLOB", help="Module paths; several times.  [default: the children]")
+@groups_option
 @click.option("--view", type=click.Choice(["maps", "tokens", "bars"]), help="[default: what fits each layer]")
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
 @click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
@@ -34,6 +35,7 @@ def features_command(
     image: Path | None,
     index: int,
     layers: tuple[str, ...],
+    groups: tuple[str, ...],
     view: View | None,
     most: int,
     one_scale: bool,
@@ -58,7 +60,7 @@ def features_command(
         sides = find_sides(arguments, ModelOptions(**options), console)
         folder = output or (sides.run / FOLDER if sides.run else Path(FOLDER))
         check_folder(folder)
-        settings = FeatureSettings(list(layers) or None, view, GridSettings(most or None, one_scale))
+        settings = FeatureSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
         payload = plain(write_features(sides, sides.input(image, index), folder, settings))
     save(payload, folder, "features.json", console)
     pages = [report.write_features(folder)]

@@ -17,7 +17,7 @@ from prunekit.cli.options import (
     seed_option,
 )
 from prunekit.cli.output import Console, check_folder, plain, save, table
-from prunekit.cli.sides import find_sides
+from prunekit.cli.sides import find_sides, groups_option
 
 FOLDER = "histograms"
 
@@ -25,6 +25,7 @@ FOLDER = "histograms"
 @click.command("histograms", short_help="Show distributions of weights and activations, dead and redundant channels.")
 @click.argument("arguments", nargs=-1, metavar="RUN|RECIPE [KEY=VALUE]...")
 @click.option("--layers", multiple=True, metavar="GLOB", help="Whose activations.  [default: convolutions and linear]")
+@groups_option
 @click.option(
     "--threshold",
     default=0.99,
@@ -41,6 +42,7 @@ FOLDER = "histograms"
 def histograms_command(
     arguments: tuple[str, ...],
     layers: tuple[str, ...],
+    groups: tuple[str, ...],
     threshold: float,
     device: str | None,
     output: Path | None,
@@ -64,7 +66,9 @@ def histograms_command(
         folder = output or (sides.run / FOLDER if sides.run else Path(FOLDER))
         check_folder(folder)
         where = resolve_device(device or (sides.job.device if sides.job else "cpu"))
-        payload = plain(write_statistics(sides, folder, where, StatisticsSettings(list(layers) or None, threshold)))
+        payload = plain(
+            write_statistics(sides, folder, where, StatisticsSettings(sides.layers(layers, groups), threshold))
+        )
     save(payload, folder, "histograms.json", console)
     page = report.write_histograms(folder, sides.run)
     pages = [page]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.passes import run_passes
-from prunekit.capturing import LayerHooks, Layers, Where
+from prunekit.capturing import LayerHooks, Layers, Where, choose
 from prunekit.capturing.redundancy import weights_with_channels
 
 BINS = 48
@@ -70,6 +70,7 @@ def activation_distributions(
         UsageError: a glob matches nothing.
     """
     chosen = list(weights_with_channels(model)) if layers is None else layers
+    choose(model, chosen, "layers")  # for its message
     ranges = _Ranges(model, chosen)
     run_passes(model, batches, device, ranges)
     counts = _Counts(model, chosen, ranges.finite(), bins)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from prunekit.capturing import Layers
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.compaction import read_manifest
 from prunekit.data import DataSettings, ImageDataset, Splits, feed_of
@@ -22,6 +24,8 @@ from prunekit.planning import Plan, load_plan
 from prunekit.visualise import Preprocessing, read_image
 from prunekit.workflow.counterpart import dense_of
 from prunekit.workflow.own import Own, job_splits
+from prunekit.workflow.pruning import trace
+from prunekit.workflow.sensitivity import chosen_groups
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import MANIFEST, Target, resolve
 
@@ -87,6 +91,24 @@ class Sides:
             raise UsageError(f"{self.name}: expected images with a label each, got the task {splits.task.name!r}")
         values, label = splits.test[index]
         return values[None], f"test image {index}, class {splits.classes[label]}"
+
+    def layers(self, paths: Sequence[str], groups: Sequence[str]) -> Layers | None:
+        """The layers that are meant; None where nothing is said.
+
+        Args:
+            paths: globs over module paths.
+            groups: globs over names of channel groups, of the plan where there is one.
+
+        Raises:
+            PlanError: a glob matches no group.
+        """
+        if not groups:
+            return list(paths) or None
+        if self.plan is not None:
+            chart = self.plan.channel_map
+        else:
+            chart = trace(next(iter(self.models.values())), (torch.zeros(1, *self.sample_shape),))
+        return [*paths, *chosen_groups(chart, groups)]
 
     def kept(self, path: str, call: int) -> Mask | None:
         """Which of the dense model's channels the output of a module keeps, (channels,); None where nobody knows.

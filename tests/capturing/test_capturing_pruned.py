@@ -41,3 +41,15 @@ def test_layers_of_a_channel_group_in_dense_masked_and_compact_models() -> None:
         assert not one.value[:, ~kept].any()
     assert all(entry.value[:, ~kept].any() for entry in dense)
     assert count_hooks(model) == count_hooks(small) == 0
+
+
+def test_a_group_of_attention_s_heads_is_seen_where_they_are_made() -> None:
+    """Not in what the attention module returns, whose channels are others."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True).eval()
+    tokens = torch.randn(2, 5, 8)
+    groups = prunekit.trace(model, (tokens,)).groups
+    heads = next(group for group in groups if any(name == "self_attn.in_proj_weight" for name, _ in group.slots))
+    with prunekit.capture(model, heads) as record, torch.no_grad():
+        model(tokens)
+    assert [(entry.path, entry.shape) for entry in record] == [("self_attn.in_proj_weight", (2, 5, 24))]
