@@ -76,6 +76,37 @@ METHODS = {
         "the cosine of their weights."
     ),
     "kept": "Output channels after over before.",
+    "MACs left": "Multiply-accumulates of the plan's compact model, as a share of the dense model's.",
+    "measured, ms": "Median of the compact model, timed beside the dense one, as often as it took for its interval.",
+    "of the time asked for": "Measured time over the time that the budget allows; above 100 % is a shortfall.",
+    "|x| is zeroed below": (
+        "Threshold of the absolute value: the target's quantile on the calibration images, from a sketch of all values."
+    ),
+    "limit": "What the clamp allows at most: of a value's size, or of the norm of a gradient.",
+    "share clamped": "Of the values (by norm: of the gradients) that were beyond the limit in this training.",
+    "channels that stay": "How many of them are locked by this reason.",
+    "out": "Channels that the layer makes, before and after.",
+    "in": "Channels that the layer reads, before and after.",
+    "left": "Share of the dense model's that is left.",
+    "dense": _SCORE,
+    "points": "Difference in percentage points, pruned less what it is against.",
+    "dense ms": "Median time of the operator in forward passes of the dense model.",
+    "pruned ms": "Median time of the operator in forward passes of the pruned model, timed in turn with the dense one.",
+    "pruned": _MACS,
+    "share of the time": "Of the pruned model's time.",
+    "gain, ms": "What a forward pass of the pruned model gains by the fix, measured with and without it in turn.",
+    "ms": "Of the dense model's own run, layer by layer.",
+    "share": "Of the whole model's.",
+    "constant, ms": "What stays at any width, by the fit.",
+    "widths step by": "Block of channels that kernels work in: a width counts as the next multiple of it.",
+    "fit error": "Median relative error over the networks that the fit was made from.",
+    "activations": "Bytes of the outputs; what works in place or returns a view takes none.",
+    "calls": "How often the module ran in one forward pass.",
+    "total": "Sum over the layers that read the group, each counted as the model's output makes much of its errors.",
+    "fast": "From calibration statistics, the readers' weights fitted to what is left.",
+    "measured": "With the group masked in the running model, nothing fitted.",
+    "correlation": "Pearson's, of what the two channels return on the calibration images.",
+    "cosine of weights": "Of the weights that the two channels are made by, without biases.",
     "ideal": "Ratio of the operator's multiply-accumulates, dense over pruned.",
     "faster": "Dense over pruned milliseconds of this operator; medians of forward passes timed in turn.",
     "MACs/byte": "Arithmetic intensity: multiply-accumulates for each byte that the pruned operator reads or writes.",
@@ -83,8 +114,8 @@ METHODS = {
 """By label, as tiles, rows and headings have it."""
 
 
-def how(label: str) -> Markup:
-    """A label with its method; as plain text where there is none."""
-    method = METHODS["Top-1"] if label.startswith("Top-1 on the test ") else METHODS.get(label)
+def how(label: str, method: str | None = None) -> Markup:
+    """A label with its method, or that of another label; as plain text where there is none."""
+    found = METHODS["Top-1"] if label.startswith("Top-1 on the test ") else METHODS.get(method or label)
     text = escape(label)
-    return text if method is None else Markup('<abbr tabindex="0" title="{}">{}</abbr>').format(method, text)
+    return text if found is None else Markup('<abbr tabindex="0" title="{}">{}</abbr>').format(found, text)

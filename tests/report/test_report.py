@@ -15,7 +15,7 @@ import pytest
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError
-from prunekit.report import write
+from prunekit.report import methods, write
 from prunekit.report.figures import curves
 from prunekit.report.headline import clamped, compared, masked, tiles
 from prunekit.report.methods import how
@@ -264,6 +264,18 @@ def test_figures_say_how_they_were_measured(page: Page, run: Path) -> None:
     shown = {tile.label for tile in tiles(metrics())} | {row.label for row in compared(metrics())} - {"Test images"}
     assert {label for label in shown if "<abbr" not in how(label)} == set()
     assert how("<of my own>") == "&lt;of my own&gt;"
+
+
+def test_every_column_of_figures_says_how_they_were_measured() -> None:
+    """But those of names and settings, and of counts that need no method."""
+    plain = {"module", "model", "layer", "run", "batch", "threads", "group", "weight", "key", "cause", "against", "#"}
+    plain |= {"channel", "channels", "like channel"}
+    for template in Path(methods.__file__).parent.glob("*.html"):
+        html = template.read_text(encoding="utf-8")
+        bare = set(re.findall(r"<th(?: class=\"soft\")?>([^<{]+)</th>", html))
+        assert bare <= plain, template.name
+        for label, other in re.findall(r'\{\{ "([^"]+)" \| how(?:\("([^"]+)"\))? \}\}', html):
+            assert (other or label) in methods.METHODS, template.name
 
 
 def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path) -> None:
