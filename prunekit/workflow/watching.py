@@ -105,7 +105,9 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]
         if isinstance(value, Mapping):
             yield from _flat(value, f"{path}{key}.")
         elif value is not None and f"{path}{key}" not in ("output", "name"):
-            yield f"{path}{key}", value if isinstance(value, bool | int | float) else str(value)
+            if isinstance(value, bool):  # which `add_hparams` would write as 0.0 or 1.0
+                value = str(value).lower()
+            yield f"{path}{key}", value if isinstance(value, int | float) else str(value)
 
 
 def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

@@ -162,7 +162,7 @@ def test_tensorboard_itself_shows_a_run(finished: tuple[Path, dict[str, Any], li
     (group,) = groups
     assert group["hparams"]["prune.budget.macs"] == 0.45
     assert group["hparams"]["prune.criterion"] == "activation"
-    assert group["hparams"]["data.download"] is False
+    assert group["hparams"]["data.download"] == "false"
     assert not {"output", "prune.budget.params"} & set(group["hparams"])
     outcomes = {row["name"]["tag"]: row["value"] for row in group["metricValues"]}
     assert outcomes["pruned/top1"] == pytest.approx(metrics["pruned"]["top1"])
