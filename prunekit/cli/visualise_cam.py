@@ -143,8 +143,8 @@ def _show(
 
 
 def _name(found: Seen, shown: str) -> str:
-    """Of the picture's file: another one for each method, layer and image."""
-    parts = [found.first.method, found.first.layer, Path(shown).stem]
+    """Of the picture's file: another one for each method, layer, image and class."""
+    parts = [found.first.method, found.first.layer, Path(shown).stem, f"for-class-{int(found.first.classes[0])}"]
     return re.sub(r"[^\w.-]+", "-", "-".join(part for part in parts if part)).strip("-") + ".png"
 
 

@@ -100,22 +100,28 @@ def _aligned(path: str, sides: dict[str, Tensor], mask: NDArray[np.bool_] | None
 def draw_filters(filters: Filters, title: str = "", most: int | None = 256) -> Pixels:
     """The picture of a layer's filters, (H, W, 3): a panel for each model, numbered, pruned ones crossed out.
 
-    All are on one scale, with zero as mid-grey. Those of 1 or 3 input channels are shown as they are, others as the
-    mean over these.
+    All are on one scale, with zero as mid-grey; it ends at the 99.5th percentile of the absolute weights, for a few
+    large ones would leave all others grey. Those of 1 or 3 input channels are shown as they are, others as the mean
+    over these.
 
     Args:
         filters: see `first_filters`.
         title: behind the layer's name.
         most: filters shown, evenly spread where there are more; None: all.
     """
-    scale = max(float(_colours(values).nan_to_num().abs().max()) for values in filters.sides.values())
+    scale = _scale(torch.cat([values.flatten() for values in map(_colours, filters.sides.values())]).abs())
     panels = []
     for name, values in filters.sides.items():
         crossed = np.zeros(len(values), bool) if filters.kept is None else ~filters.kept
-        shown = _colours(values) / max(scale, torch.finfo(torch.float32).tiny)
+        shown = (_colours(values) / max(scale, torch.finfo(torch.float32).tiny)).clamp(-1, 1)
         tiles = [_tile(shown[i], int(i), bool(crossed[i])) for i in spread(len(values), most)]
         panels.append((name, grid(tiles)))
     return page(panels, _heading(filters, title, most))
+
+
+def _scale(sizes: Tensor) -> float:
+    finite = sizes[sizes.isfinite()].numpy()
+    return float(np.percentile(finite, 99.5) or finite.max()) if len(finite) else 0.0
 
 
 def _colours(weights: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -88,12 +89,12 @@ def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> Non
     with Image.open(here / result["picture"]) as picture:
         assert picture.width > 3 * 336  # three panels
         assert picture.width > 1.5 * picture.height
-    assert json.loads((here / "run" / "maps" / "grad_cam-inner-image.json").read_text()) == result
+    assert json.loads((here / "run" / "maps" / "grad_cam-inner-image-for-class-3.json").read_text()) == result
     page = (here / "run" / "report.html").read_text()
     assert f'alt="{result["title"]}; image.png"' in page
     assert page.count("data:image/png") == 1
-    (here / "run" / "maps" / "grad_cam-inner-image.png").unlink()
-    with pytest.raises(ArtifactError, match=r"grad_cam-inner-image\.png: cannot be read"):
+    (here / "run" / "maps" / "grad_cam-inner-image-for-class-3.png").unlink()
+    with pytest.raises(ArtifactError, match=r"grad_cam-inner-image-for-class-3\.png: cannot be read"):
         report.write(here / "run")
 
 
@@ -104,7 +105,8 @@ def test_every_method_on_a_single_model(here: Path, method: str) -> None:
     name = {"grad_cam_pp": "Grad-CAM++", "layer_cam": "Layer-CAM", "eigen_cam": "Eigen-CAM", "cam": "CAM"}[method]
     assert done.stdout.startswith(f"{name} at relu (8 x 8), class ")
     assert "correlation" not in done.stdout
-    assert (here / "out" / f"{method}-relu-image.png").is_file()
+    (picture,) = (here / "out").glob("*.png")  # another one for each class
+    assert picture.stem == f"{method}-relu-image-for-class-{re.findall(r'class ([0-9]+)', done.stdout)[0]}"
 
 
 def test_saliency_is_the_same_for_the_same_seed(here: Path) -> None:

@@ -51,6 +51,19 @@ def test_a_filter_has_the_colours_of_its_weights() -> None:
     assert colours(picture, (255, 128, 128)) == colours(picture, (128, 128, 128)) >= 56 * 56
 
 
+def test_one_large_weight_does_not_leave_the_others_grey() -> None:
+    model = conv(64)
+    plain = draw_filters(first_filters({"dense": model}, IMAGE)).astype(int)
+    with torch.no_grad():
+        model[1].weight[0, 0, 0, 0] = 1e3  # type: ignore[index]
+    found = draw_filters(first_filters({"dense": model}, IMAGE)).astype(int)
+    assert abs(found - plain).mean() < 0.05 * abs(plain - 128).mean()
+    with torch.no_grad():
+        model[1].weight.zero_()  # type: ignore[operator]
+        model[1].weight[3, 1, 1, 1] = 1e-3  # type: ignore[index]
+    assert colours(draw_filters(first_filters({"dense": model}, IMAGE)), (128, 255, 128)) >= 18 * 18
+
+
 def test_other_first_layers() -> None:
     grey = draw_filters(first_filters({"dense": conv(4, 1)}, (1, 8, 8)))
     mean = draw_filters(first_filters({"dense": conv(4, 12)}, (12, 8, 8)))
