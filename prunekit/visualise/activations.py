@@ -167,11 +167,13 @@ class SpatialActivations(HookOwner):
                 "another layer, or use eigen_cam, which needs no gradient"
             )
         for one in reversed(reached):
-            if one.layout.order != "tokens" or (one.gradient is not None and bool(one.gradient.any())):
+            alone = one.layout.order != "tokens" and one is reached[-1]
+            if alone or (one.gradient is not None and bool(one.gradient.any())):
                 return one
         raise ModelError(
             f"layer {call.layer!r}: the gradient is zero at all of its patches, as it is where only the class token is "
-            "read afterwards; name the norm before the last attention, or leave the layer out"
+            "read afterwards; name the norm before the last attention, or leave the layer out. Where it is zero "
+            "everywhere the score does not depend on the image, as with a classifier of zeros that was not trained yet"
         )
 
 

@@ -215,6 +215,13 @@ def test_what_no_gradient_or_no_mean_comes_to_is_said() -> None:
         class_activation_map(vit, x, method="gradcam")  # type: ignore[arg-type]
 
 
+def test_a_classifier_of_zeros_sees_no_class_anywhere() -> None:
+    torch.manual_seed(0)
+    model = VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=4).eval()
+    with pytest.raises(ModelError, match="the score does not depend on the image, as with a classifier of zeros"):
+        class_activation_map(model, torch.randn(1, 3, 32, 32))
+
+
 def test_correlation_is_pearsons_image_by_image() -> None:
     first = torch.rand(3, 4, 5, dtype=torch.float64)
     second = torch.stack((2 * first[0] + 1, -first[1], torch.full((4, 5), 0.3, dtype=torch.float64)))
