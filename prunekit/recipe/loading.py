@@ -61,8 +61,10 @@ def _read(path: Path) -> str:
     except FileNotFoundError as error:
         raise RecipeError(f"{path}: expected a recipe (a YAML file), but there is no such file{_near(path)}") from error
     except OSError as error:
+        inside = path / "recipe.yaml"
+        meant = f"; did you mean {inside}?" if inside.is_file() else ""
         reason = error.strerror or error
-        raise RecipeError(f"{path}: expected a recipe (a YAML file), but it cannot be read: {reason}") from error
+        raise RecipeError(f"{path}: expected a recipe (a YAML file), but it cannot be read: {reason}{meant}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: expected a recipe in UTF-8, but byte {error.start} is not; save it as UTF-8") from (
             error

@@ -146,7 +146,9 @@ def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Targ
 
 def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> Target:
     if not (folder / MANIFEST).is_file():
-        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}")
+        inside = folder / "model"
+        meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
+        raise ModelError(f"{folder}: expected a recipe (.yaml) or a model folder, which holds a {MANIFEST}{meant}")
     manifest = read_manifest(folder)
     dense = None
     if not manifest.get("build"):

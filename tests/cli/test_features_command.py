@@ -137,6 +137,19 @@ def test_bad_input_is_one_message(here: Path, arguments: tuple[str, ...], messag
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("inspect", "run"), "which holds a prunekit.json; did you mean run/model?"),
+        (("visualise", "gradients", "run"), "it cannot be read: Is a directory; did you mean run/recipe.yaml?"),
+    ],
+)
+def test_the_folder_of_a_run_in_the_place_of_a_part_of_it(here: Path, arguments: tuple[str, ...], meant: str) -> None:
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 2, done.output
+    assert meant in done.stderr
+
+
 def test_dense_weights_that_are_not_this_model_s(here: Path, tmp_path: Path) -> None:
     import shutil
 
