@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunekit.capturing import Layers
+from prunekit.channels import trace
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.compaction import read_manifest
 from prunekit.data import DataSettings, ImageDataset, Splits, feed_of
@@ -24,7 +25,6 @@ from prunekit.planning import Plan, load_plan
 from prunekit.visualise import Preprocessing, read_image
 from prunekit.workflow.counterpart import dense_of
 from prunekit.workflow.own import Own, job_splits
-from prunekit.workflow.pruning import trace
 from prunekit.workflow.sensitivity import chosen_groups
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import MANIFEST, Target, resolve

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def channel_findings(
     stats, pairs = StatsCollector(model, inputs=False, fused=False), CorrelationCollector(model)
     run_passes(model, batches, device, stats, pairs)
     found, products = stats.stats(), pairs.products()
-    dead = [
+    dead: list[tuple[str, Iterable[int]]] = [
         (f"{key.module}, call {key.call + 1}" if key.call else key.module, channels)
         for key, channels in found.dead().items()
     ]
