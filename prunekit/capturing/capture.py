@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prunekit.capturing.hooks import LayerHooks, What, Where
 from prunekit.capturing.layers import Layers
 from prunekit.capturing.reducers import Named, Reducer, reducer_of
-from prunekit.capturing.sizes import Size, size_of
+from prunekit.capturing.sizes import Size, copy_ms, size_of
 from prunekit.capturing.store import OnDisk, Store, mib
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks import refuse_nested
@@ -60,15 +60,18 @@ class Capture(LayerHooks):
     ) -> None:
         super().__init__(model, layers, what, every)
         self._layers, self._reduced, self._reduce = layers, reduce is not None, reducer_of(reduce)
-        self._store = Store(to, limit_mib, next((p.device for p in model.parameters()), torch.device("cpu")))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._store = Store(to, limit_mib, device)
         self._entries: list[Captured] = []
         self._whole = self._channels = 0
         self.expected: Size | None = None
-        """What one forward pass would add as full copies, where an example was given."""
+        """What one forward pass would add as full copies, where an example was given; in memory how long it takes."""
         if example is not None:
             self.expected = size_of(model, layers, what, example)
             if not self._reduced and self.expected.bytes > self._store.limit:
                 raise self._too_much(f"one forward pass takes {mib(self.expected.bytes)}", self.expected)
+            if to == "cpu" or (to == "device" and device.type == "cpu"):
+                self.expected = replace(self.expected, copy_ms=copy_ms(self.expected.bytes, device))
 
     def __iter__(self) -> Iterator[Captured]:
         return iter(self._entries)
@@ -196,7 +199,7 @@ def capture(
         to: `cpu`; `device`, where the tensors are; or a new folder, for a file of safetensors each.
         limit_mib: how much is kept at most; None: half of the memory, or of the disk, that is free.
         example: positional arguments of `forward`: `expected` then says what full copies of a forward pass on them take
-            before anything is captured.
+            before anything is captured, and how long copying that takes.
 
     Raises:
         UsageError: a glob, a class or a group matches nothing; or, in a forward pass or with `example` at once, full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from prunekit.capturing.layers import Layers
 from prunekit.capturing.store import mib
 from prunekit.context import same_random_state, training_mode
 
+SAMPLE = 32 * 2**20
+"""Bytes: more than caches hold, so that the time of more grows with their number."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -23,14 +27,17 @@ class Size:
         tensors: how many.
         bytes: of all of them; gradients count as much as what they are of.
         channels: of all of them together.
+        copy_ms: what copying as many bytes takes here, measured; None where that was not.
     """
 
     tensors: int
     bytes: int
     channels: int
+    copy_ms: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.tensors} tensors, {mib(self.bytes)} for each forward pass"
+        more = "" if self.copy_ms is None else f", about {self.copy_ms:.2g} ms to copy"
+        return f"{self.tensors} tensors, {mib(self.bytes)} for each forward pass{more}"
 
 
 class _Sizes(LayerHooks):
@@ -42,6 +49,18 @@ class _Sizes(LayerHooks):
         self.tensors += 1
         self.bytes += values.numel() * values.element_size()
         self.channels += values.shape[axis] if values.dim() else 1
+
+
+def copy_ms(count: int, device: torch.device) -> float:
+    """Milliseconds that copies of so many bytes to the CPU's memory take: the best of three, of 32 MiB at most."""
+    sample = torch.ones(max(1, min(count, SAMPLE)), dtype=torch.uint8, device=device)
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        copied = sample.to("cpu", copy=True)
+        taken.append(time.perf_counter() - start)
+        del copied
+    return 1000 * min(taken) * count / len(sample)
 
 
 def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], example: tuple[Any, ...]) -> Size:

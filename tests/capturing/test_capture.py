@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,11 @@ def test_what_is_beyond_the_limit_is_stated_with_the_reducer_that_avoids_it(tmp_
         prunekit.capture(model, "conv*", limit_mib=0.05, example=(IMAGES,))
     with prunekit.capture(model, "conv*", limit_mib=0.05, example=(IMAGES,), reduce="mean") as record:
         model(IMAGES)
-    assert str(record.expected) == "3 tensors, 96 KiB for each forward pass"
+    assert re.fullmatch(r"3 tensors, 96 KiB for each forward pass, about [0-9.e-]+ ms to copy", str(record.expected))
+    assert record.expected is not None
+    assert 0 < record.expected.copy_ms < 50  # type: ignore[operator]
+    on_disk = prunekit.capture(model, "conv*", to=tmp_path / "files", example=(IMAGES,))
+    assert str(on_disk.expected) == "3 tensors, 96 KiB for each forward pass"
     assert record.bytes == 48
     with (
         pytest.raises(
