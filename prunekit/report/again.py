@@ -11,11 +11,11 @@ from prunekit.report.run import Run, read_run
 def write_page_again(folder: Path, target: Path | None) -> Path:
     """Renders it and returns its path; see `prunekit.report.write_again`."""
     where = target or folder / "report.html"
-    write_text(where, _render(read_run(folder)))
+    write_text(where, _render(read_run(folder), where.parent))
     return where
 
 
-def _render(run: Run) -> str:
+def _render(run: Run, folder: Path) -> str:
     # A page of another kind imports what it alone needs: torch, for some.
     if run.profile:
         from prunekit.report import profile
@@ -27,4 +27,4 @@ def _render(run: Run) -> str:
         return sensitivity.render(run)
     from prunekit.report import page
 
-    return page.render(run)
+    return page.render(run, folder=folder)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from prunekit.artifacts import write_text
 from prunekit.errors import UsageError
 from prunekit.measure.wording import computed, doubtful, where
 from prunekit.report import numbers
 from prunekit.report.headline import capital, reference
+from prunekit.report.links import linked
 from prunekit.report.pareto import MAX_PANELS, Panel, pareto
 from prunekit.report.points import MACHINE_KEYS, TEST_KEYS, Point, Side, by_latency, by_macs, fronts, settings, sides
 from prunekit.report.recipes import differences
@@ -42,7 +41,7 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> dict[str, Any]
         figure=pareto(panels, score) if panels else None,
         fronts=[(panel[0], _fronts(panel)) for panel in panels],
         left_out=max(0, len(panels) - MAX_PANELS),
-        links={side.letter: _link(side.run.folder / PAGE, page) for side in found},
+        links={side.letter: linked(side.run.folder / PAGE, page) for side in found},
         command=" ".join(["prunekit report", *(shlex.quote(str(folder)) for folder in folders)]),
     )  # fmt: skip
     write_text(page, text)
@@ -161,11 +160,3 @@ def _parts(found: Sequence[Side], by: str) -> str:
     for side in found:
         groups.setdefault(getattr(side, by), []).append(side.letter)
     return " | ".join(", ".join(letters) for letters in groups.values())
-
-
-def _link(target: Path, page: Path) -> str:
-    """Address of a file as seen from the page's folder: it stays right where all are moved together."""
-    try:
-        return quote(os.path.relpath(target.resolve(), page.resolve().parent).replace(os.sep, "/"))
-    except ValueError:  # on another drive
-        return target.resolve().as_uri()

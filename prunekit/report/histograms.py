@@ -18,6 +18,7 @@ from prunekit.errors import ArtifactError
 from prunekit.report import figures
 from prunekit.report.features import as_data, read_picture
 from prunekit.report.figures import COLOURS, MAX_GROUPS, canvas, shortened, svg
+from prunekit.report.links import linked
 from prunekit.report.page import environment
 from prunekit.report.run import read_run
 
@@ -101,12 +102,16 @@ def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
     axes.tick_params(axis="y", which="both", left=False)
 
 
-def summed(folder: Path) -> dict[str, Any] | None:
+def summed(folder: Path, start: Path) -> dict[str, Any] | None:
     """What `histograms.json` in a folder says of each model: how many of its channels are dead and redundant.
 
+    Args:
+        folder: of the page of histograms.
+        start: of the page that leads there.
+
     Returns:
-        `images`, `threshold`, `page` (from the folder above) and `rows`: `model`, `channels`, `dead`, `redundant`; None
-        where there is no such file, or no page.
+        `images`, `threshold`, `page` (from `start`) and `rows`: `model`, `channels`, `dead`, `redundant`; None where
+        there is no such file, or no page.
 
     Raises:
         ArtifactError: the file is damaged.
@@ -122,7 +127,8 @@ def summed(folder: Path) -> dict[str, Any] | None:
         {"model": model, "channels": channels, "dead": found[model, "dead"], "redundant": found[model, "redundant"]}
         for model, channels in facts["channels"].items()
     ]
-    return {"images": facts["images"], "threshold": facts["threshold"], "page": f"{folder.name}/{PAGE}", "rows": rows}
+    page = linked(folder / PAGE, start / "report.html")
+    return {"images": facts["images"], "threshold": facts["threshold"], "page": page, "rows": rows}
 
 
 def by_layer(findings: list[Mapping[str, Any]]) -> list[dict[str, Any]]:

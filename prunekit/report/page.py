@@ -81,8 +81,8 @@ def environment() -> Environment:
     return found
 
 
-def render(run: Run, state: str | None = None) -> str:
-    """The page as HTML text."""
+def render(run: Run, state: str | None = None, folder: Path | None = None) -> str:
+    """The page as HTML text; links lead from `folder`, that of the run where none is given."""
     # Norms have the widths of what feeds them: the layers that compute are the ones to show.
     layers = None if run.layers is None else run.layers[run.layers["macs_before"] > 0]
     page = environment().get_template("page.html")
@@ -122,7 +122,7 @@ def render(run: Run, state: str | None = None) -> str:
         maps=mapped(run.folder / "maps"),
         features=pictured(run.folder / "features"),
         filters=filters_of(run.folder / "filters"),
-        statistics=_statistics(run.folder / "histograms"),
+        statistics=_statistics(run.folder / "histograms", folder or run.folder),
         latencies=figures.figure_or_none(figures.latencies, run.latency_samples),
         environment=list(flat(run.environment)),
     )
@@ -144,10 +144,10 @@ def _sensitivity(run: Run) -> Any:
     return curves.heatmap(rows, kept), curves.lines(rows, kept)
 
 
-def _statistics(folder: Path) -> dict[str, Any] | None:
+def _statistics(folder: Path, start: Path) -> dict[str, Any] | None:
     from prunekit.report.histograms import summed  # which needs this module
 
-    return summed(folder)
+    return summed(folder, start)
 
 
 def _skipped(history: pd.DataFrame | None) -> dict[str, int]:

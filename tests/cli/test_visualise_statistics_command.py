@@ -14,6 +14,7 @@ from PIL import Image
 import prunekit
 from prunekit.cli import cli
 from prunekit.models import build_model
+from prunekit.report import write_again
 from prunekit.workflow.dense import save_weights
 
 RECIPE = """
@@ -89,6 +90,8 @@ def test_histograms_of_a_run_with_its_redundant_channels(folder: Path) -> None:
     )
     report = (folder / "report.html").read_text()
     assert '<a href="histograms/histograms.html">' in report
+    elsewhere = write_again(folder, folder.parent / "pages" / "report.html").read_text()
+    assert '<a href="../run/histograms/histograms.html">' in elsewhere
     counts = (result["channels"]["pruned"], dead, redundant)
     assert f"<tr><td>pruned</td>{''.join(f'<td>{count}</td>' for count in counts)}</tr>" in report
 
