@@ -2,11 +2,12 @@
 
 import prunekit.models.window_attention  # noqa: F401  # so that torchvision's attention has its equivalents
 from prunekit.capturing.capture import Capture, Captured, capture
+from prunekit.capturing.correlations import CorrelationCollector, Products
 from prunekit.capturing.hooks import LayerHooks, What, Where
 from prunekit.capturing.intervene import Change, Intervention, intervene
 from prunekit.capturing.layers import Layers, choose
 from prunekit.capturing.reducers import Reducer
-from prunekit.capturing.redundancy import CorrelationCollector, Redundant, redundant
+from prunekit.capturing.redundancy import Redundant, redundant
 from prunekit.capturing.sizes import Size, size_of
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Intervention",
     "LayerHooks",
     "Layers",
+    "Products",
     "Reducer",
     "Redundant",
     "Size",

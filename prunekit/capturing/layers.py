@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels import ChannelGroup
 from prunekit.channels.copying import named_tensors
@@ -78,6 +80,29 @@ def attention_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     hidden = _hidden(model)
     weights = ((name, parameter) for name, parameter in model.named_parameters() if name.endswith("weight"))
     return {path: parameter for name, parameter in weights if (path := name.removesuffix(".weight")) in hidden}
+
+
+def layers_with_channels(model: nn.Module) -> dict[str, nn.Module]:
+    """Convolutions and linear layers by their paths."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, (_ConvNd, nn.Linear))}
+
+
+def channels_of(model: nn.Module) -> dict[str, int]:
+    """How many channels each of the layers makes whose correlations can be had, by their paths."""
+    modules: dict[str, Any] = dict(layers_with_channels(model))
+    made = {path: int(getattr(module, "out_channels", 0) or module.out_features) for path, module in modules.items()}
+    return made | {path: len(weight) for path, weight in attention_weights(model).items()}
+
+
+def weights_with_channels(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of convolutions, of linear layers and of attention's projections by their paths."""
+    of_layers = {path: weight_of(module) for path, module in layers_with_channels(model).items()}
+    return of_layers | {path: weight.detach() for path, weight in attention_weights(model).items()}
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of one of these, as it is used: it may be computed, as `torch.nn.utils.parametrizations` do."""
+    return cast(Tensor, module.weight).detach()
 
 
 def _hidden(model: nn.Module) -> set[str]:

@@ -24,7 +24,12 @@ FOLDER = "histograms"
 
 @click.command("histograms", short_help="Show distributions of weights and activations, dead and redundant channels.")
 @click.argument("arguments", nargs=-1, metavar="RUN|RECIPE [KEY=VALUE]...")
-@click.option("--layers", multiple=True, metavar="GLOB", help="Whose activations.  [default: convolutions and linear]")
+@click.option(
+    "--layers",
+    multiple=True,
+    metavar="GLOB",
+    help="Whose activations and correlations.  [default: convolutions and linear]",
+)
 @groups_option
 @click.option(
     "--threshold",

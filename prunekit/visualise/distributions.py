@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.passes import run_passes
 from prunekit.capturing import LayerHooks, Layers, Where, choose
-from prunekit.capturing.redundancy import weights_with_channels
+from prunekit.capturing.layers import weights_with_channels
 
 BINS = 48
 

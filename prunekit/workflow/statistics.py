@@ -12,7 +12,8 @@ from torch import nn
 
 from prunekit.calibration import StatsCollector
 from prunekit.calibration.passes import run_passes
-from prunekit.capturing import CorrelationCollector, Layers, redundant
+from prunekit.capturing import CorrelationCollector, Layers, choose, redundant
+from prunekit.capturing.layers import channels_of
 from prunekit.context import threads
 from prunekit.data import Batches, Splits
 from prunekit.errors import UsageError
@@ -34,7 +35,8 @@ class StatisticsSettings:
     """What is looked at.
 
     Attributes:
-        layers: of activations, see `prunekit.capture`; None: convolutions, linear layers, projections of attention.
+        layers: whose activations and correlations, see `prunekit.capture`; None: convolutions, linear layers,
+            projections of attention.
         threshold: see `redundant`.
     """
 
@@ -73,7 +75,7 @@ def write_statistics(
         for name, model in sides.models.items():
             model.to(device)
             histograms += _histograms(name, model, images, device, settings.layers)
-            found, channels[name] = channel_findings(model, images, device, settings.threshold)
+            found, channels[name] = channel_findings(model, images, device, settings.threshold, settings.layers)
             findings += [{"model": name, **row} for row in found]
             model.cpu()
     write_csv(folder / "histograms.csv", histograms, HISTOGRAM_COLUMNS)
@@ -120,21 +122,31 @@ def _histograms(
 
 
 def channel_findings(
-    model: nn.Module, batches: Any, device: torch.device, threshold: float = 0.99
+    model: nn.Module, batches: Any, device: torch.device, threshold: float = 0.99, layers: Layers | None = None
 ) -> tuple[list[Row], int]:
     """Dead channels, which never change on the data, of every module's output, and redundant ones, see `redundant`.
 
     Args:
         model: already on `device`; in eval mode while it runs.
         batches: see `run_passes`.
+        threshold: see `redundant`.
+        layers: whose correlations are looked at; None: of all convolutions, linear layers and projections.
 
     Returns:
         Rows: layer, channel, finding (`dead` or `redundant`), and of redundant ones like, correlation and cosine; and
-        of how many channels of convolutions, linear layers and projections the correlations were looked at.
+        of how many channels the correlations were looked at.
+
+    Raises:
+        UsageError: a glob matches nothing, or correlations take more memory than there is.
     """
-    stats, pairs = StatsCollector(model, inputs=False, fused=False), CorrelationCollector(model)
-    run_passes(model, batches, device, stats, pairs)
-    found, products = stats.stats(), pairs.products()
+    widths = channels_of(model)
+    chosen = (
+        list(widths) if layers is None else [path for path in choose(model, layers, "layers").paths if path in widths]
+    )
+    stats = StatsCollector(model, inputs=False, fused=False)
+    pairs = [CorrelationCollector(model, chosen)] if chosen else []
+    run_passes(model, batches, device, stats, *pairs)
+    found, products = stats.stats(), [product for one in pairs for product in one.products()]
     dead: list[tuple[str, Iterable[int]]] = [
         (f"{key.module}, call {key.call + 1}" if key.call else key.module, channels)
         for key, channels in found.dead().items()

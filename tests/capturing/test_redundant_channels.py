@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.capturing import CorrelationCollector, capture, redundant
-from prunekit.capturing.redundancy import Products, weight_cosines
+from prunekit.capturing import CorrelationCollector, Products, capture, correlations, redundant
+from prunekit.capturing.redundancy import weight_cosines
 from prunekit.errors import UsageError
 from prunekit.hooks import count_hooks
 from prunekit.workflow.statistics import channel_findings
@@ -178,6 +180,18 @@ def test_projections_of_attention_are_looked_at_part_by_part() -> None:
     parts = [(part.layer, part.first, len(part.total)) for part in seen.products() if "in_proj" in part.layer]
     assert parts == [("own.in_proj_weight", 0, 24), *(("cross.in_proj_weight", first, 8) for first in (0, 8, 16))]
     assert count_hooks(net) == 0
+
+
+def test_what_is_too_wide_for_the_memory_is_refused_with_what_it_takes(
+    net: Net, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(correlations.psutil, "virtual_memory", lambda: SimpleNamespace(available=8000))
+    message = "3 layers take 4.89 KiB, and 7.81 KiB of memory are free, .* fewer .* the widest is stem"
+    with pytest.raises(UsageError, match=message):
+        channel_findings(net, batches, CPU)
+    found, channels = channel_findings(net, batches, CPU, layers="head")
+    assert (found, channels) == ([], 5)
+    assert channel_findings(net, batches, CPU, layers="relu") == ([], 0)
 
 
 def test_a_threshold_is_a_share(net: Net) -> None:

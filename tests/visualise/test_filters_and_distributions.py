@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from prunekit.capturing import redundant
-from prunekit.capturing.redundancy import Products
+from prunekit.capturing import Products, redundant
 from prunekit.errors import UsageError
 from prunekit.hooks import count_hooks
 from prunekit.visualise.distributions import activation_distributions, rows_of, weight_distributions

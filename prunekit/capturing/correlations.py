@@ -1,0 +1,154 @@
+"""How the channels of a layer go together on the data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+
+from prunekit.calibration.layer_stats import FloatArray
+from prunekit.capturing.hooks import LayerHooks, Where
+from prunekit.capturing.layers import attention_weights, channels_of
+from prunekit.capturing.store import SHARE, mib
+from prunekit.errors import UsageError
+
+CONSTANT = 1e-5
+"""A standard deviation below this share of the mean is rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Products:
+    """Second moments of what a layer returns, over all samples, places and calls.
+
+    Attributes:
+        layer: its path.
+        first: number of its first channel: not 0 for the later parts of a weight that is used in parts.
+        count: positions.
+        shift: (C,) about the mean; subtracted before the sums, which would lose digits without.
+        total: (C,) sums.
+        products: (C, C) sums of products.
+    """
+
+    layer: str
+    first: int
+    count: int
+    shift: FloatArray
+    total: FloatArray
+    products: FloatArray
+
+    def plus(self, other: Products) -> Products:
+        """Both together; `other` is of the same layer and has the same shift."""
+        sums = self.count + other.count, self.shift, self.total + other.total, self.products + other.products
+        return Products(self.layer, self.first, *sums)
+
+    @property
+    def _moments(self) -> tuple[FloatArray, FloatArray]:
+        """(C, C) covariances, and (C,) variances, NaN where a channel is constant or was not finite."""
+        with np.errstate(invalid="ignore"):
+            mean = self.total / max(self.count, 1)
+            covariance: FloatArray = self.products / max(self.count, 1) - np.outer(mean, mean)
+            variance = covariance.diagonal()
+            floor = (CONSTANT * (self.shift + mean)) ** 2
+            return covariance, np.where(variance > floor, variance, np.nan)
+
+    @property
+    def correlation(self) -> FloatArray:
+        """(C, C) Pearson correlations, NaN where a channel is constant or was not finite."""
+        covariance, variance = self._moments
+        with np.errstate(invalid="ignore"):
+            scale = np.sqrt(variance)
+            found: FloatArray = np.clip(covariance / np.outer(scale, scale), -1, 1)
+        return found
+
+    @property
+    def constant(self) -> list[int]:
+        """Channels that never changed."""
+        finite = np.isfinite(self.products.diagonal())
+        return [self.first + int(one) for one in np.flatnonzero(np.isnan(self._moments[1]) & finite)]
+
+
+class CorrelationCollector(LayerHooks):
+    """Sums up, while a model runs, how the channels that each convolution and linear layer returns go together.
+
+    Projections of attention are among them, also where their modules are not called; three that are packed into one
+    weight are `*.in_proj_weight`, with the channels of queries, keys and values in this order.
+    Memory: C x C numbers of 8 bytes for a layer of C channels, twice.
+
+    Args:
+        model: not compiled, and not changed.
+        paths: of the layers that are looked at; None: all of those.
+        positions: looked at in each call, evenly spread where there are more.
+
+    Raises:
+        UsageError: the sums would take more than half of the memory that is free.
+    """
+
+    def __init__(self, model: nn.Module, paths: Iterable[str] | None = None, *, positions: int = 4096) -> None:
+        self._rows = {path: len(weight) for path, weight in attention_weights(model).items()}
+        widths = channels_of(model)
+        chosen = {path: widths[path] for path in (widths if paths is None else paths)}
+        needed = 16 * sum(width**2 for width in chosen.values())
+        free = int(psutil.virtual_memory().available)
+        if needed > SHARE * free:
+            widest = max(chosen, key=chosen.__getitem__)
+            raise UsageError(
+                f"correlations of {len(chosen)} layers take {mib(needed)}, and {mib(free)} of memory are free, half of "
+                f"which may be taken; choose fewer layers, or narrower ones: the widest is {widest}"
+            )
+        super().__init__(model, list(chosen), "output")
+        self._positions = positions
+        self._found: dict[tuple[str, int], Products] = {}
+        self._pass: dict[tuple[str, int], Products] = {}
+        self._used: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Forgets what a pass that raised has left."""
+        super().begin()
+        self._pass.clear()
+        self._used.clear()
+
+    def keep(self) -> None:
+        """Adds what the finished pass showed."""
+        self._found |= self._pass
+
+    def seen(self, where: Where, values: Tensor, axis: int) -> None:
+        """Adds what a layer returned."""
+        if where.batch is None or values.dim() < 2:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            rows = values.detach().movedim(axis, -1)
+            rows = rows.reshape(-1, rows.shape[-1])  # (positions, C)
+            if len(rows) > self._positions:
+                rows = rows[:: (len(rows) // self._positions) | 1]  # odd, so as not to keep to some columns of an image
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            self._add(where.path, self._first(where.path, rows.shape[1]), rows)
+
+    def _first(self, path: str, channels: int) -> int:
+        """Of a weight that is used in parts, one call after the other, the first row of this part."""
+        whole = self._rows.get(path, channels)
+        first = self._used[path] % whole
+        self._used[path] += channels
+        return first
+
+    def _add(self, path: str, first: int, rows: Tensor) -> None:
+        key = path, first
+        known = self._pass.get(key) or self._found.get(key)
+        shift = rows.mean(0) if known is None else torch.from_numpy(known.shift).to(rows)
+        rows = rows - shift
+        sums = (rows.sum(0), rows.T @ rows)
+        seen = Products(path, first, len(rows), *(part.cpu().double().numpy() for part in (shift, *sums)))
+        self._pass[key] = seen if known is None else known.plus(seen)
+
+    def products(self) -> list[Products]:
+        """Of each layer that ran, in order of execution.
+
+        Raises:
+            UsageError: the model has not run inside the `with`.
+        """
+        self.require_passes()
+        return list(self._found.values())
