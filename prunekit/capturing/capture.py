@@ -46,6 +46,8 @@ class Captured:
 class Capture(LayerHooks):
     """What was captured, in the order in which it happened; see `capture`."""
 
+    purpose = "capture"
+
     def __init__(
         self,
         model: nn.Module,
@@ -204,7 +206,7 @@ def capture(
     Raises:
         UsageError: a glob, a class or a group matches nothing; or, in a forward pass or with `example` at once, full
             copies are beyond the limit; the message says how much they take and which reducer avoids it.
-        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+        ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
     return Capture(
         model, layers, what, reduce=reduce, every=every, to=to, limit_mib=limit_mib, example=example

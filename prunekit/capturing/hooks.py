@@ -17,7 +17,7 @@ from prunekit.capturing.functional import WeightUses
 from prunekit.capturing.layers import Layers, choose
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
-from prunekit.hooks import HookWarning, recomputing
+from prunekit.hooks import HookWarning, recomputing, refuse_compiled
 from prunekit.hooks.gradients import GradientChange, InputGradients, OutputGradients, at
 from prunekit.hooks.reading import catch
 from prunekit.nested import gather, map_tensors
@@ -58,12 +58,16 @@ class LayerHooks(WatchedPasses):
 
     Raises:
         UsageError: a glob, a class or a group matches nothing, or there is no such tensor to look at.
-        ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+        ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
+
+    purpose = "layers"
+    """What messages begin with."""
 
     def __init__(self, model: nn.Module, layers: Layers, what: What | Iterable[What], every: int = 1) -> None:
         super().__init__(model)
-        name = type(self).__name__.lower()
+        name = self.purpose
+        refuse_compiled(model, name)
         self.what = _checked(what, name)
         if every < 1:
             raise UsageError(f"{name}: every: expected a whole number of at least 1, got {every}")
@@ -88,12 +92,14 @@ class LayerHooks(WatchedPasses):
         super().__exit__(kind, error, trace)
         if kind is None and self._begun and self._idle:
             names = ", ".join(self.paths[:3]) + (", ..." if len(self.paths) > 3 else "")
-            warnings.warn(
-                f"{type(self).__name__.lower()}: none of {names} ran while the model did; where a weight is used "
-                "without its module's being called, choose the weight: 'path.weight'",
-                HookWarning,
-                stacklevel=2,
-            )
+            if all(what.startswith("grad") for what in self.what):
+                why = f"no gradient came by {names}: run the model with gradients enabled, or none of them ran"
+            else:
+                why = (
+                    f"none of {names} ran while the model did; where a weight is used without its module's being "
+                    "called, choose the weight: 'path.weight'"
+                )
+            warnings.warn(f"{self.purpose}: {why}", HookWarning, stacklevel=2)
 
     def begin(self) -> None:
         """A forward pass of the model begins."""

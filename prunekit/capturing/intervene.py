@@ -19,11 +19,17 @@ may return None to leave it."""
 class Intervention(LayerHooks):
     """Changes in force; see `intervene`."""
 
+    purpose = "intervene"
+
     def __init__(
         self, model: nn.Module, layers: Layers, changes: dict[What, Change], *, position: int | None, every: int
     ) -> None:
         if not changes:
             raise UsageError("intervene: expected a change of input, output, grad_input or grad_output, got none")
+        for what, change in changes.items():
+            if not (isinstance(change, int | float | Tensor) or callable(change)):
+                got = type(change).__name__
+                raise UsageError(f"intervene: {what}: expected a number, a tensor or a function of one, got {got}")
         super().__init__(model, layers, tuple(changes), every)
         self._changes, self._position = changes, position
         self.count = 0

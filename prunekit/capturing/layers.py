@@ -56,9 +56,12 @@ def choose(model: nn.Module, layers: Layers, key: str) -> Chosen:
     """
     modules = {path: module for path, module in _named(model).items() if type(module) not in NEVER_RUN}
     hidden = _hidden(model)
-    several = [layers] if isinstance(layers, (str, type, ChannelGroup)) else list(layers)
-    if not several:
-        raise UsageError(f"{key}: expected a glob over module paths, a class of modules or a channel group, got none")
+    single = isinstance(layers, (str, type, ChannelGroup)) or not isinstance(layers, Iterable)
+    several: list[Any] = [layers] if single else list(layers)  # type: ignore[arg-type]
+    wrong = [type(layer).__name__ for layer in several if not isinstance(layer, (str, type, ChannelGroup))]
+    if wrong or not several:
+        got = wrong[0] if wrong else "none"
+        raise UsageError(f"{key}: expected a glob over module paths, a class of modules or a channel group, got {got}")
     found = {path for layer in several for path in _paths(layer, modules, hidden, model, key)}
     seen: set[int] = set()
     called = {}

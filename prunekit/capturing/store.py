@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +54,12 @@ class Store:
         if self.folder is not None:
             if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
                 raise UsageError(f"to: expected 'cpu', 'device' or a new or empty folder, got {self.folder}")
-            self.folder.mkdir(parents=True, exist_ok=True)
+            if re.fullmatch(r"cuda(:\d+)?|mps|xpu|memory|disk", str(to)):
+                raise UsageError(f"to: expected 'cpu', 'device', where the tensors are, or a folder, got {str(to)!r}")
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"to: {self.folder}: cannot be made: {error.strerror or error}") from error
         if limit_mib is not None and not limit_mib > 0:
             raise UsageError(f"limit_mib: expected a number above 0, got {limit_mib}")
         self.limit = int(SHARE * self._free(device)) if limit_mib is None else int(limit_mib * MIB)

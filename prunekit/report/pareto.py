@@ -17,6 +17,8 @@ LINES = (COLOURS["pruned"], *SPARE_COLOURS, COLOURS["control"])
 """Of the groups of points that can be compared, in turn."""
 MARKS = {"pruned": "o", "deployed": "P", "dense": "D", "control": "s"}
 MAX_PANELS = 6
+SAME, TEXT = (0.03, 0.03), (0.16, 0.07)
+"""Shares of a panel's width and height: of marks that cover each other, and of the text of a label, about."""
 
 Panel = tuple[str, str, Sequence[Point]]
 """Title, name of the cost with its unit, and points."""
@@ -47,14 +49,15 @@ def _panel(axes: Any, points: Sequence[Point]) -> None:
             costs, reached = [point.cost for point in best], [point.score for point in best]
             axes.step(costs, reached, where="post", color=colour, linewidth=1.1, alpha=0.7, zorder=2)
         for point in members:
-            _mark(axes, point, colour, most)
+            _mark(axes, point, colour)
+    _labels(axes, points, most)
     costs = [end for point in points for end in (point.cost, *(point.cost_ends or ()))]
     axes.set_xlim(0, 1.12 * max(costs, default=1.0))
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.margins(y=0.12)
 
 
-def _mark(axes: Any, point: Point, colour: str, most: float) -> None:
+def _mark(axes: Any, point: Point, colour: str) -> None:
     errors = [_reach(value, ends) for value, ends in ((point.cost, point.cost_ends), (point.score, point.score_ends))]
     axes.errorbar(
         point.cost,
@@ -69,11 +72,32 @@ def _mark(axes: Any, point: Point, colour: str, most: float) -> None:
         capsize=2,
         zorder=3,
     )
-    # To the left of marks on the right, so that long names stay within the panel.
-    side: dict[str, Any] = {"ha": "right", "xytext": (-7, 6)} if point.cost > 0.6 * most else {"xytext": (7, 6)}
-    axes.annotate(
-        point.label, (point.cost, point.score), textcoords="offset points", fontsize=9, color=INK, zorder=4, **side
-    )
+
+
+def _labels(axes: Any, points: Sequence[Point], most: float) -> None:
+    """A label for each mark, one for marks at the same place, and below the mark where it would lie on another."""
+    ends = [end for point in points for end in (point.score, *(point.score_ends or ()))]
+    span = (max(ends, default=1.0) - min(ends, default=0.0)) or 1.0
+    placed: list[tuple[Point, list[str]]] = []
+    for point in points:
+        same = next((names for other, names in placed if _near(point, other, most, span, SAME)), None)
+        if same is None:
+            placed.append((point, [point.label]))
+        else:
+            same.append(point.label)
+    for index, (point, names) in enumerate(placed):
+        hidden = any(_near(point, other, most, span, TEXT) for other, _ in placed[:index])
+        # To the left of marks on the right, so that long names stay within the panel.
+        side = {"ha": "right"} if point.cost > 0.6 * most else {"ha": "left"}
+        offset = (-7 if side["ha"] == "right" else 7, -13 if hidden else 6)
+        at = point.cost, point.score
+        axes.annotate(
+            ", ".join(names), at, xytext=offset, textcoords="offset points", fontsize=9, color=INK, zorder=4, **side
+        )
+
+
+def _near(one: Point, other: Point, most: float, span: float, reach: tuple[float, float]) -> bool:
+    return abs(one.cost - other.cost) <= reach[0] * most and abs(one.score - other.score) <= reach[1] * span
 
 
 def _reach(value: float, ends: tuple[float, float] | None) -> list[list[float]] | None:

@@ -14,8 +14,8 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import prunekit
 from prunekit.capturing import LayerHooks, size_of
-from prunekit.errors import UsageError
-from prunekit.hooks import HookOwner, count_hooks
+from prunekit.errors import ModelError, UsageError
+from prunekit.hooks import HookOwner, HookWarning, count_hooks
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -278,11 +278,34 @@ def test_a_checkpointed_forward_is_captured_once(reentrant: bool) -> None:
         ("conv3", "capture: 'conv3' matches no module path; did you mean 'conv"),
         (nn.Conv3d, "capture: the model has no Conv3d; did you mean 'Conv2d'"),
         ([], "capture: expected a glob"),
+        (None, "capture: expected a glob .* got NoneType"),
+        (nn.Conv2d(1, 1, 1), "capture: expected a glob .* a class of modules or a channel group, got Conv2d"),
+        (["conv1", 3], "capture: expected a glob .* got int"),
     ],
 )
 def test_a_layer_that_is_not_there(layers: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         prunekit.capture(Net(), layers)  # type: ignore[arg-type]
+
+
+def test_places_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="expected 'cpu', 'device', where the tensors are, or a folder, got 'cuda:0'"):
+        prunekit.capture(Net(), "conv1", to="cuda:0")
+    with pytest.raises(UsageError, match="below: cannot be made: Not a directory"):
+        prunekit.capture(Net(), "conv1", to=tmp_path / "file" / "below")
+
+
+def test_a_pass_without_gradients_and_a_compiled_model_are_named_as_such() -> None:
+    model = Net().eval()
+    with (
+        pytest.warns(HookWarning, match="capture: no gradient came by conv1: run the model with gradients enabled"),
+        torch.no_grad(),
+        prunekit.capture(model, "conv1", "grad_output"),
+    ):
+        model(IMAGES)
+    with pytest.raises(ModelError, match="capture: the model is compiled"):
+        prunekit.capture(torch.compile(model), "conv1")  # type: ignore[arg-type]
 
 
 def test_a_tensor_that_is_not_there() -> None:

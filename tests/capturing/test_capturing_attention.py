@@ -166,6 +166,10 @@ def test_what_does_not_fit_is_refused(block: Block) -> None:
     assert count_hooks(block) == 0
     with pytest.raises(UsageError, match="expected a change of input"):
         prunekit.intervene(block, "out")
+    with pytest.raises(UsageError, match=r"intervene: output: expected a number, a tensor or a function .*, got str"):
+        prunekit.intervene(block, "out", output="zero")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="intervene: 'ot' matches no module path; did you mean 'out'"):
+        prunekit.intervene(block, "ot", output=0.0)
     number = prunekit.intervene(block, "out", output=lambda t: 1.0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ModelError, match="return a tensor or None, got float"), number:
         block(TOKENS)

@@ -14,6 +14,7 @@ from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError, UsageError
 from prunekit.report import write_comparison
+from prunekit.report.pareto import pareto
 from prunekit.report.points import Point, by_latency, by_macs, front, letter, settings, sides
 from prunekit.report.recipes import differences
 from prunekit.report.run import read_run
@@ -141,6 +142,16 @@ def test_a_run_that_has_not_finished_is_refused(make: Make, three: list[Path], t
 def test_the_front_is_what_nothing_beats(points: list[tuple[str, float, float]], expected: str) -> None:
     found = front([Point(label, "pruned", (), (1, 1), cost, score) for label, cost, score in points])
     assert "".join(point.label for point in found) == expected
+
+
+def test_marks_at_the_same_place_share_a_label_and_others_do_not_cover_each_other() -> None:
+    points = [("dense A", "dense", 75.0, 98.9), ("control A", "control", 75.0, 98.8), ("A", "pruned", 30.0, 98.7)]
+    points += [("B", "pruned", 36.0, 98.6)]
+    drawn = [Point(name, kind, (), (1, 1), cost, score, None, (90.0, 99.5)) for name, kind, cost, score in points]
+    markup = str(pareto([("MACs", "M", drawn)], "top-1"))
+    found = re.findall(r'y="([\d.]+)"[^>]*>([^<>]*\b[AB])</text>', markup)
+    assert [label for _, label in found] == ["dense A, control A", "A", "B"]
+    assert abs(float(found[1][0]) - float(found[2][0])) > 9
 
 
 def test_what_is_unstable_is_on_no_front() -> None:
