@@ -278,6 +278,17 @@ def test_every_column_of_figures_says_how_they_were_measured() -> None:
             assert (other or label) in methods.METHODS, template.name
 
 
+def test_every_tile_and_every_section_with_a_figure_says_how_it_was_made(page: Page, run: Path) -> None:
+    folder = Path(methods.__file__).parent
+    for file in folder.glob("*.py"):
+        labels = set(re.findall(r'Tile\(\s*"([^"]+)"', file.read_text(encoding="utf-8")))
+        assert labels <= methods.METHODS.keys(), file.name
+    html = (run / "report.html").read_text(encoding="utf-8")
+    sections = [part for part in re.findall(r"<section.*?</section>", html, re.S) if "<figure>" in part]
+    assert len(sections) > 4
+    assert [part[:80] for part in sections if not re.search(r"<h[23]><abbr tabindex", part)] == []
+
+
 def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "last", groups=2)
     (run / "status.json").write_text(json.dumps({"state": "running", "started": "2026-11-20T11:00:00+00:00"}))
