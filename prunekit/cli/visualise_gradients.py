@@ -51,7 +51,7 @@ def gradients_command(
     job = load_job(recipe, overrides, factory=factory, data=data, **options)
     import pandas as pd
 
-    from prunekit.visualise.flow import write_flow
+    from prunekit.report.flow import write_flow
     from prunekit.workflow import Own
     from prunekit.workflow.gradients import gradient_flow
     from prunekit.workflow.tables import write_csv

@@ -9,14 +9,13 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from prunekit.report.figures import STYLE, WIDTH, svg
+from prunekit.report.flow import draw_flow, flow_height, shown_layers
 
 
 def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]]:
     """For each training its name, its figure, how many layers that shows, and how many there are."""
     if rows is None or rows.empty:
         return []
-    from prunekit.visualise.flow import shown_layers  # only a page with such a figure waits for torch
-
     return [
         (str(name), _figure(str(name), part), len(shown_layers(part)), part["layer"].nunique())
         for name, part in rows.groupby("run", sort=False)
@@ -24,8 +23,6 @@ def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]
 
 
 def _figure(name: str, rows: pd.DataFrame) -> Markup:
-    from prunekit.visualise.flow import draw_flow, flow_height
-
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"gradients-{name}"}):
         figure = Figure(figsize=(WIDTH, flow_height(rows)), layout="constrained")
         FigureCanvasSVG(figure)

@@ -7,6 +7,8 @@ import hashlib
 import json
 import re
 import shlex
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -255,6 +257,13 @@ def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Pat
     assert found is not None
     assert shlex.split(found.command)[:3] == ["prunekit", "prune", str(own / "recipe.yaml")]
     assert [word for word in found.command.split() if word.startswith("--")] == ["--data", "--task", "--optimizer"]
+
+
+def test_a_page_is_written_without_waiting_for_torch() -> None:
+    """Whatever sections it has: that alone would take most of the three seconds that a report may take."""
+    modules = "again, page, gradients, features, maps, histograms, compare, schedule, curves"
+    code = f"import sys; from prunekit.report import {modules}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_figures_say_how_they_were_measured(page: Page, run: Path) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from training_models import CPU, net, splits
 
 import prunekit
+from prunekit.report.flow import COLUMNS, MOST_LAYERS, shown_layers, write_flow
 from prunekit.training import GradientFlow, Part, Training, TrainSettings, Within, fit
 from prunekit.training.gradient_flow import MOST, flow_weights, gradient_percentiles
-from prunekit.visualise.flow import COLUMNS, MOST_LAYERS, shown_layers, write_flow
 
 SETTINGS = TrainSettings(epochs=2, lr=0.01)
 
