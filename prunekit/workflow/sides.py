@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prunekit.capturing import Layers
+from prunekit.capturing.layers import attention_weights
 from prunekit.channels import trace
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.compaction import read_manifest
@@ -207,12 +208,14 @@ def _shape(tensors: Mapping[str, Tensor], name: str) -> Any:
 
 
 def _rows(manifest: Mapping[str, Any], model: nn.Module) -> dict[str, Mask]:
-    found, modules = {}, dict(model.named_modules())
+    found, modules, projections = {}, dict(model.named_modules()), attention_weights(model)
     for name, axes in manifest["kept"].items():
         path, _, kind = name.rpartition(".")
         if kind != "weight" or path not in modules:
-            continue
-        axis = 1 if getattr(modules[path], "transposed", False) else 0
+            path = name  # as the weights of attention that have no module of their own are called
+            if path not in projections:
+                continue
+        axis = 1 if path in modules and getattr(modules[path], "transposed", False) else 0
         dense = manifest["dense_shapes"][name][axis]
         found[path] = np.ones(dense, bool) if axes[axis] is None else np.isin(np.arange(dense), axes[axis])
     return found
