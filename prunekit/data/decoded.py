@@ -16,6 +16,7 @@ from prunekit.data.augment import Draw, drawing
 from prunekit.data.corrupt import CorruptImages
 from prunekit.data.datasets import Indexable
 from prunekit.data.feed import Feed
+from prunekit.data.rgb import in_rgb
 from prunekit.errors import DataError
 
 
@@ -77,7 +78,7 @@ class FolderImages(_Decoded):
 
     def _read(self, index: int) -> Image.Image:
         with Image.open(self.paths[index]) as file:
-            return ImageOps.exif_transpose(file).convert("RGB")
+            return in_rgb(ImageOps.exif_transpose(file))
 
 
 class MapStyle(Sized, Protocol):
@@ -134,7 +135,7 @@ def pixels(image: Any, where: str) -> Image.Image | Tensor:
         DataError: it is neither that nor uint8 pixels.
     """
     if isinstance(image, Image.Image):
-        return image.convert("RGB")  # which also decodes: a file may only have been opened
+        return in_rgb(image)
     if isinstance(image, Tensor) and image.is_floating_point() and image.ndim == 3:
         return image.float()
     array = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) and image.ndim == 3 else np.asarray(image)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
 from prunekit.artifacts import atomic_file
+from prunekit.data.rgb import in_rgb
 from prunekit.errors import DataError, UsageError
 
 Pixels = NDArray[np.uint8]
@@ -81,7 +82,7 @@ def read_image(path: Path | str, transform: Transform) -> Tensor:
     path = Path(path)
     try:
         with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")
+            image = in_rgb(ImageOps.exif_transpose(file))
     except UnidentifiedImageError as error:
         reason = "it is empty" if not path.stat().st_size else "it is of no format that Pillow reads"
         raise DataError(f"{path}: expected an image, such as a PNG or JPEG file, but {reason}") from error
