@@ -26,9 +26,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
     os.close(handle)
     temporary = Path(name)
     try:
-        yield temporary
-        _share(temporary)
-        os.replace(temporary, path)
+        with _naming(path, temporary):
+            yield temporary
+            _share(temporary)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -46,20 +47,32 @@ def atomic_folder(path: Path, *, durable: bool = False) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(_LEFT, f".{path.name}.", path.parent))
     try:
-        yield temporary
-        for written in (temporary, *temporary.rglob("*")):
-            _share(written)
+        with _naming(path, temporary):
+            yield temporary
+            for written in (temporary, *temporary.rglob("*")):
+                _share(written)
+                if durable:
+                    _sync(written)
+            old = path.with_name(f".{path.name}.old-{os.getpid()}{_LEFT}")
+            if path.exists():
+                os.replace(path, old)
+            os.replace(temporary, path)
             if durable:
-                _sync(written)
-        old = path.with_name(f".{path.name}.old-{os.getpid()}{_LEFT}")
-        if path.exists():
-            os.replace(path, old)
-        os.replace(temporary, path)
-        if durable:
-            _sync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+                _sync(path.parent)
+            shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _naming(path: Path, temporary: Path) -> Iterator[None]:
+    """Has an error of the system name what was to be written: a full disk names no file, others the temporary."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror and (error.filename is None or str(error.filename).startswith(str(temporary))):
+            error.filename = str(path)
+        raise
 
 
 def remove_leftovers(folder: Path) -> None:

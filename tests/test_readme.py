@@ -102,6 +102,7 @@ def test_examples_for_clusters_are_what_torchrun_takes() -> None:
     """SLURM's and Kubernetes' lines with their variables filled in; names and numbers fit together."""
     (slurm,) = (block for block in blocks("bash") if "#SBATCH" in block)
     (kubernetes,) = (block for block in blocks("yaml") if "kind: Job" in block)
+    assert 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ' in slurm  # which srun has not from sbatch since SLURM 22.05
     service, job = YAML(typ="safe").load_all(kubernetes)
     pods = job["spec"]["template"]["spec"]
     lines = (re.search(r"(torchrun [^']*)'", slurm)[1].replace("\\\n", " "), pods["containers"][0]["args"][0])  # type: ignore[index]

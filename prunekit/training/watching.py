@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -42,7 +43,7 @@ class Watching(Part):
         settings: what is wanted.
         events: folder of this training's events.
         table: CSV file of its scalars.
-        plan: what masks the model.
+        plan: what masks the model, or what was cut out of it.
         warn: told what cannot be written.
     """
 
@@ -162,21 +163,22 @@ def layer_sparsity(model: nn.Module, plan: Plan | None) -> dict[str, float]:
     """`sparsity/<module path>` -> share of exact zeros in a layer's weights, 0..1, and `sparsity/all` of all of them.
 
     Weights have two axes or more: fresh biases and norms are zero without being pruned. Empty where nothing masks.
-    Of a sharded model all processes ask together.
+    What a compact model no longer has counts as the zeros that it was. Of a sharded model all processes ask together.
     """
     if plan is None:
         return {}
-    zeros: dict[str, int] = {}
+    kept: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
-            path = name.rpartition(".")[0] or name
-            zeros[path] = zeros.get(path, 0) + int(count_zeros(local(parameter)))
-            sizes[path] = sizes.get(path, 0) + parameter.numel()
+            path, own = name.rpartition(".")[0] or name, local(parameter)
+            kept[path] = kept.get(path, 0) + own.numel() - int(count_zeros(own))
+            sizes[path] = sizes.get(path, 0) + _dense_size(name, parameter, plan)
     if is_sharded(model):
-        zeros = {path: int(count) for path, count in zip(zeros, total(*zeros.values()), strict=True)}
-    found = {f"sparsity/{path}": count / sizes[path] for path, count in zeros.items()}
-    return found | ({"sparsity/all": sum(zeros.values()) / sum(sizes.values())} if sizes else {})
+        kept = {path: int(count) for path, count in zip(kept, total(*kept.values()), strict=True)}
+    found = {f"sparsity/{path}": (sizes[path] - count) / sizes[path] for path, count in kept.items()}
+    whole = sum(sizes.values())
+    return found | ({"sparsity/all": (whole - sum(kept.values())) / whole} if sizes else {})
 
 
 def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
@@ -186,9 +188,14 @@ def _histograms(model: nn.Module, plan: Plan | None) -> dict[str, Histogram]:
             found[f"weights/{name}"] = shape
         mask = None if plan is None else plan.mask(name)
         if mask is not None:
-            kept = int(torch.count_nonzero(mask)) * (parameter.numel() // mask.numel())
-            found[f"masks/{name}"] = of_mask(kept, parameter.numel())
+            size = _dense_size(name, parameter, plan)
+            found[f"masks/{name}"] = of_mask(int(torch.count_nonzero(mask)) * (size // mask.numel()), size)
     return found
+
+
+def _dense_size(name: str, parameter: Tensor, plan: Plan | None) -> int:
+    """Entries of a parameter in the dense model, of which a compact one has some."""
+    return parameter.numel() if plan is None else math.prod(plan.channel_map.shapes.get(name, parameter.shape))
 
 
 def _since(before: ClampCounts, now: ClampCounts) -> dict[str, float]:

@@ -126,7 +126,7 @@ class Trainings:
             seed=self._job.seed,
             batch=self._job.data.batch,
             workers=self._job.data.reading,
-            parts=[*watching(self._run, self._job, name, masks), *parts, *asked, *flows],
+            parts=[*watching(self._run, self._job, name, lambda: cut or masks()), *parts, *asked, *flows],
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,

@@ -179,6 +179,18 @@ def test_skipped_steps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path
     assert "Steps that were skipped: baseline 2, pruned 2." in " ".join(text.split())
 
 
+def test_images_that_were_skipped_are_named_with_their_reason(page: Page, tmp_path: Path) -> None:
+    assert "could not be read" not in page.text["result"]
+    run = write_run(tmp_path / "runs" / "corrupt", groups=2)
+    for count, shown in ((2, 2), (30, 20)):
+        corrupt = {f"<cats>/{number}.png": "it is empty" for number in range(count)}
+        (run / "metrics.json").write_text(json.dumps({**metrics(), "corrupt_images": corrupt}))
+        text = " ".join(Page(write(run).read_text(encoding="utf-8")).text["result"].split())
+        assert f"Images that could not be read, and were skipped: {count} " in text
+        assert [f"<cats>/{number}.png : it is empty" in text for number in range(count)].count(True) == shown
+        assert ("The others are in metrics.json" in text) == (count > shown)
+
+
 def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Path) -> None:
     assert "Gradients by layer" not in page.text["curves"]
     run = write_run(tmp_path / "runs" / "gradients", groups=2)

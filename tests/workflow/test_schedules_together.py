@@ -37,7 +37,9 @@ CHANGES: dict[str, Any] = {
     "baseline": TrainSettings(epochs=1, lr=0.05),
     "data": DataSettings(image_size=12, batch=128),
     "calibration": CalibrationSettings(images=320, fused=False),
-    "prune": PruneSettings(BudgetSettings(macs=0.5), criterion="activation", scope="global", schedule=SCHEDULE),
+    "prune": PruneSettings(
+        BudgetSettings(macs=0.5), criterion="activation", scope="global", schedule=SCHEDULE, compact_early=True
+    ),
     "finetune": TrainSettings(
         epochs=2,
         lr=0.02,
@@ -78,6 +80,8 @@ def test_schedules_do_not_depend_on_the_number_of_processes(
     assert changes["regrown"].any()
     assert metrics["plan"]["budgets"]["macs"]["left"] <= 0.5 * metrics["plan"]["budgets"]["macs"]["dense"]
     assert metrics["parity"]["max_relative_difference"] <= 1e-9
+    early = whole[1]["compacted_early"]
+    assert metrics["compacted_early"]["epoch"] == early["epoch"] == changes["epoch"].max() > SCHEDULE.begin
     for name in WEIGHTS:
         theirs = load_file(whole[0] / "checkpoints" / f"{name}.safetensors")
         for key, weight in load_file(folder / "checkpoints" / f"{name}.safetensors").items():
@@ -105,7 +109,7 @@ def killed(output: Path, factory: str, who: int, training: str) -> str:
 
 def test_a_run_that_lost_a_process_goes_on_bit_identically(whole: Finished, factory: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    for who, training in ((1, "pruned"), (0, "control")):
+    for who, training in ((1, "pruned"), (0, "pruned-compact"), (1, "control")):
         (said,) = together(2, tmp_path / training, killed, runs, factory, who, training, killed=[who])
         assert said.startswith("RunError: another process has ended without a word")
         (status,) = (runs / "small").glob("*/status.json")
@@ -113,7 +117,7 @@ def test_a_run_that_lost_a_process_goes_on_bit_identically(whole: Finished, fact
         finetune(job(runs, **CHANGES), log=print, own=Own(model=factory), resume="auto")
     (folder, metrics, log), _ = together(2, tmp_path / "again", ran, runs, factory, CHANGES, str(status.parent))
     assert folder == status.parent
-    assert metrics["resumed"] == 2
+    assert metrics["resumed"] == 3
     assert any(line.startswith("control: resumed from ") for line in log)
     require_same_tensors(whole[0], folder, "model/model", "plan", *(f"checkpoints/{name}" for name in WEIGHTS))
     require_same_tables(whole[0], folder, "history", "schedule", "scores", "layers")

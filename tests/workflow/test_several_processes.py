@@ -59,8 +59,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, factory: str) -> tuple[Path,
 def test_several_processes_find_what_one_finds(
     processes: int, alone: tuple[Path, dict[str, Any], list[str]], factory: str, tmp_path: Path
 ) -> None:
+    """Four of them train the compact model, which is to come to what one process has under masks."""
     folder, expected, log = alone
-    found = together(processes, tmp_path / "meet", ran, tmp_path / "runs", factory, CHANGES)
+    changes = {**CHANGES, "prune": replace(job(tmp_path).prune, compact_early=processes == 4)}
+    found = together(processes, tmp_path / "meet", ran, tmp_path / "runs", factory, changes)
     path, metrics, told = found[0]
     assert [each[:2] for each in found] == [(path, metrics)] * processes  # all end alike
     assert metrics["environment"]["processes"] == processes
@@ -70,9 +72,11 @@ def test_several_processes_find_what_one_finds(
     }
     assert json.loads((path / "status.json").read_text())["state"] == "finished"
     said, expected_lines = (
-        [line.split(":")[0] for line in lines if not line.startswith("latency")] for lines in (told, log)
+        [line.split(":")[0] for line in lines if not line.startswith(("latency", "compact early"))]
+        for lines in (told, log)
     )
     assert said == expected_lines  # of times, doubts differ
+    assert (metrics["compacted_early"] is not None) == (processes == 4)
 
     assert prunekit.load_plan(path).digest == prunekit.load_plan(folder).digest
     for name in ("dense", "control", "pruned"):
