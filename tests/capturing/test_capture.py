@@ -175,7 +175,8 @@ def test_what_is_beyond_the_limit_is_stated_with_the_reducer_that_avoids_it(tmp_
         model(IMAGES)
     assert re.fullmatch(r"3 tensors, 96 KiB for each forward pass, about [0-9.e-]+ ms to copy", str(record.expected))
     assert record.expected is not None
-    assert record.expected.copy_ms is not None and record.expected.copy_ms > 0
+    assert record.expected.copy_ms is not None
+    assert record.expected.copy_ms > 0
     on_disk = prunekit.capture(model, "conv*", to=tmp_path / "files", example=(IMAGES,))
     assert str(on_disk.expected) == "3 tensors, 96 KiB for each forward pass"
     assert record.bytes == 48
