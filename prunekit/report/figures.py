@@ -141,8 +141,11 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     axes.stairs(every, edges, baseline=removed, fill=True, color=COLOURS["pruned"], label="kept")
     axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
     axes.tick_params(labelsize=7.5)
-    axes.xaxis.set_major_locator(MaxNLocator(3))
-    axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    # Ticks are most of what twenty panels take: the ends of the scores, and the most channels in a bin.
+    ends, most = (float(edges[0]), float(edges[-1])), int(every.max())
+    axes.set_xticks(ends, labels=[f"{end:.3g}" for end in ends])
+    axes.set_yticks([most], labels=[str(most)])
+    axes.grid(visible=False)
 
 
 def shortened(text: str, length: int = 34) -> str:
