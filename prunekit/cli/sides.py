@@ -11,7 +11,7 @@ import click
 
 from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
 from prunekit.cli.options import is_recipe, load_job, split_overrides
-from prunekit.cli.output import Console
+from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -63,6 +63,24 @@ def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console
     for note in found.notes:
         console.log(note)
     return found
+
+
+def pictures_folder(sides: Sides, output: Path | None, name: str) -> Path:
+    """Where pictures go: the folder asked for, or one of this name, for a run in its own folder.
+
+    Raises:
+        UsageError: it cannot be written to.
+    """
+    folder = output or (sides.run / name if sides.run else Path(name))
+    check_folder(folder)
+    return folder
+
+
+def report_of(sides: Sides, folder: Path, name: str) -> list[Path]:
+    """Writes the report of a run again where pictures that it shows have come into its folder; the page, if so."""
+    from prunekit import report
+
+    return [report.write(sides.run)] if sides.run is not None and folder == sides.run / name else []
 
 
 def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console) -> Sides:

@@ -12,7 +12,7 @@ import click
 from prunekit.cli.models import ModelOptions
 from prunekit.cli.options import common_options, device_option, model_options, output_option, seed_option
 from prunekit.cli.output import Console, check_folder, save, table
-from prunekit.cli.sides import find_sides, image_options
+from prunekit.cli.sides import find_sides, image_options, pictures_folder, report_of
 
 if TYPE_CHECKING:
     from prunekit.visualise.overlay import Panel
@@ -119,7 +119,6 @@ def _show(
 ) -> None:
     console = Console(as_json)
     check_folder(output)
-    from prunekit import report
     from prunekit.context import resolve_device
     from prunekit.visualise.overlay import write_picture
     from prunekit.workflow.seen import seen
@@ -127,8 +126,7 @@ def _show(
     where = resolve_device(device or "auto")
     with console.running():
         sides = find_sides(arguments, ModelOptions(**options), console)
-        folder = output or (sides.run / FOLDER if sides.run else Path(FOLDER))
-        check_folder(folder)
+        folder = pictures_folder(sides, output, FOLDER)
         values, shown = sides.input(image, index)
         found = seen(sides, values, find(), layer=layer, target=target, device=where)
         title = _title(found)
@@ -137,7 +135,7 @@ def _show(
     payload = {"model": sides.name, "image": shown, "title": title, **found.figures(), "picture": str(path)}
     save(payload, folder, path.with_suffix(".json").name, console)
     rows = [(side, f"{100 * row['probability']:.1f} %", row["predicted"]) for side, row in payload["models"].items()]
-    pages = [report.write(sides.run)] if sides.run is not None and folder == sides.run / FOLDER else []
+    pages = report_of(sides, folder, FOLDER)
     lines = [title, table(("model", "probability", "predicts"), rows), f"Picture: {path}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))
 

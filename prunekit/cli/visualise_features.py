@@ -10,7 +10,7 @@ import click
 from prunekit.cli.models import ModelOptions
 from prunekit.cli.options import common_options, model_options, output_option, seed_option
 from prunekit.cli.output import Console, check_folder, plain, save, table
-from prunekit.cli.sides import find_sides, groups_option, image_options
+from prunekit.cli.sides import find_sides, groups_option, image_options, pictures_folder, report_of
 
 if TYPE_CHECKING:
     from prunekit.visualise import View
@@ -58,14 +58,11 @@ def features_command(
 
     with console.running():
         sides = find_sides(arguments, ModelOptions(**options), console)
-        folder = output or (sides.run / FOLDER if sides.run else Path(FOLDER))
-        check_folder(folder)
+        folder = pictures_folder(sides, output, FOLDER)
         settings = FeatureSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
         payload = plain(write_features(sides, sides.input(image, index), folder, settings))
     save(payload, folder, "features.json", console)
-    pages = [report.write_features(folder)]
-    if sides.run is not None and folder == sides.run / FOLDER:
-        pages.append(report.write(sides.run))
+    pages = [report.write_features(folder), *report_of(sides, folder, FOLDER)]
     console.result({**payload, "pages": [str(page) for page in pages]}, _text(payload, folder, pages))
 
 

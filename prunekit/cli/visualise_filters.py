@@ -10,7 +10,7 @@ import click
 from prunekit.cli.models import ModelOptions
 from prunekit.cli.options import common_options, model_options, output_option, seed_option
 from prunekit.cli.output import Console, check_folder, save
-from prunekit.cli.sides import find_sides
+from prunekit.cli.sides import find_sides, pictures_folder, report_of
 
 FOLDER = "filters"
 
@@ -34,14 +34,12 @@ def filters_command(
     """
     console = Console(as_json)
     check_folder(output)
-    from prunekit import report
     from prunekit.visualise import write_png
     from prunekit.visualise.filters import draw_filters, first_filters
 
     with console.running():
         sides = find_sides(arguments, ModelOptions(**options), console)
-        folder = output or (sides.run / FOLDER if sides.run else Path(FOLDER))
-        check_folder(folder)
+        folder = pictures_folder(sides, output, FOLDER)
         found = first_filters(sides.models, sides.sample_shape, layer, kept=sides.kept)
         picture = write_png(folder / "filters.png", draw_filters(found, sides.name, most or None))
     weights = next(iter(found.sides.values()))
@@ -57,6 +55,6 @@ def filters_command(
     }
     save(payload, folder, "filters.json", console)
     kept = "" if found.kept is None else f", {int(found.kept.sum())} kept"
-    pages = [report.write(sides.run)] if sides.run is not None and folder == sides.run / FOLDER else []
+    pages = report_of(sides, folder, FOLDER)
     lines = [f"{sides.name}: {len(weights)} filters of {found.path}{kept}", f"Picture: {picture}"]
     console.result(payload, "\n".join([*lines, *(f"Report: {page}" for page in pages)]))

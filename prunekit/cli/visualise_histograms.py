@@ -17,7 +17,7 @@ from prunekit.cli.options import (
     seed_option,
 )
 from prunekit.cli.output import Console, check_folder, plain, save, table
-from prunekit.cli.sides import find_sides, groups_option
+from prunekit.cli.sides import find_sides, groups_option, pictures_folder, report_of
 
 FOLDER = "histograms"
 
@@ -68,18 +68,14 @@ def histograms_command(
 
     with console.running():
         sides = find_sides(arguments, ModelOptions(**options), console)
-        folder = output or (sides.run / FOLDER if sides.run else Path(FOLDER))
-        check_folder(folder)
+        folder = pictures_folder(sides, output, FOLDER)
         where = resolve_device(device or (sides.job.device if sides.job else "cpu"))
         payload = plain(
             write_statistics(sides, folder, where, StatisticsSettings(sides.layers(layers, groups), threshold))
         )
     save(payload, folder, "histograms.json", console)
     page = report.write_histograms(folder, sides.run)
-    pages = [page]
-    if sides.run is not None and folder == sides.run / FOLDER:
-        pages.append(report.write(sides.run))
-    shown = "\n".join(map(str, pages))
+    shown = "\n".join(map(str, [page, *report_of(sides, folder, FOLDER)]))
     console.result({**payload, "page": str(page)}, f"{_text(payload)}\nTables: {folder}\n{shown}")
 
 

@@ -16,6 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from prunekit.artifacts import atomic_file
+from prunekit.report.figures import shortened
 
 COLUMNS = ("step", "epoch", "layer", "p10", "median", "p90", "zeros")
 MOST_LAYERS = 64
@@ -59,7 +60,7 @@ def draw_flow(figure: Figure, rows: pd.DataFrame) -> None:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))
     _percentiles(left, rows, layers)
     drawn = _over_time(right, rows, layers)
-    left.set_yticks(range(len(layers)), labels=[_shortened(layer) for layer in layers], fontsize=7.5)
+    left.set_yticks(range(len(layers)), labels=[shortened(layer) for layer in layers], fontsize=7.5)
     left.set_ylim(len(layers) - 0.4, -0.6)
     right.tick_params(axis="y", left=False)
     if drawn is not None:
@@ -122,7 +123,3 @@ def _plain_log(axis: Any) -> None:
     axis.set_major_locator(LogLocator(numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _shortened(text: str, length: int = 34) -> str:
-    return text if len(text) <= length else f"…{text[1 - length :]}"
