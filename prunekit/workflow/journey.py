@@ -127,7 +127,9 @@ class Journey:
         require_same_plan(plan, "after training")
         compacted = self._compact(pruned, dense, plan) if is_main() else None
         control = None
-        if self.training:
+        if self.training and not self.job.control:
+            self.log("control: left out, as the recipe asks; scores are compared with the dense model as it was")
+        elif self.training:
             with self.clock.stage("control"):
                 control = trainings.control(dense)
 

@@ -45,6 +45,9 @@ class JobSettings:
     repair: RepairSettings | None = None
     """How what is left is fitted to the dense model, from calibration images without labels; null: not at all."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
+    control: bool = True
+    """Whether the dense model is trained on as well, as long and in the same way, for a fair comparison. That takes
+    longer than fine-tuning itself; without it the pruned model is compared with the dense one as it was."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
     """Of all training, so that a run which was killed goes on where it was; null: each training starts anew."""
     gradient_flow: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -25,7 +24,6 @@ from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.repair import RepairSettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, finetune, prune_job
-from prunekit.workflow.trainings import Trainings
 
 Finished = tuple[Path, dict[str, Any], list[str]]
 
@@ -51,11 +49,6 @@ def run(output: Path, prune: PruneSettings, **changes: Any) -> Finished:
         job(output, prune, **changes), log=log.append, finish=lambda folder: report.write(folder, state="finished")
     )
     return result.folder, result.metrics, log
-
-
-def without_control(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense model is measured as it is: its training takes as long as that of the pruned one."""
-    monkeypatch.setattr(Trainings, "control", lambda self, dense: copy.deepcopy(dense))
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +108,11 @@ def test_each_change_is_in_the_log_the_table_and_the_report(cubic: Finished, tmp
     ("criterion", "score"),
     [("taylor2", "criterion"), ("obs", "criterion"), ("l2", "movement")],
 )
-def test_channels_are_scored_anew_and_come_back_until_they_freeze(
-    criterion: Any, score: Any, output: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_channels_are_scored_anew_and_come_back_until_they_freeze(criterion: Any, score: Any, output: Path) -> None:
     """By gradients and movement; Gram matrices are those of the dense model, so nothing can come back."""
-    without_control(monkeypatch)
     schedule = ScheduleSettings("linear", begin=0.25, end=1, every=0.25, regrow=True, freeze=2, score=score)
     prune = PruneSettings(BudgetSettings(macs=0.4), criterion=criterion, scope="global", schedule=schedule)
-    folder, metrics, _ = run(output, prune)
+    folder, metrics, _ = run(output, prune, control=False)
     table = pd.read_csv(folder / "schedule.csv")
     assert table["epoch"].iloc[-1] == 2
     assert (table["regrown"].sum() > 0) == (criterion != "obs")
@@ -147,11 +137,17 @@ def test_budgets_of_time_go_by_macs_to_the_plan_that_was_measured(
 ) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
     time_little(monkeypatch, attempts=2)
-    without_control(monkeypatch)
     prune = PruneSettings(
         BudgetSettings(speedup=1.1), scope="per_mac", schedule=ScheduleSettings("exponential", end=1, rounds=3)
     )
-    folder, metrics, _ = run(output, prune)
+    folder, metrics, log = run(output, prune, control=False)
+    assert "control" not in metrics
+    assert "control: left out, as the recipe asks; scores are compared with the dense model as it was" in log
+    assert set(pd.read_csv(folder / "history.csv")["run"]) == {"baseline", "pruned"}
+    page = (folder / "report.html").read_text()
+    assert "against the dense model" in page
+    assert "The dense model was not trained on" in page
+    assert "dense control" not in page
     table = pd.read_csv(folder / "schedule.csv")
     assert set(table["resource"]) == {"macs"}
     assert table["actual"].iloc[-1] == pytest.approx(metrics["plan"]["macs_left"])
