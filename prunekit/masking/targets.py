@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,7 @@ class PrunedEntries:
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep
         self._masks: dict[tuple[torch.device, torch.dtype, bool], Tensor] = {}
+        self._gradient: tuple[weakref.ref[Tensor], int] | None = None
 
     def zero_(self, tensor: Tensor) -> None:
         """Overwrites the pruned entries with +0.0, whatever they were (NaN too).
@@ -59,10 +61,24 @@ class PrunedEntries:
                 "masks write to the weights, and cannot to what torch.func's transforms put in their place; leave the "
                 "masks first (the zeros stay), or transform the compact model"
             )
-        self.zero_gradient_(tensor)
+        self._write(tensor)
 
     def zero_gradient_(self, tensor: Tensor) -> None:
         """The same for a tensor that is known to have memory: what autograd adds gradients up in."""
+        self._write(tensor)
+        plain = type(tensor) is Tensor and not tensor.is_sparse and not tensor.is_inference()
+        self._gradient = (weakref.ref(tensor), tensor._version) if plain else None
+
+    def is_masked(self, gradient: Tensor) -> bool:
+        """Whether this is the gradient that was zeroed last, and no counted operation has written to it since."""
+        return self._gradient is not None and self._gradient[0]() is gradient and self._gradient[1] == gradient._version
+
+    def any_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor has anything but +0.0 where it is pruned."""
+        mask = self.mask(tensor)
+        return bool(tensor.data.view(mask.dtype).bitwise_and(~mask).any())
+
+    def _write(self, tensor: Tensor) -> None:
         mask = self.mask(tensor)
         if tensor.is_sparse:  # the gradient of an embedding: some rows, each with the index it belongs to
             tensor._values().data.view(mask.dtype).bitwise_and_(mask.expand(tensor.shape)[tuple(tensor._indices())])

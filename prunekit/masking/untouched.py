@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from prunekit.masking.resting import Resting
 from prunekit.masking.targets import MaskedTensor, PrunedEntries, is_transformed
 
 PROBES = 2
@@ -70,12 +73,30 @@ class Untouched:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether nothing can have been written to the tensor since then."""
-        if not self._is(tensor) or tensor._version != self._version:
+        return self._is(tensor) and tensor._version == self._version and self._probed()
+
+    def held(self, tensor: Tensor) -> bool:
+        """Whether a write that is known of has left it as it was; from now on nothing was written."""
+        if not self._is(tensor) or not self._probed():
             return False
+        self._version = tensor._version
+        return True
+
+    def _probed(self) -> bool:
         for index in self._indices:  # noqa: SIM110  # `all` over a generator takes twice as long
             if self._values[index]:
                 return False
         return True
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One of a module's tensors, and what is known of it."""
+
+    tensor: MaskedTensor
+    untouched: Untouched
+    resting: Resting
+    rests: bool = False
 
 
 class MaskedModule:
@@ -87,17 +108,17 @@ class MaskedModule:
 
     def replace(self, masked: list[MaskedTensor]) -> None:
         """Another plan prunes something else of the module."""
-        self._masked = [(tensor, Untouched(tensor.entries)) for tensor in masked]
+        self._watched = [_Watched(found, Untouched(found.entries), Resting(found.entries)) for found in masked]
 
     def zero_(self, *_: Any) -> None:
         """Writes exact zeros into the pruned entries."""
-        for masked, untouched in self._masked:
-            untouched.zero_(masked.of(self.module))
+        for watched in self._watched:
+            watched.untouched.zero_(watched.tensor.of(self.module))
 
     def forget(self) -> None:
         """Takes it that everything was written to."""
-        for _, untouched in self._masked:
-            untouched.forget()
+        for watched in self._watched:
+            watched.untouched.forget()
 
     def zero_if_touched_(self, *_: Any) -> None:
         """The same where anything may have been written since, and always while `torch.compile` traces."""
@@ -105,7 +126,24 @@ class MaskedModule:
             self.zero_()
             return
         module = self.module
-        for masked, untouched in self._masked:
-            if not untouched.holds(masked.of(module)):
+        for watched in self._watched:
+            if not watched.untouched.holds(watched.tensor.of(module)):
                 self.zero_()
                 return
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Looks at what a step of one of `FIXED_AT_ZERO` finds."""
+        for watched in self._watched:
+            tensor = watched.tensor.of(self.module)
+            watched.rests = watched.resting.before_step(optimizer, tensor) and watched.untouched.holds(tensor)
+
+    def zero_moved_(self, optimizer: Optimizer) -> None:
+        """After that step: writes the zeros, but where it wrote zeros itself (see `Resting`)."""
+        for watched in self._watched:
+            tensor, resting = watched.tensor.of(self.module), watched.resting
+            if watched.rests and resting.masked_gradient(tensor) and watched.untouched.held(tensor):
+                resting.rested(optimizer, tensor)
+            else:
+                watched.untouched.zero_(tensor)
+                resting.moved(optimizer, tensor, search=watched.untouched.holds(tensor))
+            watched.rests = False

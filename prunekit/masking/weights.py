@@ -13,6 +13,7 @@ from prunekit.distributed.shards import is_sharded
 from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
 from prunekit.masking.held import HeldValues
+from prunekit.masking.resting import FIXED_AT_ZERO
 from prunekit.masking.targets import Entries, masked_tensors, widest_masks
 from prunekit.masking.untouched import MaskedModule
 from prunekit.planning import Plan
@@ -24,7 +25,8 @@ class WeightMasks(HookOwner):
     They are zeroed on enter, after every step of `optimizer`, after `load_state_dict`, and before every forward of the
     model, or of a module that is called by itself, if they may have been written to since (see `Untouched`): by another
     optimizer, by `.data` and EMA writes, by whoever. Where nothing was, a forward pass on the CPU costs nearly what it
-    costs without masks; on other devices every forward writes.
+    costs without masks; on other devices every forward writes. With `GradientMasks` that share their `entries`, as in
+    `masked`, steps of torch's SGD and Adam write zeros there themselves, and are followed by a look (see `Resting`).
 
     Buffers count too: `running_mean` is 0 where a channel is pruned, `running_var` is left as it is.
 
@@ -96,7 +98,11 @@ class WeightMasks(HookOwner):
                 self._watch(path, masked)
             self.own_forward(self._model, self._end, again=True, always=True)
         if self._optimizer is not None:
-            self.own(self._optimizer.register_step_post_hook(OwnedHook(self, self._zero)))
+            known = type(self._optimizer) in FIXED_AT_ZERO and not sharded
+            if known:
+                self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before_step)))
+            after = self._after_step if known else self._zero
+            self.own(self._optimizer.register_step_post_hook(OwnedHook(self, after)))
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_any_step)))
         self._zero()
 
@@ -154,6 +160,14 @@ class WeightMasks(HookOwner):
         if optimizer is not self._optimizer:
             for masked in self._masked.values():
                 masked.forget()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for masked in self._masked.values():
+            masked.before_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for masked in self._masked.values():
+            masked.zero_moved_(optimizer)
 
     def _zero(self, *_: Any) -> None:
         for masked in self._masked.values():
