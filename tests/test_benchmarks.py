@@ -113,6 +113,32 @@ def test_time_per_operator_is_measured_for_both_nets() -> None:
     assert all(row["operators"] >= 24 and row["trace_seconds"] > 0 and row["prune_seconds"] > 0 for row in rows)
 
 
+def test_fine_tuned_reductions_are_run_once_and_read_after_that(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    images = {f"x_{part}": generator.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "cifar10.npz", **images, y_train=np.arange(60) % 10, y_test=np.arange(60) % 10)
+    torch.save(randomised(CifarResNet(20)).state_dict(), tmp_path / "weights.th")
+    places = ("--weights", str(tmp_path / "weights.th"), "--data", str(tmp_path / "cifar10.npz"))
+    quick = ("model.name=resnet20", "data.batch=16", "finetune.epochs=1", "latency.repeats=5", "latency.explain=false",
+             "calibration.images=16", "repair=null", "prune.criterion=l2", "threads=1", "device=cpu")  # fmt: skip
+    arguments = (*places, "--runs", str(tmp_path / "runs"), "--reduction", "1.5,2", "--seeds", "3", "--json", *quick)
+    done = run("finetune_cifar10.py", *arguments, "--control")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["reduction"], row["seed"]) for row in rows] == [(1.5, 3), (2.0, 3)]
+    assert [row["control_top1"] is None for row in rows] == [False, True]
+    for row in rows:
+        assert row["low"] <= row["top1"] <= row["high"]
+        assert row["macs"] * row["reduction"] <= 40_551_744
+        assert row["parity"] < 1e-9
+        assert [point["epoch"] for point in row["curve"]] == [1]
+    again = run("finetune_cifar10.py", *arguments, "--control")
+    assert [json.loads(line) for line in again.stdout.splitlines()] == rows
+    assert len(list((tmp_path / "runs").glob("*/*/*/metrics.json"))) == 2
+    failed = run("finetune_cifar10.py", *arguments, "finetune.lr=-1")
+    assert (failed.returncode, "finetune.lr: expected a number above 0" in failed.stderr) == (2, True)
+
+
 def test_time_and_memory_of_pruning_without_training() -> None:
     arguments = ("--model", "shufflenet_v2_x0_5", "--size", "32", "--images", "16", "--threads", "1", "--json")
     done = run("oneshot_speed.py", *arguments, "--memory-mib", "64")
