@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from common import keep, show
+from common import Rows, keep, show
 
 MODELS = ("resnet34", "mobilenet_v2", "densenet121", "vit_b_16")
 
@@ -50,7 +50,7 @@ def rows(name: str, size: int, batch: int, runtimes: tuple[str, ...]) -> Iterato
 def main() -> None:
     """Counts and measures all models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--batch", type=int, default=8)
@@ -58,10 +58,14 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/memory.json")
     options = parser.parse_args()
     runtimes = tuple(options.runtimes.split(","))
-    found = [row for name in options.models.split(",") for row in rows(name, options.size, options.batch, runtimes)]
-    show(found, as_json=options.json)
+    found = Rows(None, ("name", "model", "runtime"), as_json=options.json)
+    for name in options.models.split(","):
+        for row in rows(name, options.size, options.batch, runtimes):
+            found.add(row)
+    if not options.json:
+        show(found, as_json=False)
     if options.keep:
-        keep("memory", found, {"size": options.size, "batch": options.batch, "threads": 1, "dtype": "float32"})
+        keep("memory", list(found), {"size": options.size, "batch": options.batch, "threads": 1, "dtype": "float32"})
 
 
 if __name__ == "__main__":

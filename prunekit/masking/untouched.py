@@ -132,13 +132,18 @@ class MaskedModule:
                 return
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Looks at what a step of one of `FIXED_AT_ZERO` finds."""
+        """Looks at what a step of one of `FIXED_AT_ZERO` finds; not while `torch.compile` traces it."""
+        if torch.compiler.is_compiling():
+            return
         for watched in self._watched:
             tensor = watched.tensor.of(self.module)
             watched.rests = watched.resting.before_step(optimizer, tensor) and watched.untouched.holds(tensor)
 
     def zero_moved_(self, optimizer: Optimizer) -> None:
         """After that step: writes the zeros, but where it wrote zeros itself (see `Resting`)."""
+        if torch.compiler.is_compiling():
+            self.zero_()
+            return
         for watched in self._watched:
             tensor, resting = watched.tensor.of(self.module), watched.resting
             if watched.rests and resting.masked_gradient(tensor) and watched.untouched.held(tensor):

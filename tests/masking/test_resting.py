@@ -259,6 +259,18 @@ def test_another_plan_is_looked_at_anew(written: list[Tensor]) -> None:
                 assert wrong(model, plan) == 0
 
 
+def test_a_compiled_step() -> None:
+    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with masked(model, plan, optimizer):
+        compiled = torch.compile(optimizer.step, backend="eager")
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model)
+            compiled()
+            assert wrong(model, plan) == 0
+
+
 class OwnSGD(SGD):
     """May do anything."""
 
