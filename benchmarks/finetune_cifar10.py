@@ -99,7 +99,7 @@ def figures(run: Path, reduction: float, seed: int) -> dict[str, Any]:
         "lr": after.lr,
         "precision": after.precision,
         "threads": job.threads,
-        "device": job.device,
+        "device": (metrics["environment"]["cuda"] or "cpu") if job.device == "auto" else job.device,
         "seconds": metrics["stages"]["fine-tune"],
         "torch": metrics["environment"]["torch"],
         "curve": curve,
