@@ -139,16 +139,20 @@ class MaskedModule:
             tensor = watched.tensor.of(self.module)
             watched.rests = watched.resting.before_step(optimizer, tensor) and watched.untouched.holds(tensor)
 
-    def zero_moved_(self, optimizer: Optimizer) -> None:
-        """After that step: writes the zeros, but where it wrote zeros itself (see `Resting`)."""
+    def zero_moved_(self, optimizer: Optimizer, *, alone: bool) -> None:
+        """After that step: writes the zeros, but where it wrote zeros itself (see `Resting`).
+
+        Args:
+            alone: nothing but the step can have written.
+        """
         if torch.compiler.is_compiling():
             self.zero_()
             return
         for watched in self._watched:
             tensor, resting = watched.tensor.of(self.module), watched.resting
-            if watched.rests and resting.masked_gradient(tensor) and watched.untouched.held(tensor):
+            if alone and watched.rests and resting.masked_gradient(tensor) and watched.untouched.held(tensor):
                 resting.rested(optimizer, tensor)
             else:
                 watched.untouched.zero_(tensor)
-                resting.moved(optimizer, tensor, search=watched.untouched.holds(tensor))
+                resting.moved(optimizer, tensor, search=alone and watched.untouched.holds(tensor))
             watched.rests = False

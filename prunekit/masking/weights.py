@@ -166,8 +166,10 @@ class WeightMasks(HookOwner):
             masked.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # somebody else's hook may have written to weights since the step did
+        alone = all(isinstance(hook, OwnedHook) for hook in optimizer._optimizer_step_post_hooks.values())
         for masked in self._masked.values():
-            masked.zero_moved_(optimizer)
+            masked.zero_moved_(optimizer, alone=alone)
 
     def _zero(self, *_: Any) -> None:
         for masked in self._masked.values():

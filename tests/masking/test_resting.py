@@ -248,6 +248,19 @@ def test_a_closure_makes_its_gradients_in_the_step() -> None:
             assert wrong(model, plan) == 0
 
 
+def test_what_a_hook_of_the_optimizer_writes_is_written_over() -> None:
+    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    optimizer = KINDS["fused"](model.parameters())
+    with masked(model, plan, optimizer):
+        for _ in range(3):
+            step(model, optimizer)
+    optimizer.register_step_post_hook(lambda *_: _weights_written(model, optimizer, plan))  # before the masks'
+    with masked(model, plan, optimizer):
+        for _ in range(3):
+            step(model, optimizer)
+            assert wrong(model, plan) == 0
+
+
 def test_another_plan_is_looked_at_anew(written: list[Tensor]) -> None:
     model, plans = randomised(SmallNet()), (handmade_plan(2), handmade_plan(2, 5, 6), handmade_plan(6))
     optimizer = KINDS["momentum"](model.parameters())
