@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from prunekit.masking.last_seen import LastSeen
 from prunekit.masking.targets import PrunedEntries
 
 FIXED_AT_ZERO = (SGD, Adam, AdamW)
@@ -27,7 +26,7 @@ class Resting:
 
     def __init__(self, entries: PrunedEntries) -> None:
         self._entries = entries
-        self._state: tuple[tuple[weakref.ref[Tensor], int, int], ...] | None = None
+        self._state: list[LastSeen] | None = None
         self._patience = self._waited = 0
 
     def before_step(self, optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -35,11 +34,8 @@ class Resting:
         if self._state is None:
             return False
         now = _state(optimizer, parameter)
-        known = self._state
-        return len(now) == len(known) and all(
-            held() is tensor and tensor.data_ptr() == address and tensor._version == version
-            for tensor, (held, address, version) in zip(now, known, strict=True)
-        )
+        pairs = zip(self._state, now, strict=False)
+        return len(now) == len(self._state) and all(seen.unwritten(tensor) for seen, tensor in pairs)
 
     def masked_gradient(self, parameter: Tensor) -> bool:
         """Whether the gradient that a step has just used was zero there; looked at after the step, which keeps it."""
@@ -47,7 +43,7 @@ class Resting:
 
     def rested(self, optimizer: Optimizer, parameter: Tensor) -> None:
         """A step left all as it was: whatever it wrote to is known by its new version counter."""
-        self._state = _remembered(_state(optimizer, parameter))
+        self._state = [LastSeen(tensor) for tensor in _state(optimizer, parameter)]
 
     def moved(self, optimizer: Optimizer, parameter: Tensor, *, search: bool) -> None:
         """A step may have written anything; what it left is searched where that is wanted and the next may rest."""
@@ -61,14 +57,10 @@ class Resting:
         if any(self._entries.any_in(tensor) for tensor in state):
             self._patience, self._waited = max(1, 2 * self._patience), 0
         else:
-            self._state = _remembered(state)
+            self._state = [LastSeen(tensor) for tensor in state]
 
 
 def _state(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
     """Tensors that the optimizer keeps for each entry of a parameter."""
     kept = optimizer.state.get(parameter, {})
     return [value for value in kept.values() if isinstance(value, Tensor) and value.shape == parameter.shape]
-
-
-def _remembered(state: list[Tensor]) -> tuple[tuple[weakref.ref[Tensor], int, int], ...]:
-    return tuple((weakref.ref(tensor), tensor.data_ptr(), tensor._version) for tensor in state)

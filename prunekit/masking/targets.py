@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.distributed.shards import is_shard, local, spread
 from prunekit.errors import ModelError, PlanError, nearest
+from prunekit.masking.last_seen import LastSeen
 from prunekit.planning import Plan
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,7 +45,7 @@ class PrunedEntries:
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep
         self._masks: dict[tuple[torch.device, torch.dtype, bool], Tensor] = {}
-        self._gradient: tuple[weakref.ref[Tensor], int] | None = None
+        self._gradient: LastSeen | None = None
 
     def zero_(self, tensor: Tensor) -> None:
         """Overwrites the pruned entries with +0.0, whatever they were (NaN too).
@@ -67,11 +67,11 @@ class PrunedEntries:
         """The same for a tensor that is known to have memory: what autograd adds gradients up in."""
         self._write(tensor)
         plain = type(tensor) is Tensor and not tensor.is_sparse and not tensor.is_inference()
-        self._gradient = (weakref.ref(tensor), tensor._version) if plain else None
+        self._gradient = LastSeen(tensor) if plain else None
 
     def is_masked(self, gradient: Tensor) -> bool:
         """Whether this is the gradient that was zeroed last, and no counted operation has written to it since."""
-        return self._gradient is not None and self._gradient[0]() is gradient and self._gradient[1] == gradient._version
+        return self._gradient is not None and self._gradient.unwritten(gradient)
 
     def any_in(self, tensor: Tensor) -> bool:
         """Whether a tensor has anything but +0.0 where it is pruned."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prunekit.masking.last_seen import LastSeen
 from prunekit.masking.resting import Resting
 from prunekit.masking.targets import MaskedTensor, PrunedEntries, is_transformed
 
@@ -31,55 +31,52 @@ class Untouched:
     queued work), subclasses (the shards of a distributed tensor), and those without memory or counter of their own.
     """
 
-    __slots__ = ("_address", "_bits", "_entries", "_indices", "_mask", "_tensor", "_values", "_version")
+    __slots__ = ("_bits", "_entries", "_indices", "_mask", "_seen", "_values")
 
     def __init__(self, entries: PrunedEntries) -> None:
         self._entries = entries
         self._indices: list[tuple[int, ...]] = []
-        self._tensor: weakref.ref[Tensor] | None = None
-        self._address = self._version = -1
+        self._seen: LastSeen | None = None
         self._bits: Tensor
         self._mask: Tensor
         self._values: Any
 
     def forget(self) -> None:
         """Takes it that the tensor was written to."""
-        self._version = -1
+        if self._seen is not None:
+            self._seen.forget()
 
     def zero_(self, tensor: Tensor) -> None:
         """Writes exact zeros into the pruned entries, and remembers the tensor."""
         if torch.compiler.is_compiling():  # what is remembered would have each version compiled anew
             self._entries.zero_(tensor)
-        elif self._is(tensor):  # as after nearly every step: all is at hand
+        elif self._seen is not None and self._seen.is_still(tensor):  # as after nearly every step: all is at hand
             self._bits.bitwise_and_(self._mask)
-            self._version = tensor._version
+            self._seen.again(tensor)
         else:
             self._entries.zero_(tensor)
             self._remember(tensor)
 
-    def _is(self, tensor: Tensor) -> bool:
-        return self._tensor is not None and self._tensor() is tensor and tensor.data_ptr() == self._address
-
     def _remember(self, tensor: Tensor) -> None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and not tensor.is_inference()
         if not plain or is_transformed(tensor):
-            self._tensor = None
+            self._seen = None
             return
         self._indices = self._indices or self._entries.some(PROBES, tensor.shape)
-        self._tensor, self._address, self._version = weakref.ref(tensor), tensor.data_ptr(), tensor._version
+        self._seen = LastSeen(tensor)
         self._mask = self._entries.mask(tensor)
         self._bits = tensor.data.view(self._mask.dtype)
         self._values = self._bits.numpy()
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether nothing can have been written to the tensor since then."""
-        return self._is(tensor) and tensor._version == self._version and self._probed()
+        return self._seen is not None and self._seen.unwritten(tensor) and self._probed()
 
     def held(self, tensor: Tensor) -> bool:
         """Whether a write that is known of has left it as it was; from now on nothing was written."""
-        if not self._is(tensor) or not self._probed():
+        if self._seen is None or not self._seen.is_still(tensor) or not self._probed():
             return False
-        self._version = tensor._version
+        self._seen.again(tensor)
         return True
 
     def _probed(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.map import group_labels
@@ -83,6 +84,18 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
                 sign = 1 if tensor.ndim < 2 else torch.randn(tensor.shape, generator=generator).sign()
                 tensor.copy_(values * sign * (0.2 if tensor.ndim >= 2 else 1.0))
     return model
+
+
+def backward(model: nn.Module) -> None:
+    """Gradients for a batch of random images."""
+    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> None:
+    """One step of training."""
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
 
 
 def pruned_entries(model: nn.Module, plan: Plan) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_nets import SmallNet, assert_pruned_are_zero, handmade_map, handmade_plan, randomised
+from small_nets import SmallNet, assert_pruned_are_zero, handmade_map, handmade_plan, randomised, step
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -24,12 +24,6 @@ OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (AdamW, {"lr": 0.05, "weight_decay": 0.5}),
 ]
 PLANS = ((), (2,), (2, 5, 6), (1, 5), (1, 2, 3, 4, 5, 6, 7))
-
-
-def step(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_nets import SmallNet, handmade_plan, random_plan, randomised
+from small_nets import SmallNet, assert_pruned_are_zero, backward, handmade_plan, random_plan, randomised, step
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torchvision import models
@@ -43,27 +43,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def backward(model: nn.Module) -> None:
-    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
-
-
-def step(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-    backward(model)
-    optimizer.step()
-
-
-def wrong(model: nn.Module, plan: Plan) -> int:
-    """Pruned entries that are anything but +0.0."""
-    count = 0
-    for name, parameter in model.named_parameters():
-        mask = plan.mask(name)
-        if mask is not None:
-            pruned = parameter.detach()[~mask.expand(parameter.shape)]
-            count += int(torch.count_nonzero(pruned.view(torch.int32)))
-    return count
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_with_masked_gradients_are_followed_by_no_write(kind: str, written: list[Tensor]) -> None:
     model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
@@ -74,7 +53,7 @@ def test_steps_with_masked_gradients_are_followed_by_no_write(kind: str, written
         written.clear()
         for _ in range(3):
             step(model, optimizer)
-            assert wrong(model, plan) == 0
+            assert_pruned_are_zero(model, plan)
         assert written == []
         assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
@@ -93,7 +72,7 @@ def test_training_is_the_same_to_the_bit_with_every_step_followed_by_a_write(mon
                 optimizer.zero_grad()
                 model(images).square().sum().backward()
                 optimizer.step()
-                assert wrong(model, plan) == 0
+                assert_pruned_are_zero(model, plan)
         found.append({**model.state_dict(), **{f"state.{i}": s for i, s in enumerate(_states(optimizer))}})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name].view(-1), found[1][name].view(-1)) for name in found[0])
@@ -110,7 +89,7 @@ def test_momentum_from_before_the_masks_goes_on_being_written_over() -> None:
     with masked(model, plan, optimizer):
         for _ in range(10):
             step(model, optimizer)
-            assert wrong(model, plan) == 0
+            assert_pruned_are_zero(model, plan)
 
 
 Disturbance = Callable[[nn.Module, Optimizer, Plan], None]
@@ -214,10 +193,10 @@ def test_whatever_is_written_between_backward_and_step_is_written_over(kind: str
         backward(model)
         disturb(model, optimizer, plan)
         optimizer.step()
-        assert wrong(model, plan) == 0
+        assert_pruned_are_zero(model, plan)
         for _ in range(3):  # what it left in the optimizer's state goes on
             step(model, optimizer)
-            assert wrong(model, plan) == 0
+            assert_pruned_are_zero(model, plan)
 
 
 @pytest.mark.parametrize("settings", [{"eps": 0.0}, {"weight_decay": 30.0}])
@@ -227,7 +206,7 @@ def test_steps_that_are_not_zero_at_zero(settings: dict[str, float]) -> None:
     with masked(model, plan, optimizer):
         for _ in range(4):
             step(model, optimizer)
-            assert wrong(model, plan) == 0
+            assert_pruned_are_zero(model, plan)
 
 
 def test_a_closure_makes_its_gradients_in_the_step() -> None:
@@ -245,7 +224,7 @@ def test_a_closure_makes_its_gradients_in_the_step() -> None:
             step(model, optimizer)
         for _ in range(3):
             optimizer.step(closure)
-            assert wrong(model, plan) == 0
+            assert_pruned_are_zero(model, plan)
 
 
 def test_what_a_hook_of_the_optimizer_writes_is_written_over() -> None:
@@ -258,7 +237,7 @@ def test_what_a_hook_of_the_optimizer_writes_is_written_over() -> None:
     with masked(model, plan, optimizer):
         for _ in range(3):
             step(model, optimizer)
-            assert wrong(model, plan) == 0
+            assert_pruned_are_zero(model, plan)
 
 
 def test_another_plan_is_looked_at_anew(written: list[Tensor]) -> None:
@@ -269,7 +248,7 @@ def test_another_plan_is_looked_at_anew(written: list[Tensor]) -> None:
             masks.update(plan)
             for _ in range(4):
                 step(model, optimizer)
-                assert wrong(model, plan) == 0
+                assert_pruned_are_zero(model, plan)
 
 
 def test_a_compiled_step() -> None:
@@ -281,7 +260,7 @@ def test_a_compiled_step() -> None:
             optimizer.zero_grad()
             backward(model)
             compiled()
-            assert wrong(model, plan) == 0
+            assert_pruned_are_zero(model, plan)
 
 
 class OwnSGD(SGD):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, pruned_entries, random_plan, randomised
+from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, pruned_entries, random_plan, randomised, step
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -35,13 +35,6 @@ def warmed(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
     """Dense steps first, so that momentum and second moments of what will be pruned are not zero."""
     for _ in range(steps):
         step(model, optimizer)
-
-
-def step(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-    output = model(torch.randn(4, 3, 8, 8))
-    output.square().sum().backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
