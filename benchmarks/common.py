@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -97,6 +98,17 @@ def ratio(times_ms: Sequence[float], baseline_ms: Sequence[float]) -> dict[str, 
         "median_ms": statistics.median(times_ms),
         "baseline_ms": statistics.median(baseline_ms),
     }
+
+
+def reductions(text: str) -> list[float]:
+    """Numbers with commas between them, each above 1."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(1 < value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"expected numbers above 1, got {text}")
+    return values
 
 
 def as_markdown(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import keep, show
+from common import keep, reductions, show
 
 from prunekit.errors import PrunekitError
 from prunekit.recipe import load
@@ -35,9 +35,8 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "resnet56-cifar10.yaml"
 CURVE = ("epoch", "lr", "train_loss", "train_top1", "validation_loss", "validation_top1", "images_per_s", "seconds")
 
 
-def overrides(options: argparse.Namespace, reduction: float, seed: int, *, control: bool) -> list[str]:
+def overrides(options: argparse.Namespace, folder: Path, reduction: float, seed: int, *, control: bool) -> list[str]:
     """What a row's recipe has in place of what the file says."""
-    folder = options.runs / f"{reduction:g}-{seed}"
     return [
         f"data.root={options.data.resolve()}",
         f"model.weights={options.weights.resolve()}",
@@ -65,8 +64,8 @@ def row(options: argparse.Namespace, reduction: float, seed: int, *, control: bo
     Raises:
         SystemExit: it failed, and has said why.
     """
-    changes = overrides(options, reduction, seed, control=control)
     folder = options.runs / f"{reduction:g}-{seed}"
+    changes = overrides(options, folder, reduction, seed, control=control)
     run = finished(folder, changes)
     if run is None:
         command = [sys.executable, "-m", "prunekit", "finetune", str(RECIPE), "--resume", "auto", *changes]
@@ -114,19 +113,16 @@ def means(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"reduction": reduction, "top1_mean": statistics.fmean(found), "top1_std": spread, "seeds": len(found)}
 
 
-def numbers(text: str) -> list[float]:
-    """Numbers with commas between them."""
-    return [float(part) for part in text.split(",")]
-
-
 def main() -> None:
     """Runs what is not there yet, and prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="a state dict of the dense model")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz")
     parser.add_argument("--runs", type=Path, required=True, metavar="FOLDER", help="where runs are, and go")
-    parser.add_argument("--reduction", type=numbers, default="2.0,2.57,3.0", metavar="A,B", help="dense MACs over left")
-    parser.add_argument("--seeds", type=numbers, default="0,1,2", metavar="A,B")
+    parser.add_argument(
+        "--reduction", type=reductions, default="2.0,2.57,3.0", metavar="A,B", help="dense MACs over left"
+    )
+    parser.add_argument("--seeds", default="0,1,2", metavar="A,B")
     parser.add_argument("--control", action="store_true", help="train the control of each seed as well")
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/finetune_resnet56.json")
@@ -134,7 +130,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     try:
-        for seed in map(int, options.seeds):
+        for seed in map(int, options.seeds.split(",")):
             for reduction in options.reduction:
                 first = options.control and reduction == options.reduction[0]
                 rows.append(row(options, reduction, seed, control=first))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, keep, show
+from common import RESULTS, keep, reductions, show
 from oneshot_methods import Case, Method, methods, peer_names
 from torch import Tensor
 
@@ -93,17 +92,6 @@ def kept_before(name: str, methods: Iterable[str]) -> list[dict[str, Any]]:
     path = RESULTS / f"{name}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return [row for row in rows if "seed" in row and row["method"] not in set(methods)]
-
-
-def reductions(text: str) -> list[float]:
-    """Numbers with commas between them, each above 1."""
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = [math.nan]
-    if not all(1 < value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"expected numbers above 1, got {text}")
-    return values
 
 
 def chosen(text: str) -> dict[str, Method]:
