@@ -18,10 +18,12 @@ def is_sharded(model: nn.Module) -> bool:
     return any(is_shard(parameter) for parameter in model.parameters())
 
 
-@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, in the same memory; the tensor itself where it is whole."""
-    return cast("Tensor", tensor.to_local()) if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_shard(tensor):
+        return tensor
+    with torch.no_grad():
+        return cast("Tensor", tensor.to_local())  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

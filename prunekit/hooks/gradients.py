@@ -46,9 +46,10 @@ class OutputGradients:
         """Hooks the tensors of a result; a single one, as nearly always, without looking for others."""
         if self._check is not None:
             self._check(result)
-        if self._traced is not None and torch.compiler.is_compiling():
-            return _first_replaced(result, self._traced)
-        not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
+        if torch.compiler.is_compiling():
+            if self._traced is not None:
+                return _first_replaced(result, self._traced)
+            not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         if isinstance(result, Tensor):
             if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
                 catch(result, at(self._owner, self.change(), 0))

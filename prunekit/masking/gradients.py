@@ -159,17 +159,18 @@ class _Channels:
         dropped = self._dropped
         if index or dropped is None:  # the plan knows the channels of a module's first result
             return None
-        small = gradient.numel() < SMALL * len(gradient) * len(dropped) and gradient.is_contiguous()
-        key = gradient.device, gradient.dtype, gradient.shape[1:] if small else gradient.ndim
+        shape = gradient.shape  # and no `len`, which is slow for tensors
+        small = shape.numel() < SMALL * shape[0] * dropped.numel() and gradient.is_contiguous()
+        key = gradient.device, gradient.dtype, shape[1:] if small else len(shape)
         if key not in self._masks:
-            axis, shape = self._along(gradient)
-            self._require_channels(gradient, axis, len(dropped))
-            mask = all_or_no_bits(~dropped, gradient.device, BITS[gradient.element_size()]).view(shape)
-            if small and axis % gradient.ndim:  # a few positions are too short an inner loop
-                mask = mask.expand(1, *gradient.shape[1:]).contiguous()
+            axis, along = self._along(gradient)
+            self._require_channels(gradient, axis, dropped.numel())
+            mask = all_or_no_bits(~dropped, gradient.device, BITS[gradient.element_size()]).view(along)
+            if small and axis % len(shape):  # a few positions are too short an inner loop
+                mask = mask.expand(1, *shape[1:]).contiguous()
             self._masks[key] = axis, mask
         axis, mask = self._masks[key]
-        self._require_channels(gradient, axis, len(dropped))
+        self._require_channels(gradient, axis, dropped.numel())
         if gradient.requires_grad:  # of a second-order gradient: in operations that have one
             return gradient.masked_fill(mask == 0, 0)
         return gradient.view(mask.dtype).bitwise_and(mask).view(gradient.dtype)

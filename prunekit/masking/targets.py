@@ -17,6 +17,10 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type by the width of a floating-point value in bytes."""
 
 
+LONG = 64
+"""Entries of a slice along the first axis from which on it has a mask of its own."""
+
+
 def all_or_no_bits(keep: Tensor, device: torch.device, bits: torch.dtype) -> Tensor:
     """A mask for `bitwise_and`: all ones where `keep` is True, in an integer type of `BITS`.
 
@@ -35,6 +39,16 @@ def evenly(count: int, length: int) -> Tensor:
     return torch.arange(count) * (length - 1) // max(count - 1, 1)
 
 
+Masks = tuple[Tensor, ...]
+"""What `bitwise_and` zeroes pruned entries with, one after the other."""
+
+
+def zero_bits_(bits: Tensor, masks: Masks) -> None:
+    """Overwrites pruned entries of a tensor, viewed as integers, with +0.0."""
+    for mask in masks:
+        bits.bitwise_and_(mask)
+
+
 class PrunedEntries:
     """Where one tensor is pruned; writes exact zeros there, in a shard into this process's part of it.
 
@@ -44,7 +58,7 @@ class PrunedEntries:
 
     def __init__(self, keep: Tensor) -> None:
         self._keep = keep
-        self._masks: dict[tuple[torch.device, torch.dtype, bool], Tensor] = {}
+        self._masks: dict[tuple[torch.device, torch.dtype, bool], Masks] = {}
         self._gradient: LastSeen | None = None
 
     def zero_(self, tensor: Tensor) -> None:
@@ -65,9 +79,13 @@ class PrunedEntries:
 
     def zero_gradient_(self, tensor: Tensor) -> None:
         """The same for a tensor that is known to have memory: what autograd adds gradients up in."""
-        self._write(tensor)
-        plain = type(tensor) is Tensor and not tensor.is_sparse and not tensor.is_inference()
-        self._gradient = LastSeen(tensor) if plain else None
+        if type(tensor) is Tensor and not tensor.is_sparse and not tensor.is_inference():
+            masks = self.masks(tensor)
+            zero_bits_(tensor.data.view(masks[0].dtype), masks)
+            self._gradient = LastSeen(tensor)
+        else:
+            self._write(tensor)
+            self._gradient = None
 
     def is_masked(self, gradient: Tensor) -> bool:
         """Whether this is the gradient that was zeroed last, and no counted operation has written to it since."""
@@ -75,15 +93,18 @@ class PrunedEntries:
 
     def any_in(self, tensor: Tensor) -> bool:
         """Whether a tensor has anything but +0.0 where it is pruned."""
-        mask = self.mask(tensor)
-        return bool(tensor.data.view(mask.dtype).bitwise_and(~mask).any())
+        masks = self.masks(tensor)
+        bits = tensor.data.view(masks[0].dtype)
+        return any(bool(bits.bitwise_and(~mask).any()) for mask in masks)
 
     def _write(self, tensor: Tensor) -> None:
-        mask = self.mask(tensor)
+        masks = self.masks(tensor)
         if tensor.is_sparse:  # the gradient of an embedding: some rows, each with the index it belongs to
-            tensor._values().data.view(mask.dtype).bitwise_and_(mask.expand(tensor.shape)[tuple(tensor._indices())])
+            rows = tuple(tensor._indices())
+            masks = tuple(mask.expand(tensor.shape)[rows] for mask in masks)
+            zero_bits_(tensor._values().data.view(masks[0].dtype), masks)
         else:
-            local(tensor).data.view(mask.dtype).bitwise_and_(mask)
+            zero_bits_(local(tensor).data.view(masks[0].dtype), masks)
 
     def dropped(self, tensor: Tensor) -> Tensor:
         """Bool, in the tensor's shape and on its device: True where it is pruned."""
@@ -99,21 +120,33 @@ class PrunedEntries:
                 picked[:, axis] = spread * size // count
         return sorted({tuple(index) for index in picked.tolist()})
 
-    def mask(self, tensor: Tensor) -> Tensor:
-        """What `bitwise_and` zeroes the pruned entries with, for tensors of this one's type and device.
+    def masks(self, tensor: Tensor) -> Masks:
+        """For `zero_bits_`, of tensors of this one's type and device; of a shard, for this process's part of it.
 
-        Of a shard, for this process's part of it.
+        On the CPU what prunes whole slices along the first axis, and the same of each other slice, is two masks: they
+        stay in the cache, where one of the tensor's size would be read from memory each time, and have to lie there.
         """
         sharded = is_shard(tensor)
         key = tensor.device, tensor.dtype, sharded
         if key not in self._masks:
-            keep = self._keep
+            keeps: tuple[Tensor, ...] = (self._keep,)
             if sharded:
-                keep = local(spread(keep.expand(tensor.shape), tensor))
+                keeps = (local(spread(self._keep.expand(tensor.shape), tensor)),)
             elif tensor.device.type == "cpu":
-                keep = keep.expand(tensor.shape)  # a kernel's few taps are too short an inner loop: twice as fast
-            self._masks[key] = all_or_no_bits(keep, tensor.device, BITS[tensor.element_size()])
+                keeps = _short(self._keep, tensor.shape)
+            bits = BITS[tensor.element_size()]
+            self._masks[key] = tuple(all_or_no_bits(keep, tensor.device, bits) for keep in keeps)
         return self._masks[key]
+
+
+def _short(keep: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """What all together keeps the same, of inner loops that are long: a kernel's few taps take twice as long."""
+    if keep.ndim == len(shape) > 1 and shape[1:].numel() >= LONG:
+        slices, inside = keep.flatten(1).any(1).view(-1, *[1] * (keep.ndim - 1)), keep.any(0, keepdim=True)
+        if torch.equal(keep, slices & inside):
+            found = () if inside.all() else (inside.expand(1, *shape[1:]).contiguous(),)
+            return (*found, slices) if not found or not slices.all() else found
+    return (keep.expand(shape),)
 
 
 @dataclass(frozen=True)

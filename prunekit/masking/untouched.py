@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from prunekit.masking.last_seen import LastSeen
 from prunekit.masking.resting import Resting
-from prunekit.masking.targets import MaskedTensor, PrunedEntries, is_transformed
+from prunekit.masking.targets import MaskedTensor, Masks, PrunedEntries, is_transformed, zero_bits_
 
 PROBES = 2
 """Pruned entries that are looked at before every forward; each may cost a read from memory."""
@@ -22,28 +22,28 @@ class Untouched:
 
     Four things tell of a write. Another tensor, or other memory, stands in its place (`.to()`, `.double()`,
     `load_state_dict(assign=True)`). Its version counter has moved (any in-place operation, under `no_grad` too). An
-    optimizer has stepped, whichever it was: `forget` (fused ones move no counter). Or one of a few pruned entries is
-    not zero: writes through `.data` move no counter either, but overwrite everything. Only a write through `.data`
-    that picks entries and spares those is seen no sooner than after the next step.
+    optimizer has stepped (fused ones move no counter), unless it is one of torch's with other parameters: `forget`. Or
+    one of a few pruned entries is not zero: writes through `.data` move no counter either, but overwrite everything.
+    Only a write through `.data` that picks entries and spares those is seen no sooner than after the next step.
 
     Asking takes a microsecond, where writing the zeros of a large weight takes half a millisecond. Tensors of which
     this is not known to hold are never called untouched: those on other devices (reading an entry would wait for all
     queued work), subclasses (the shards of a distributed tensor), and those without memory or counter of their own.
     """
 
-    __slots__ = ("_bits", "_entries", "_indices", "_mask", "_seen", "_values")
+    __slots__ = ("_bits", "_entries", "_indices", "_masks", "_seen", "_values")
 
     def __init__(self, entries: PrunedEntries) -> None:
         self._entries = entries
         self._indices: list[tuple[int, ...]] = []
         self._seen: LastSeen | None = None
         self._bits: Tensor
-        self._mask: Tensor
+        self._masks: Masks
         self._values: Any
 
-    def forget(self) -> None:
-        """Takes it that the tensor was written to."""
-        if self._seen is not None:
+    def forget(self, written: frozenset[int] | None) -> None:
+        """Takes it that the tensor was written to, if it lies in a storage at one of these addresses; None: anyhow."""
+        if self._seen is not None and (written is None or self._bits.untyped_storage().data_ptr() in written):
             self._seen.forget()
 
     def zero_(self, tensor: Tensor) -> None:
@@ -51,7 +51,7 @@ class Untouched:
         if torch.compiler.is_compiling():  # what is remembered would have each version compiled anew
             self._entries.zero_(tensor)
         elif self._seen is not None and self._seen.is_still(tensor):  # as after nearly every step: all is at hand
-            self._bits.bitwise_and_(self._mask)
+            zero_bits_(self._bits, self._masks)
             self._seen.again(tensor)
         else:
             self._entries.zero_(tensor)
@@ -64,8 +64,8 @@ class Untouched:
             return
         self._indices = self._indices or self._entries.some(PROBES, tensor.shape)
         self._seen = LastSeen(tensor)
-        self._mask = self._entries.mask(tensor)
-        self._bits = tensor.data.view(self._mask.dtype)
+        self._masks = self._entries.masks(tensor)
+        self._bits = tensor.data.view(self._masks[0].dtype)
         self._values = self._bits.numpy()
 
     def holds(self, tensor: Tensor) -> bool:
@@ -112,10 +112,10 @@ class MaskedModule:
         for watched in self._watched:
             watched.untouched.zero_(watched.tensor.of(self.module))
 
-    def forget(self) -> None:
-        """Takes it that everything was written to."""
+    def forget(self, written: frozenset[int] | None) -> None:
+        """Takes it that everything in storages at these addresses was written to; None: in any."""
         for watched in self._watched:
-            watched.untouched.forget()
+            watched.untouched.forget(written)
 
     def zero_if_touched_(self, *_: Any) -> None:
         """The same where anything may have been written since, and always while `torch.compile` traces."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.distributed.shards import is_sharded
@@ -158,16 +162,16 @@ class WeightMasks(HookOwner):
 
     def _after_any_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
         if optimizer is not self._optimizer:
+            written = _written_by(optimizer)
             for masked in self._masked.values():
-                masked.forget()
+                masked.forget(written)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         for masked in self._masked.values():
             masked.before_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # somebody else's hook may have written to weights since the step did
-        alone = all(isinstance(hook, OwnedHook) for hook in optimizer._optimizer_step_post_hooks.values())
+        alone = _steps_alone(optimizer)
         for masked in self._masked.values():
             masked.zero_moved_(optimizer, alone=alone)
 
@@ -197,6 +201,23 @@ class _Leaving:
         held, self._masks._held = self._masks._held, None
         if held is not None and self._masks._restore:
             held.write_back()
+
+
+def _steps_alone(optimizer: Optimizer) -> bool:
+    """Whether no hook of somebody else's may have written to weights around a step."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    tables = *own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    return all(isinstance(hook, OwnedHook) for table in tables for hook in table.values())
+
+
+def _written_by(optimizer: Optimizer) -> frozenset[int] | None:
+    """Addresses of the storages that a step may have written to; None: anything, as of an optimizer not torch's own."""
+    if not type(optimizer).__module__.startswith("torch.optim.") or not _steps_alone(optimizer):
+        return None
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
+        return None
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -17,7 +17,6 @@ from prunekit.channels import trace
 from prunekit.errors import ModelError, PlanError
 from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
-from prunekit.masking.targets import PrunedEntries, evenly
 from prunekit.masking.untouched import Untouched
 from prunekit.planning import Plan
 from prunekit.training.device import this_group
@@ -130,37 +129,6 @@ def test_a_forward_writes_nothing_where_nothing_was_written(monkeypatch: pytest.
         model.conv1.weight.data.add_(1.0)  # type: ignore[union-attr, operator]
         model(torch.randn(2, 3, 8, 8))
         assert len(written) == 2 * on_enter + 2  # the weight and the bias of that module
-
-
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_an_optimizer_that_nobody_told_of_cannot_bring_weights_back(kind: type[Optimizer]) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1, bias=False))
-    keep = (torch.arange(8) % 2 == 0).view(8, 1, 1, 1)
-    names = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    chart = type(handmade_plan().channel_map)(dict.fromkeys(names, (None,) * 4), names, 1, (), (), {}, (), None)
-    plan = Plan(chart, np.array([True]), element_masks=dict.fromkeys(names, keep))
-    optimizer = kind(model.parameters(), lr=0.1, fused=True)  # on images of one pixel only a kernel's centre moves
-    with WeightMasks(model, plan):
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3, 1, 1)).sum().backward()
-            optimizer.step()
-            assert any((p[~keep.flatten()] != 0).any() for p in model.parameters())
-            model(torch.randn(4, 3, 1, 1))
-            assert all((p[~keep.flatten()] == 0).all() for p in model.parameters())
-
-
-def test_positions_spread_over_more_than_float32_counts() -> None:
-    length = 3 * 9 * 2**20 - 1
-    assert evenly(4, length).tolist() == [0, (length - 1) // 3, 2 * (length - 1) // 3, length - 1]
-    assert evenly(1, length).tolist() == [0]
-
-
-def test_probes_are_spread_over_a_kernels_taps() -> None:
-    shape = torch.Size((8, 8, 3, 3))
-    found = PrunedEntries((torch.arange(8) > 3).view(8, 1, 1, 1)).some(8, shape)
-    assert {index[0] for index in found} <= {0, 1, 2, 3}
-    assert {index[2:] for index in found} == {(0, 0), (1, 1), (2, 2)}
 
 
 def test_load_state_dict_cannot_bring_pruned_weights_back() -> None:
