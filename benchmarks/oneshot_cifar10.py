@@ -9,7 +9,7 @@ figures go to standard error. DATA is an `.npz` of x_train, y_train, x_test and 
 32x32 images of `--zoo cifar`, trained with pixels / 255 and ImageNet's mean and deviation.
 
     python benchmarks/oneshot_cifar10.py --depth 56 --weights FILE --data FILE [--reduction 1.5,2.0] [--method A,B]
-        [--seeds N] [--threads N] [--json] [--keep]
+        [--seeds N] [--first-seed N] [--threads N] [--json] [--keep]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from prunekit.models import build_model
 from prunekit.models.cifar import DEPTHS
 
 CPU = torch.device("cpu")
-KEEP = "write benchmarks/results/oneshot_resnet<depth>.json, where rows of other methods stay"
+KEEP = "write benchmarks/results/oneshot_resnet<depth>.json, where other rows (method, reduction, seed) stay"
 BATCH = 500
 ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 
@@ -82,16 +81,22 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         same = [row for row in rows if (row["method"], row["reduction"]) == (method, reduction)]
         if all(row["top1"] is not None for row in same):
             top1, seconds = ([row[key] for row in same] for key in ("top1", "seconds"))
-            means = {"top1_mean": statistics.fmean(top1), "top1_worst": min(top1), "seconds": statistics.fmean(seconds)}
+            timed = None if None in seconds else statistics.fmean(seconds)
+            means = {"top1_mean": statistics.fmean(top1), "top1_worst": min(top1), "seconds": timed}
             found.append({"method": method, "reduction": reduction, **means, "seeds": len(same)})
     return found
 
 
-def kept_before(name: str, methods: Iterable[str]) -> list[dict[str, Any]]:
-    """Rows of other methods in a file of results, without their summary."""
+def kept_before(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a file of results that were not made again, without their summary."""
     path = RESULTS / f"{name}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [row for row in rows if "seed" in row and row["method"] not in set(methods)]
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    again = {_what(row) for row in rows}
+    return [row for row in before if "seed" in row and _what(row) not in again]
+
+
+def _what(row: dict[str, Any]) -> tuple[str, float, int]:
+    return row["method"], row["reduction"], row["seed"]
 
 
 def chosen(text: str) -> dict[str, Method]:
@@ -116,7 +121,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     whole = measured(dense, archive.test)
     print(f"dense: {whole['macs']:,} MACs, top-1 {whole['top1']:.2f} %", file=sys.stderr)
     rows = []
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         images, labels = drawn(archive.rest, options.images, seed)
         for reduction in options.reduction:
             case = Case(dense, build, images, labels, 1 / reduction)
@@ -136,7 +141,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help="an .npz")
     parser.add_argument("--reduction", type=reductions, default="2.0", metavar="A,B", help="dense MACs over those left")
     parser.add_argument("--method", type=chosen, default=ALL, metavar="A,B", help=f"of {ALL}  [default: all]")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="draws of the calibration images, from 0 on")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="draws of the calibration images")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="of the first draw")
     parser.add_argument("--images", type=int, default=1024, metavar="N", help="to calibrate on")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
@@ -155,7 +161,7 @@ def main() -> None:
     if options.keep:
         setting = {"images": options.images, "threads": options.threads, "dtype": "float32", "top1": "percent"}
         name = f"oneshot_resnet{options.depth}"
-        rows += kept_before(name, options.method)
+        rows += kept_before(name, rows)
         print(keep(name, [*rows, *summary(rows)], setting), file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 RECIPE = """
 name: tiny
 model: {name: net, zoo: own}
-data: {image_size: 16, batch: 128}
+data: {image_size: 8, batch: 128}
 baseline: {epochs: 1, lr: 0.05}
 calibration: {images: 128, fused: false}
 prune: {budget: {macs: 0.6}, criterion: l2, scope: global}

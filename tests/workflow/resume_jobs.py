@@ -28,7 +28,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
     settings = JobSettings(
         name="small",
         model=ModelSettings("resnet20", "cifar"),
-        data=DataSettings(image_size=12, augment="shift", batch=128),
+        data=DataSettings(image_size=8, augment="shift", batch=128),
         baseline=TrainSettings(epochs=1, lr=0.05),
         calibration=CalibrationSettings(images=64),
         prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion="activation", scope="global"),

@@ -27,7 +27,7 @@ ELIMINATION = PruneSettings(BudgetSettings(macs=0.6), criterion="elimination", s
 def job(output: Path, **changes: Any) -> JobSettings:
     settings: dict[str, Any] = {
         "model": ModelSettings("resnet20", "cifar"),
-        "data": DataSettings(image_size=16),
+        "data": DataSettings(image_size=8),
         "baseline": TrainSettings(epochs=2, lr=0.05),
         "calibration": CalibrationSettings(images=64),
         "prune": ELIMINATION,

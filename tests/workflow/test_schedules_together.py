@@ -35,7 +35,7 @@ Finished = tuple[Path, dict[str, Any], list[str]]
 SCHEDULE = ScheduleSettings("iterative", begin=0.3, end=1.0, rounds=2, regrow=True, freeze=1.4, rewind_lr=True)
 CHANGES: dict[str, Any] = {
     "baseline": TrainSettings(epochs=1, lr=0.05),
-    "data": DataSettings(image_size=12, batch=128),
+    "data": DataSettings(image_size=8, batch=128),
     "calibration": CalibrationSettings(images=320, fused=False),
     "prune": PruneSettings(
         BudgetSettings(macs=0.5), criterion="activation", scope="global", schedule=SCHEDULE, compact_early=True
