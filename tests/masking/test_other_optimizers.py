@@ -94,24 +94,21 @@ class Elsewhere(SGD):
 
 
 @pytest.mark.parametrize("how", ["class", "hook", "global hook"])
-def test_a_users_own_optimizer_or_hook_may_write_anywhere(how: str) -> None:
+def test_a_users_own_optimizer_or_hook_may_write_anywhere(how: str, request: pytest.FixtureRequest) -> None:
     model, other, plan = randomised(SmallNet()), nn.Linear(2, 2), handmade_plan(3)
     weight = model.conv2.weight
     assert isinstance(weight, Tensor)
     place = _unseen(weight, plan.mask("conv2.weight"))
     optimizer: Optimizer = SGD(other.parameters(), lr=0.1)
-    handle = None
     if how == "class":
         optimizer = Elsewhere(other.parameters(), 0.1, weight, place)
     else:
         register = optimizer.register_step_pre_hook if how == "hook" else register_optimizer_step_pre_hook
-        handle = register(lambda *_: weight.data.view(-1).__setitem__(place, 1.0))
+        request.addfinalizer(register(lambda *_: weight.data.view(-1).__setitem__(place, 1.0)).remove)
     other(torch.randn(1, 2)).sum().backward()
     with WeightMasks(model, plan):
         optimizer.step()
         assert weight.detach().flatten()[place] != 0
         model(torch.randn(2, 3, 8, 8))
         assert weight.detach().flatten()[place] == 0
-    if handle is not None:
-        handle.remove()
     assert_pruned_are_zero(model, plan)

@@ -13,7 +13,7 @@ from prunekit.masking.targets import PrunedEntries, evenly
 
 @st.composite
 def masks(draw: st.DrawFn) -> tuple[Tensor, torch.Size]:
-    """Bool masks as plans make them, with something pruned, and the shapes of their tensors: (O, I, k, k) or (O, I)."""
+    """Bool masks as plans make them, and the shapes of their tensors: (O, I, k, k) or (O, I)."""
     outputs, inputs, taps = draw(st.integers(1, 6)), draw(st.integers(1, 90)), draw(st.sampled_from([0, 1, 3]))
     shape = torch.Size((outputs, inputs, *[taps] * (2 if taps else 0)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
