@@ -1,10 +1,11 @@
-"""What to say, and what to do, where a Gram matrix was summed over fewer positions than it has columns."""
+"""What a Gram matrix does not tell: where it was summed over fewer positions than it has columns, or over zeros."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from prunekit.calibration.moments import RAISED
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
@@ -23,6 +24,14 @@ def too_few_rows(patches: PatchStats) -> list[str]:
         for moments in patches.layers
         if _is_short(moments)
     ]
+
+
+def dead_inputs(patches: PatchStats) -> list[str]:
+    """One sentence on all layers that read channels which were zero at every position; none where there are none."""
+    dead = {moments.layer.weight.rpartition(".")[0] or "the model": _dead(moments) for moments in patches.layers}
+    found = [f"{int(zero.sum())} of {len(zero)} that {path} reads" for path, zero in dead.items() if zero.any()]
+    said = "channels that are zero on all calibration images, and so go first and cost nothing: "
+    return [said + ", ".join(found)] if found else []
 
 
 def with_raised_ridge(patches: PatchStats, ridge: float) -> PatchStats:
@@ -55,3 +64,9 @@ def _is_short(moments: LayerMoments) -> bool:
 def _most(moments: LayerMoments) -> int:
     alive = max(int((matrix.diagonal() > 0).sum()) for matrix in moments.grams)
     return min(moments.rows, alive)
+
+
+def _dead(moments: LayerMoments) -> Tensor:
+    """(channels,) Whether a channel's columns have no product with any other one, the constant among them."""
+    columns = [(matrix - matrix.diag().diag()).count_nonzero(0)[:-1] == 0 for matrix in moments.grams]
+    return torch.cat(columns).view(-1, moments.taps).all(1)

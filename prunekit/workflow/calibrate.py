@@ -22,7 +22,7 @@ from prunekit.calibration import (
 )
 from prunekit.calibration import collect as collect
 from prunekit.calibration.patch_stats import PatchStats
-from prunekit.calibration.shortage import too_few_rows
+from prunekit.calibration.shortage import dead_inputs, too_few_rows
 from prunekit.channels import ChannelMap
 from prunekit.context import threads
 from prunekit.criteria import get_criterion
@@ -228,7 +228,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
             log=lambda line: log(f"calibration: {line}; on {count_of(images)} training {prepared.splits.task.samples}"),
         )
     model.cpu()
-    for problem in too_few_rows(found):
+    for problem in (*too_few_rows(found), *dead_inputs(found)):
         log(f"calibration: {problem}")
     return found
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.calibration.patches import pixel_by_pixel
-from prunekit.calibration.shortage import too_few_rows
+from prunekit.calibration.shortage import dead_inputs, too_few_rows
 from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
@@ -51,8 +51,8 @@ class Pruned:
         max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
             and of the outputs where it was repaired.
         repair: what the repair did; None without.
-        notes: what the calibration was short of, and what was set to 0 in the compact model as too small for full
-            precision, in sentences; and what was promised and not delivered.
+        notes: what the calibration was short of, channels that were zero all along, and what was set to 0 in the
+            compact model as too small for full precision, in sentences; and what was promised and not delivered.
         delivered: what was asked for and measured, where a budget is one of time.
     """
 
@@ -218,7 +218,7 @@ def _said(flushed: Flushed) -> tuple[str, ...]:
 def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:
     """What to say of the evidence that a criterion looked at."""
     moments = stats.too_few_samples() if stats is not None and "moments" in get_criterion(criterion).needs else ()
-    return (*moments, *(() if patches is None else too_few_rows(patches)))
+    return (*moments, *(() if patches is None else (*too_few_rows(patches), *dead_inputs(patches))))
 
 
 def _traced(model: nn.Module, example: tuple[Any, ...], given: _Given) -> ChannelMap:

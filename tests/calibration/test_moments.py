@@ -15,7 +15,7 @@ from torchvision import models
 import prunekit.models  # noqa: F401  # registers torchvision's window attention
 from prunekit.calibration import ChannelStats, InputMoments, MomentsCollector, collect, find_consumers
 from prunekit.calibration.patch_stats import collect_patches
-from prunekit.calibration.shortage import too_few_rows, with_raised_ridge
+from prunekit.calibration.shortage import dead_inputs, too_few_rows, with_raised_ridge
 from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.hooks import count_hooks
 
@@ -338,3 +338,18 @@ def test_columns_are_what_a_layer_makes_of_one_channel(module: nn.Conv2d) -> Non
         impulse[0, channel] = 1
         made = module(impulse).detach().flatten()  # each tap once
         np.testing.assert_array_equal(made[made != 0].sort()[0], columns[channel].sort()[0])
+
+
+@pytest.mark.parametrize("images", [3, 64])  # with a raised ridge, and without
+def test_channels_that_are_zero_all_along_are_said(images: int) -> None:
+    torch.manual_seed(0)
+    grouped = nn.Conv2d(4, 6, 3, groups=2)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), grouped, nn.Flatten(), nn.Linear(24, 3)).double().eval()
+    seen = torch.randn(images, 2, 6, 6, dtype=torch.float64)
+    assert dead_inputs(with_raised_ridge(collect_patches(model, [seen], images=images), 0.01)) == []
+    with torch.no_grad():
+        model[0].weight[1:3], model[0].bias[1:3] = -1e-3, -9.0
+        grouped.weight[4], grouped.bias[4] = 0.0, 0.0
+    raised = with_raised_ridge(collect_patches(model, [seen], images=images), 0.01)
+    (said,) = dead_inputs(raised)
+    assert said.endswith("cost nothing: 2 of 4 that 2 reads, 4 of 24 that 4 reads")

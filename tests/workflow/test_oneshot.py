@@ -124,6 +124,21 @@ def test_subnormal_weights_of_the_compact_model_are_set_to_zero_and_said() -> No
     assert model.head.weight[2, 0] > 0
 
 
+def test_dead_channels_are_said_and_go_first() -> None:
+    model, images = randomised(Net()).eval(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.bn1.weight[3], model.bn1.bias[3] = 0.0, -1.0
+        read = F.relu(model.bn1(model.conv1(F.relu(model.bn(model.stem(images))))))
+    dead = (read == 0).all(3).all(2).all(0)
+    done = prunekit.prune(model, images, macs=0.8, exclude=["stem"])
+    assert dead[3]
+    assert done.notes == (
+        "channels that are zero on all calibration images, and so go first and cost nothing: "
+        f"{int(dead.sum())} of 16 that conv2 reads",
+    )
+    assert not done.plan.mask("conv1.weight")[dead].any()
+
+
 def test_a_loader_is_the_same_as_its_images() -> None:
     model, images = randomised(Net()).eval(), torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, torch.zeros(48)), batch_size=10)
