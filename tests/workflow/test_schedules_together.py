@@ -65,6 +65,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory, factory: str) -> Finished:
     return one
 
 
+def unclocked(log: list[str]) -> list[str]:
+    """The lines that do not come from a clock: how many of those there are hangs on how quiet the machine is."""
+    return [line for line in log if not line.startswith("latency: ")]
+
+
 @pytest.mark.parametrize("processes", [1, 4])
 def test_schedules_do_not_depend_on_the_number_of_processes(
     processes: int, whole: Finished, factory: str, tmp_path: Path
@@ -72,7 +77,7 @@ def test_schedules_do_not_depend_on_the_number_of_processes(
     found = together(processes, tmp_path / "meet", ran, tmp_path / "runs", factory, CHANGES)
     folder, metrics, log = found[0]
     assert [each[:2] for each in found] == [(folder, metrics)] * processes
-    assert len(log) == len(whole[2])
+    assert len(unclocked(log)) == len(unclocked(whole[2]))
     assert prunekit.load_plan(folder).digest == prunekit.load_plan(whole[0]).digest
     changes, expected = (pd.read_csv(each / "schedule.csv") for each in (folder, whole[0]))
     pd.testing.assert_frame_equal(changes, expected, check_exact=True)
