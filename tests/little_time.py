@@ -30,8 +30,9 @@ def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "WARM_UP_CALLS", 10)
     monkeypatch.setattr(networks, "LEAST_MS", 0.0)
     monkeypatch.setattr(networks._Bench, "_start", lambda bench: bench.pair)
-    monkeypatch.setattr(latency, "measure_apart", _here)
+    monkeypatch.setattr(latency, "measure_apart", measured_here)
 
 
-def _here(job: Job, folder: Path) -> tuple[list[Outcome], str]:
+def measured_here(job: Job, folder: Path) -> tuple[list[Outcome], str]:
+    """In place of `measure_apart`: in this process."""
     return list(measure(job, own_process=False)), ""

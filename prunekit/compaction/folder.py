@@ -22,9 +22,9 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded import folds_of, kept_of_folded, with_folds
-from prunekit.compaction.layout import lies_channels_last, with_channels_last
 from prunekit.context import seeded
 from prunekit.errors import ArtifactError, ModelError
+from prunekit.layout import lies_channels_last, with_channels_last
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
-from prunekit.compaction.layout import with_channels_last
+from prunekit.layout import with_channels_last
 from prunekit.measure.verify import compare_outputs
 
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from prunekit.channels.copying import named_tensors
 from prunekit.compaction import load, save
-from prunekit.compaction.layout import FORMATS
 from prunekit.data import batches
 from prunekit.deploy import Folded, channels_last, fold_batchnorm
 from prunekit.deploy.foldable import foldable
 from prunekit.errors import UsageError
 from prunekit.inputs import arguments, count_of
+from prunekit.layout import FORMATS
 from prunekit.measure.measuring import TOLERANCES
 from prunekit.measure.verify import compare_outputs
 from prunekit.planning import Plan

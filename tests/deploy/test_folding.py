@@ -18,11 +18,11 @@ import prunekit
 from prunekit.artifacts import sha256
 from prunekit.channels import trace
 from prunekit.compaction import compact, load, read_manifest, save
-from prunekit.compaction.layout import lies_channels_last
 from prunekit.deploy import fold_batchnorm
 from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import ArtifactError, VerificationError
+from prunekit.layout import lies_channels_last
 from prunekit.measure.profile.cache import structure
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan

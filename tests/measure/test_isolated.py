@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from prunekit.measure import LatencySettings, measure_latency
 from prunekit.models import load_factory
 
 CPU = torch.device("cpu")
+HEAVY = {"torchvision", "torch._dynamo", "onnx", "pandas", "accelerate", "transformers"}
+"""What takes as long to import as torch itself; models bring their own."""
 QUICK = LatencySettings((1,), (1,), 5)
 
 
@@ -29,6 +33,12 @@ class Dies(nn.Module):
             os.write(2, b"out of memory, say\n")
             os._exit(9)
         return x
+
+
+def test_a_process_to_measure_in_starts_with_torch_alone() -> None:
+    code = f"import sys, prunekit.measure.isolated; print(*{HEAVY} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_a_process_that_dies_is_a_failure_with_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:

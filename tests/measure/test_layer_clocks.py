@@ -11,7 +11,8 @@ import onnx
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer, mobilenet_v2, resnet18
+from torchvision.models import MobileNetV2, ResNet, VisionTransformer
+from torchvision.models.resnet import BasicBlock
 
 from prunekit.export import export_onnx
 from prunekit.measure.profile import Network, time_networks
@@ -59,7 +60,16 @@ def settled(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-MODELS = {"resnet18": resnet18, "mobilenet_v2": mobilenet_v2, "vit": vit, "odd": Odd}
+def resnet() -> nn.Module:
+    return ResNet(BasicBlock, [1, 1, 1, 1])
+
+
+def mobilenet() -> nn.Module:
+    """A block of each kind: without expansion, with a stride, with a shortcut."""
+    return MobileNetV2(inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]])
+
+
+MODELS = {"resnet": resnet, "mobilenet": mobilenet, "vit": vit, "odd": Odd}
 
 
 def layers_of(model: nn.Module) -> set[str]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
+from little_time import measured_here
 
-from prunekit.measure import isolated, latency, measuring
+from prunekit.measure import latency
 
 
-@pytest.fixture(autouse=True)
-def _timed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(job: measuring.Job, folder: Path) -> tuple[list[isolated.Outcome], str]:
-        return list(measuring.measure(job, own_process=False)), ""
-
-    monkeypatch.setattr(latency, "measure_apart", here)
+@pytest.fixture(autouse=True, scope="module")
+def _timed_here() -> Iterator[None]:
+    """Before every other fixture of a module, so that runs which its tests share do so too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latency, "measure_apart", measured_here)
+        yield

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from little_time import measured_here
+
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
-from prunekit.measure import LatencySettings, isolated, latency, measuring
+from prunekit.measure import LatencySettings, latency
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import TrainSettings
@@ -57,11 +59,7 @@ def ran(
     output: Path, factory: str, changes: dict[str, Any], resume: str | None = None
 ) -> tuple[Path, dict[str, Any], list[str]]:
     """Folder, metrics and log of a job that measures in this process."""
-
-    def here(job: measuring.Job, folder: Path) -> tuple[list[isolated.Outcome], str]:
-        return list(measuring.measure(job, own_process=False)), ""
-
-    latency.measure_apart = here
+    latency.measure_apart = measured_here
     log: list[str] = []
     result = finetune(job(output, **changes), log=log.append, own=Own(model=factory), resume=resume)
     return result.folder, result.metrics, log

@@ -21,10 +21,10 @@ import prunekit
 from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact
 from prunekit.compaction.folded import FoldedNorm
-from prunekit.compaction.layout import lies_channels_last
 from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
+from prunekit.layout import lies_channels_last
 from prunekit.measure.runtimes import Inputs, inputs_like
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable

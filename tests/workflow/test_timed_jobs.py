@@ -17,10 +17,10 @@ from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.channels import trace
 from prunekit.compaction.folded import folds_of
-from prunekit.compaction.layout import lies_channels_last
 from prunekit.data import DataSettings
 from prunekit.deploy.settings import DeploySettings
 from prunekit.errors import PlanError, UsageError
+from prunekit.layout import lies_channels_last
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings

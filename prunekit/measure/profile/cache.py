@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from prunekit.artifacts import read_json, write_json
-from prunekit.compaction.layout import lies_channels_last
 from prunekit.errors import ArtifactError
+from prunekit.layout import lies_channels_last
 from prunekit.measure.machine import cpu_name
 from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from prunekit.compaction.layout import lies_channels_last
+from prunekit.layout import lies_channels_last
 from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source
 
 CAPTURE_RUNS = 3
