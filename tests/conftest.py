@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -41,6 +42,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if all(".py" in argument for argument in config.args):
         return 0
     return max(1, min(MOST, cores(), psutil.virtual_memory().available // MEMORY))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _looked_through_once() -> Iterator[None]:
+    """What a module of tests leaves stays as well: in the end that is millions of objects, seconds to look through."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
