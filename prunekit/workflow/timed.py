@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,8 +17,10 @@ from prunekit.workflow.attempts import Timing
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import as_latency
 
-PROCESSES = 3
-"""That measure a plan one after the other."""
+PROCESSES, MOST_PROCESSES = 3, 7
+"""That measure a plan one after the other: more while their median is uncertain."""
+CERTAIN = 0.0075
+"""The standard error of the median over processes that is small enough, as a share of it. Beside a tolerance of 3 %."""
 TRIES = 2
 """How often a plan is measured at most, with twice the rounds each time, while it is unstable in most processes."""
 REPEATS, LAST_REPEATS = 15, 31
@@ -36,17 +39,30 @@ def timed(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneS
     """Measures a compact model beside the dense one on the target of the settings, in several processes of their own.
 
     The same model differs by some percent from process to process, whatever its interval in one of them: where its
-    memory lies is a matter of chance.
+    memory lies is a matter of chance, and what else the machine does changes. The less they agree, the more of them
+    measure.
 
     Raises:
         RunError: it cannot be measured there.
     """
     for tried in range(TRIES):
         rounds = repeats * 2**tried
-        found = _median([_measured(model, compact, inputs, settings, rounds) for _ in range(PROCESSES)])
+        each: list[Timing] = []
+        while len(each) < PROCESSES or (len(each) < MOST_PROCESSES and _error(each, settings) > CERTAIN):
+            each.append(_measured(model, compact, inputs, settings, rounds))
+        found = _median(each)
         if found.stable:
             break
     return found
+
+
+def _error(found: Sequence[Timing], settings: PruneSettings) -> float:
+    """The standard error of what counts, the median over processes, as a share of it; as of a normal distribution."""
+    if len(found) < 2:
+        return 0.0
+    in_ms = settings.budget.latency_ms is not None
+    figures = np.array([one.ms if in_ms else one.speedup for one in found])
+    return float(math.sqrt(math.pi / 2 / len(found)) * figures.std(ddof=1) / np.median(figures))
 
 
 def _median(found: Sequence[Timing]) -> Timing:

@@ -25,7 +25,7 @@ from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.layout import lies_channels_last
-from prunekit.measure.runtimes import Inputs, inputs_like
+from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import TargetSettings
@@ -150,6 +150,35 @@ def test_the_median_process_counts_and_the_interval_holds_all() -> None:
     noisy = timed._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
     assert not noisy.stable
     assert noisy.doubts == ("wide",)
+
+
+@pytest.mark.parametrize(
+    ("speedups", "latency_ms", "processes"),
+    [
+        ((2.0, 2.01, 2.0), None, 3),
+        ((2.0, 2.2, 2.0, 2.0, 2.0, 2.0, 2.0), None, 7),
+        ((2.0, 2.04, 2.0, 2.02, 2.0), None, 4),
+        ((2.0, 2.2) * 5, None, 7),
+        ((2.0, 2.01, 2.0), 50.0, 3),
+    ],
+)
+def test_processes_that_disagree_are_joined_by_more(
+    speedups: tuple[float, ...], latency_ms: float | None, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, none = iter(speedups), nn.Identity()
+    monkeypatch.setattr(timed, "_measured", lambda *_: took(next(left)))
+    budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
+    found = timed.timed(none, none, inputs_of((1,)), PruneSettings(budget), 1)
+    assert len(speedups) - len(list(left)) == processes
+    assert found.speedup == np.median(speedups[:processes])
+
+
+def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
+    monkeypatch.setattr(timed, "_measured", lambda *_: next(figures))
+    none = nn.Identity()
+    timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1)
+    assert not list(figures)
 
 
 def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
