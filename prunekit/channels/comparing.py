@@ -21,6 +21,7 @@ from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.operators import Operator, Run, is_counted
 from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.running import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
+from prunekit.channels.slicing import take
 from prunekit.errors import ModelError
 from prunekit.nested import gather
 
@@ -101,7 +102,7 @@ def kept_entries(tensor: torch.Tensor, operator: Operator, output: int, channel_
             if kept.shape[axis] != tensor.shape[axis] and index.size and index[-1] >= tensor.shape[axis]:
                 return None
             if index.size < tensor.shape[axis]:
-                tensor = tensor.index_select(axis, torch.from_numpy(index))
+                tensor = take(tensor, axis, torch.from_numpy(index))
     return tensor
 
 

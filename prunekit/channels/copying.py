@@ -31,6 +31,15 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield (f"{path}.{name}" if path else name), tensor
 
 
+def owners(model: nn.Module) -> dict[int, set[str]]:
+    """Paths of the modules that have a parameter or buffer, by the tensor's id."""
+    paths: dict[int, set[str]] = {}
+    for path, module in model.named_modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            paths.setdefault(id(tensor), set()).add(path)
+    return paths
+
+
 def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """A copy of a model's structure that holds `tensors` in place of its own.
 

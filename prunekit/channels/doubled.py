@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.slicing import KeptIndices, blank
-from prunekit.hooks import HookOwner, never_called
+from prunekit.hooks import HookOwner
 from prunekit.nested import map_tensors
 
 Convert = Callable[[str, torch.Tensor], torch.Tensor]
@@ -61,49 +62,64 @@ class DoubledWhileRunning(HookOwner):
     """Converts a module's own tensors when its forward begins and drops them when it ends.
 
     Memory stays that of the largest module, and stays warm. Tensors that another module than their owner uses are not
-    converted: such a model fails or differs, and is then run from `doubled`.
+    converted unless they are named: such a model fails or differs, and is then run from `doubled`.
 
     Args:
         model: not changed: its structure is copied, without its weights.
         convert: name and tensor -> what the module sees while it runs.
         whole: paths of modules with which all their parts are converted: a hook on them may run these.
+        borrowed: paths of modules, each with that of another whose tensors it uses (see `Run`).
     """
 
-    def __init__(self, model: nn.Module, convert: Convert, whole: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        convert: Convert,
+        whole: Iterable[str] = (),
+        borrowed: Iterable[tuple[str, str]] = (),
+    ) -> None:
         super().__init__()
-        self._whole = tuple(f"{path}." for path in whole)
+        self._whole, self._borrowed = tuple(whole), tuple(borrowed)
         self.model = with_tensors(model, {name: tensor.detach() for name, tensor in named_tensors(model)})
         self.convert = convert
         self._names = {id(tensor): name for name, tensor in named_tensors(self.model)}
+        self._users: Counter[int] = Counter()
+        self._own: dict[int, dict[str, Any]] = {}
 
     def register(self) -> None:
-        """Adds a forward-pre and a forward hook to every module that owns tensors, or has a part that never runs."""
-        for path, module in self.model.named_modules():
-            if path.startswith(self._whole):
-                continue
-            whole = f"{path}." in self._whole
-            parts = module.modules() if whole else (part for part in module.children() if never_called(part))
-            owners = [module, *(part for part in parts if part is not module)]
-            tables = [table for owner in owners for table in (owner._parameters, owner._buffers)]
-            own = [(table, dict(table)) for table in tables if any(tensor is not None for tensor in table.values())]
-            if own and not never_called(module):
-                self.own(module.register_forward_pre_hook(self._begin(own)))
-                self.own(module.register_forward_hook(self._end(own), always_call=True))
+        """Adds a forward-pre and a forward hook to every module that owns or uses tensors."""
+        modules = dict(self.model.named_modules())
+        used = {path: [module] for path, module in modules.items()}
+        for path in self._whole:
+            used[path] = list(modules[path].modules())
+        for path, owner in self._borrowed:
+            used[path].append(modules[owner])
+        for path, module in modules.items():
+            tables = [table for one in used[path] for table in (one._parameters, one._buffers)]
+            filled = [table for table in tables if any(tensor is not None for tensor in table.values())]
+            if filled:
+                self.own(module.register_forward_pre_hook(self._begin(filled)))
+                self.own(module.register_forward_hook(self._end(filled), always_call=True))
 
-    def _begin(self, own: list[tuple[Any, dict[str, Any]]]) -> Callable[..., None]:
+    def _begin(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             with torch._C._DisableTorchDispatch():
-                for table, tensors in own:
-                    table.update(self._converted(tensors))
+                for table in tables:
+                    self._users[id(table)] += 1
+                    if self._users[id(table)] == 1:
+                        self._own[id(table)] = dict(table)
+                        table.update(self._converted(table))
 
         return hook
 
     def _converted(self, table: dict[str, Any]) -> dict[str, Any]:
         return {key: t if t is None else self.convert(self._names[id(t)], t) for key, t in table.items()}
 
-    def _end(self, own: list[tuple[Any, dict[str, Any]]]) -> Callable[..., None]:
+    def _end(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for table, tensors in own:
-                table.update(tensors)
+            for table in tables:
+                self._users[id(table)] -= 1
+                if not self._users[id(table)]:
+                    table.update(self._own.pop(id(table)))
 
         return hook

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
-from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
+from prunekit.channels.slicing import bare_widths, resize, set_bare_widths, take
 from prunekit.hooks import HOOK_TABLES, HookOwner
 from prunekit.nested import gather, map_tensors
 
@@ -106,22 +106,13 @@ class _Kept:
     def gather(self, tensor: Tensor) -> Tensor:
         """The kept entries."""
         self._index = self._index.to(tensor.device)  # stays there: a model seldom moves
-        return _take(tensor, self.axis, self._index)
+        return take(tensor, self.axis, self._index)
 
     def scatter(self, tensor: Tensor) -> Tensor:
         """Kept entries among zeros."""
         self._back = self._back.to(tensor.device)
         zero = torch.zeros_like(tensor.narrow(self.axis, 0, 1))
-        return _take(torch.cat([tensor, zero], self.axis), self.axis, self._back)
-
-
-def _take(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
-    """`index_select`, which is ten times slower along an axis whose entries lie next to each other than `gather`."""
-    if tensor.stride(axis) != 1:
-        return tensor.index_select(axis, index)
-    shape = [index.numel() if a == axis % tensor.dim() else size for a, size in enumerate(tensor.shape)]
-    along = [-1 if a == axis % tensor.dim() else 1 for a in range(tensor.dim())]
-    return tensor.gather(axis, index.view(along).expand(shape))
+        return take(torch.cat([tensor, zero], self.axis), self.axis, self._back)
 
 
 class _KeptOnly:

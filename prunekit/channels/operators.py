@@ -52,10 +52,12 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.T
 class Run:
     """The operators of one forward pass, in order, and which of the examples it was for.
 
-    `repeats` says that it did exactly what the run before it did, label for label.
+    `repeats` says that it did exactly what the run before it did, label for label. `borrowed` are paths of modules that
+    used a tensor of another module's while they ran, each with the path of that owner.
     """
 
     example: int
     training: bool
     repeats: bool = False
     operators: list[Operator] = field(default_factory=list)
+    borrowed: set[tuple[str, str]] = field(default_factory=set)

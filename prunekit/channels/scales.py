@@ -58,7 +58,7 @@ class Scales:
 
     def _numbers(self, model: nn.Module, example: tuple[Any, ...], run: Run, at: Key | None = None) -> Numbers:
         """What a forward pass computes with, at one operator or at all of them, as far as the model runs."""
-        with DoubledWhileRunning(model, to_double) as running:
+        with DoubledWhileRunning(model, to_double, borrowed=run.borrowed) as running:
             paths = {module: path for path, module in running.model.named_modules()}
             numbers: Numbers = {}
 

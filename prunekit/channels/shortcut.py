@@ -68,6 +68,27 @@ def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.empty((source.shape[0], weight.shape[0], *sizes), dtype=source.dtype, device="meta")
 
 
+def _layer_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, shape = args[:2]
+    leading = source.dim() - len(shape)
+    if not source.is_contiguous() or list(source.shape[leading:]) != list(shape):
+        return NotImplemented
+    moments = (*source.shape[:leading], *[1] * len(shape))
+    return _like(source), source.new_empty(moments), source.new_empty(moments)
+
+
+def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bias, left, right = args
+    fits = not kwargs and left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]
+    if not fits or bias.shape != right.shape[1:] or not bias.dtype == left.dtype == right.dtype:
+        return NotImplemented
+    return left.new_empty((left.shape[0], right.shape[1]))
+
+
+def _safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented if kwargs or len(args) > 2 or not args[0].is_contiguous() else _like(args[0])
+
+
 Shortcut = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 SHORTCUTS: dict[str, Shortcut] = {
     **{f"aten.{name}": _same for name in _UNARY},
@@ -77,6 +98,9 @@ SHORTCUTS: dict[str, Shortcut] = {
     "aten._native_batch_norm_legit_no_training": _batch_norm,
     "aten.native_batch_norm": _batch_norm_eval,
     "aten.convolution": _convolution,
+    "aten.native_layer_norm": _layer_norm,
+    "aten.addmm": _addmm,
+    "aten._safe_softmax": _safe_softmax,
 }
 """Operator -> its output, or NotImplemented where torch must decide."""
 

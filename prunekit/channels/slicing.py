@@ -36,8 +36,17 @@ def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
     result = tensor.detach()
     for axis, index in enumerate(kept):
         if index is not None:
-            result = result.index_select(axis, torch.from_numpy(index).to(tensor.device))
+            result = take(result, axis, torch.from_numpy(index).to(tensor.device))
     return result
+
+
+def take(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor:
+    """`index_select`, which is ten times slower along an axis whose entries lie next to each other than `gather`."""
+    if tensor.stride(axis) != 1:
+        return tensor.index_select(axis, index)
+    shape = [index.numel() if a == axis % tensor.dim() else size for a, size in enumerate(tensor.shape)]
+    along = [-1 if a == axis % tensor.dim() else 1 for a in range(tensor.dim())]
+    return tensor.gather(axis, index.view(along).expand(shape))
 
 
 def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.constraints import LockRecord
-from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.copying import named_tensors, owners, with_tensors
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
@@ -66,6 +66,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
         self.storages = Storages()
+        self.owners = owners(stack.model)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,6 +77,9 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = gather((args, kwargs))
         for tensor in inputs:
             flow.read(tensor)
+            lenders = self.owners.get(id(tensor), ())
+            if flow.module not in lenders:
+                self.run.borrowed.update([(flow.module, owner) for owner in lenders])
         outs = tuple(gather(out))
         before = tuple([field for tensor in inputs for field in flow.fields(tensor)])
         target = args[0] if name.endswith("_") and args and isinstance(args[0], torch.Tensor) else None

@@ -140,9 +140,10 @@ class _Trial:
         try:
             if run not in self.references:
                 convert = with_zeros(to_double, self.kept)
-                with DoubledWhileRunning(self.model, convert, whole=self.channel_map.norms) as masked:
+                whole = self.channel_map.norms
+                with DoubledWhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
                     self.references[run] = self._record(masked.model, example, run, AS_DOUBLE[0])
-            with DoubledWhileRunning(compact, to_double) as small:
+            with DoubledWhileRunning(compact, to_double, borrowed=run.borrowed) as small:
                 return check(self.references[run], small.model, example, run)
         except ModelError:  # a module uses another's weights
             return self._sure(compact, run)
