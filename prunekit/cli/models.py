@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from prunekit.workflow.targets import Target
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelOptions:
-    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data`, `--task` and `--zoo`."""
+    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data`, `--task` and `--zoo`.
+
+    Raises:
+        UsageError: the zoo is a factory, and so is the model.
+    """
 
     factory: str | None = None
     weights: str | None = None
@@ -26,6 +30,12 @@ class ModelOptions:
     data: str | None = None
     zoo: Zoo | None = None
     task: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.zoo is not None and self.zoo.startswith("python:"):
+            if self.factory is not None:
+                raise UsageError(f"expected one model, got two: --model {self.factory} and --zoo {self.zoo}")
+            self.factory, self.zoo = self.zoo, None
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> Target:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prunekit.workflow.settings import JobSettings
 
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
+ZOO = "Where MODEL is from; a module's factory is a model itself, as with --model.  [default: torchvision, else cifar]"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 
@@ -67,13 +68,23 @@ def output_option(what: str) -> Callable[[Decorated], Decorated]:
     return click.option("--output", type=kind, metavar="DIR", help=f"Folder for {what}")
 
 
+class _Zoos(click.Choice[str]):
+    """A zoo, or an installed module's factory in its place."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) if str(value).startswith("python:") else super().convert(value, param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join([*get_args(Zoo), 'python:MODULE:FACTORY'])}]"
+
+
 def model_options(function: Decorated) -> Decorated:
     """`--model`, `--weights`, `--input-shape`, `--zoo`, `--data` and `--task`: one's own, or changes to a zoo's."""
-    zoos = click.Choice(get_args(Zoo))
+    zoos = _Zoos(get_args(Zoo))
     for option in (
         task_option,
         data_option,
-        click.option("--zoo", type=zoos, help="Where MODEL is from.  [default: torchvision, else cifar]"),
+        click.option("--zoo", type=zoos, help=ZOO),
         click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
         click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
         own_model_option,
