@@ -90,13 +90,12 @@ class Case:
 def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, networks: int) -> Case:
     """A network's profile, made once."""
     channel_map, lines = trace(model, (example,)), list[str]()
-    shape = tuple(example.shape[1:])
 
     def say(line: str) -> None:
         lines.append(line)
         log(line)
 
-    found = profile(model, channel_map, shape, settings.target, settings, networks=networks, log=say)
+    found = profile(model, channel_map, [(example,)], settings.target, settings, networks=networks, log=say)
     log(f"profile: {found}")
     facts = {
         "profile_error": found.error,

@@ -64,6 +64,7 @@ def goal_for(
     channel_map: ChannelMap,
     settings: PruneSettings,
     *,
+    more_examples: Sequence[tuple[Any, ...]] = (),
     transform: Transform = AS_IT_IS,
     log: Log,
 ) -> LatencyGoal | None:
@@ -71,7 +72,8 @@ def goal_for(
 
     Args:
         model, channel_map, settings, transform: as in `LatencyGoal`.
-        example_inputs: positional arguments of `forward`.
+        example_inputs: positional arguments of `forward`, of which inputs to time are made.
+        more_examples: further inputs that the model was traced on.
         log: gets a line for each network.
 
     Raises:
@@ -85,6 +87,7 @@ def goal_for(
         raise UsageError(
             f"budget latency_ms or speedup: {error}; give macs, params, channels or size_mb instead"
         ) from error
-    found = profile(model, channel_map, inputs, settings.target, settings, transform=transform, log=log)
+    examples = [tuple(example_inputs), *more_examples]
+    found = profile(model, channel_map, examples, settings.target, settings, transform=transform, log=log)
     log(f"profile: {found}")
     return LatencyGoal(model, channel_map, inputs, settings, found, transform)

@@ -235,7 +235,7 @@ def _planned(
     patches: PatchStats | None = None,
 ) -> tuple[Planned, Frozen | None]:
     """A plan that meets the budgets; with how it was found, where one is of time."""
-    goal = goal_for(model, example, chart, settings, log=_quiet)
+    goal = goal_for(model, example, chart, settings, more_examples=given.more_examples, log=_quiet)
 
     def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
         return plan_model(

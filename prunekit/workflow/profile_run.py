@@ -69,13 +69,14 @@ def profile_job(
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
     example = prepared.example_inputs
-    inputs, transform = inputs_like(example), transform_of(prepared.model, example, job.deploy)
+    inputs_like(example)  # what cannot be timed is refused before anything is written
+    transform = transform_of(prepared.model, example, job.deploy)
     with run_folder(job.output / job.name, "profile", log, resolved, finish) as run:
         machine = surroundings()
         result = profile(
             prepared.model,
             chart,
-            inputs,
+            [example],
             job.prune.target,
             job.prune,
             networks=networks,
@@ -87,6 +88,6 @@ def profile_job(
         metrics = {"name": job.name, **result.summary(), "machine": machine, "environment": environment()}
         write_csv(run.path / "profile.csv", metrics["layers"], LAYER_COLUMNS)
         write_csv(run.path / "networks.csv", [found.row() for found in result.predictions], NETWORK_COLUMNS)
-        write_json(run.path / "fits.json", {"layers": result.fits(prepared.model, chart)})
+        write_json(run.path / "fits.json", {"layers": result.fits(prepared.model)})
         write_json(run.path / "profile.json", metrics)
     return ProfileRun(run.path, result, metrics)

@@ -47,6 +47,7 @@ class Profile:
     """A latency table and what it was made from.
 
     Attributes:
+        channel_map: of the model, with what a trial found out; the samples are in its numbering.
         table: fitted to all networks.
         predictions: of every network, the dense one first, by a table that was not fitted to those that were held out.
         samples: the networks, in the same order.
@@ -54,6 +55,7 @@ class Profile:
         seconds: that it took.
     """
 
+    channel_map: ChannelMap
     table: LatencyTable
     predictions: tuple[Check, ...]
     samples: tuple[Sample, ...]
@@ -99,14 +101,13 @@ class Profile:
             for layer in self._slowest()
         ]
 
-    def fits(self, model: nn.Module, channel_map: ChannelMap) -> list[dict[str, Any]]:
+    def fits(self, model: nn.Module) -> list[dict[str, Any]]:
         """What every module that takes time took in every network, and the fit, by the module's widths; slowest first.
 
         Args:
             model: that was profiled; says what is an output and what an input.
-            channel_map: of it, that the table was fitted with.
         """
-        final = channel_map.traced.final
+        final = self.channel_map.traced.final
         kept = [sample.keep[final] for sample in self.samples]
         scales = [self.table.dense_ms / sample.times.dense_ms for sample in self.samples]
         found = []
@@ -122,7 +123,7 @@ class Profile:
                     "module": layer.module,
                     "constant_ms": layer.constant,
                     "widths": [
-                        {"name": _name(layer.module, final[width], model, channel_map), "channels": width.size}
+                        {"name": _name(layer.module, final[width], model, self.channel_map), "channels": width.size}
                         for width in widths.free
                     ],
                     "terms": widths.terms,

@@ -16,15 +16,17 @@ from torch import nn
 from prunekit.channels import ChannelMap
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.map import Keep
+from prunekit.channels.trial import settle
 from prunekit.compaction import compact
+from prunekit.context import paused_garbage_collection
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
 from prunekit.measure.choosing import choose
 from prunekit.measure.profile import Network, Sample, cache_folder, fit, has_layer_clock, sampled, time_networks
-from prunekit.measure.runtimes import Inputs, Setting
+from prunekit.measure.runtimes import Setting, inputs_like
 from prunekit.measure.settings import LatencySettings
 from prunekit.planning import Plan, PruneSettings
-from prunekit.planning.select import free_parts
+from prunekit.planning.select import Part, free_parts
 from prunekit.planning.settings import TargetSettings
 from prunekit.planning.solve import NOTHING_FREE
 from prunekit.workflow.bench import devices
@@ -42,7 +44,7 @@ REPEATS = 9
 def profile(
     model: nn.Module,
     channel_map: ChannelMap,
-    inputs: Sequence[int] | Inputs,
+    examples: Sequence[tuple[Any, ...]],
     target: TargetSettings,
     prune: PruneSettings,
     *,
@@ -59,7 +61,8 @@ def profile(
     Args:
         model: dense; on the CPU.
         channel_map: of it, traced.
-        inputs: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
+        examples: that it was traced on, positional arguments of `forward` each; networks are timed on inputs like the
+            first.
         target: runtime, device, batch, threads, dtype and memory format. A runtime that cannot tell layers apart is
             profiled in eager, which a note says: what a plan takes on it is measured all the same.
         prune: what may go: exclusions, roundings, least widths.
@@ -69,7 +72,7 @@ def profile(
         log: gets a line for each network.
 
     Raises:
-        UsageError: the runtime is not installed, or does not take the setting.
+        UsageError: the runtime is not installed, or does not take the setting; or batches cannot be made of the input.
         PlanError: nothing is free.
         RunError: a network fails in the runtime.
     """
@@ -77,9 +80,9 @@ def profile(
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
     wanted = in_blocks(replace(prune, target=target, ratios={}))
-    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
-    if not parts:
-        raise PlanError(NOTHING_FREE)
+    inputs = inputs_like(examples[0])
+    channel_map = _tried(model, channel_map, wanted, examples)
+    parts = _parts(channel_map, wanted)
     keeps = list(sampled(channel_map, parts, networks or NETWORKS))
     made = _networks(model, channel_map, keeps, transform)
     kept_in = cache or cache_folder()
@@ -90,7 +93,7 @@ def profile(
     if doubtful:
         notes.append(f"{doubtful} of {len(samples)} networks were timed on a machine too noisy to trust each of them")
     predictions = _predicted(channel_map, samples, table.setting)
-    return Profile(table, predictions, samples, tuple(notes), time.perf_counter() - start)
+    return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
 
 
 def in_blocks(settings: PruneSettings) -> PruneSettings:
@@ -127,6 +130,26 @@ def as_latency(target: TargetSettings, repeats: int = LatencySettings.repeats) -
     return LatencySettings(
         (target.batch,), (target.threads,), repeats, (target.runtime,), (target.dtype,), (target.memory_format,)
     )
+
+
+def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[Part]:
+    found = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
+    if not found:
+        raise PlanError(NOTHING_FREE)
+    return found
+
+
+def _tried(
+    model: nn.Module, channel_map: ChannelMap, wanted: PruneSettings, examples: Sequence[tuple[Any, ...]]
+) -> ChannelMap:
+    """The map with what only a trial finds out: locks, and sizes that the model's Python keeps in its attributes."""
+
+    def choose(chart: ChannelMap) -> Keep:
+        _, narrow = sampled(chart, _parts(chart, wanted), 2)
+        return narrow
+
+    with paused_garbage_collection():
+        return settle(model, channel_map, choose, list(examples)).channel_map
 
 
 def _networks(

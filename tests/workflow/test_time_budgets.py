@@ -89,7 +89,7 @@ def planner(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
 
 def goal(wanted: PruneSettings) -> LatencyGoal:
     model, channel_map, table = net()
-    return LatencyGoal(model, channel_map, inputs_like(EXAMPLE), wanted, Profile(table, (), (), (), 0.0))
+    return LatencyGoal(model, channel_map, inputs_like(EXAMPLE), wanted, Profile(channel_map, table, (), (), (), 0.0))
 
 
 def frozen_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> Delivered:
@@ -333,7 +333,7 @@ def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.Monkey
     found = []
     for expected in (True, False):
         whole.clear()
-        found.append(profile(model, trace(model, EXAMPLE), (3, 16, 16), wanted.target, wanted, log=lambda text: None))
+        found.append(profile(model, trace(model, EXAMPLE), [EXAMPLE], wanted.target, wanted, log=lambda text: None))
         assert any(whole) == expected
     assert [sample.times for sample in found[0].samples] == [sample.times for sample in found[1].samples]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.isolated import Died, NotHandedOver, Process
-from prunekit.measure.measuring import Failed, plain_tensors
+from prunekit.measure.measuring import Failed, line_of, plain_tensors
 from prunekit.measure.profile.cache import conditions, key_of, load, store, structure
 from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.profile.pair import Pair, Ready
@@ -138,8 +138,14 @@ class _Bench(ExitStack):
 
     def _ready(self, name: str, model: nn.Module, folder: str) -> Ready:
         plain = copy.deepcopy(model).to("cpu", torch.float32).eval()
-        with torch.inference_mode():
-            expected = plain_tensors(plain(*self.inputs.sample(self.setting.batch)))
-        if RUNTIMES[self.setting.runtime].carrier == "module":
+        try:
+            with torch.inference_mode():
+                expected = plain_tensors(plain(*self.inputs.sample(self.setting.batch)))
+        except Exception as error:  # the model's own code, at another batch or other widths than it was tried at
+            raise RunError(f"{name}: does not run in eager: {line_of(error)}") from error
+        runtime = RUNTIMES[self.setting.runtime]
+        if runtime.carrier == "module":
             return Ready(name, Source(plain), expected)
-        return Ready(name, exported(plain, self.inputs, [self.setting.batch], self.folder / folder), expected)
+        return Ready(
+            name, exported(plain, self.inputs, [self.setting.batch], self.folder / folder), expected
+        )
