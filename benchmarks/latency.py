@@ -146,7 +146,7 @@ def measured(case: Case, target: TargetSettings, repeats: int) -> Iterator[dict[
     plans["macs+time"] = quick.plan
     in_eights = replace(by_macs, round_to=target.block)
     plans["fastest"] = fastest(case, plans["uniform"], in_eights)
-    wanted = as_latency(target, repeats)
+    wanted = replace(as_latency(target), repeats=repeats)
     models = {"dense": case.model, **{name: compact(case.model, plan) for name, plan in plans.items()}}
     found = measure_latency(models, case.example.shape[1:], wanted, devices(target.device, wanted))
     if found.failures:

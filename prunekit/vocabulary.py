@@ -7,6 +7,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 PositiveInt = Annotated[int, Ge(1)]
-RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino"]
+RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino", "tensorrt"]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from prunekit.measure.evidence import doubts, median_interval, paired_ratio
 from prunekit.measure.isolated import Outcome, measure_apart
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.measuring import Failed, Job, Timed, plain_tensors
-from prunekit.measure.runtimes import RUNTIMES, Inputs, Source, exported, inputs_of
+from prunekit.measure.runtimes import RUNTIMES, FileKey, Inputs, Setting, Source, exported, inputs_of
 from prunekit.measure.runtimes.torch_modules import layout_of
 from prunekit.measure.settings import LatencySettings
 
@@ -92,48 +93,72 @@ def measure_latency(
     Raises:
         UsageError: a runtime is not installed, or cannot do anything of what is asked; nothing was measured.
     """
+    with ready(models, inputs, settings, devices) as measured:
+        return measured(settings.repeats)
+
+
+@contextmanager
+def ready(
+    models: Mapping[str, nn.Module],
+    inputs: Sequence[int] | Inputs,
+    settings: LatencySettings,
+    devices: Sequence[torch.device],
+) -> Iterator[Callable[[int], LatencyReport]]:
+    """As `measure_latency`, for models that are measured several times: copied, exported and run in eager only once.
+
+    Yields:
+        What measures, with as many rounds as it is given, in new processes each time.
+    """
     taken = inputs_of(inputs)
-    settings_by_runtime, notes = choose(settings, devices)
-    machine = surroundings()
+    chosen, notes = choose(settings, devices)
     copies = {name: copy.deepcopy(model).to("cpu", torch.float32).eval() for name, model in models.items()}
-    outcomes: list[Outcome] = []
-    with TemporaryDirectory(prefix="prunekit-") as folder, torch.inference_mode():
-        carriers = _Carriers(copies, taken, Path(folder))
-        expected = {
-            (name, batch): plain_tensors(model(*taken.sample(batch)))
-            for batch in settings.batches
-            for name, model in copies.items()
-        }
-        for runtime, group in groupby(settings_by_runtime, lambda setting: setting.runtime):
-            chosen = tuple(group)
-            try:
-                job = Job(chosen, carriers.of(runtime, settings.batches), expected, taken, settings.repeats)
-            except RunError as error:
-                outcomes += [Failed(setting, str(error)) for setting in chosen]
-                continue
-            found, note = measure_apart(job, Path(folder))
-            outcomes += found
-            notes += [note] if note else []
-    machine |= {"clock_mhz_after": clock_mhz()}
-    return _report(copies, outcomes, [*notes, *_cuda_note(devices)], machine)
+    with TemporaryDirectory(prefix="prunekit-") as place:
+        folder, parts = Path(place), list[Job | list[Outcome]]()
+        carriers = _Carriers(copies, taken, folder)
+        with torch.inference_mode():
+            expected = {
+                (name, batch): plain_tensors(model(*taken.sample(batch)))
+                for batch in settings.batches
+                for name, model in copies.items()
+            }
+            for _, group in groupby(chosen, lambda setting: setting.runtime):
+                alike = tuple(group)
+                try:
+                    parts.append(Job(alike, carriers.of(alike), expected, taken, settings.repeats))
+                except RunError as error:
+                    parts.append([Failed(setting, str(error)) for setting in alike])
+
+        def measured(repeats: int) -> LatencyReport:
+            machine = surroundings()
+            found = [
+                measure_apart(replace(part, repeats=repeats), folder) if isinstance(part, Job) else (part, "")
+                for part in parts
+            ]
+            said = [*notes, *(note for _, note in found if note), *_cuda_note(devices)]
+            outcomes = [outcome for some, _ in found for outcome in some]
+            return _report(copies, outcomes, said, machine | {"clock_mhz_after": clock_mhz()})
+
+        yield measured
 
 
 @dataclass
 class _Carriers:
-    """The models in the forms that runtimes take, each made once: ONNX files are shared."""
+    """The models in the forms that runtimes take, each made once: runtimes share ONNX files."""
 
     models: Mapping[str, nn.Module]
     inputs: Inputs
     folder: Path
-    exported: dict[str, Source] = field(default_factory=dict)
+    files: dict[str, dict[FileKey, Path]] = field(default_factory=dict)
 
-    def of(self, runtime: str, batches: Sequence[int]) -> Mapping[str, Source]:
-        if RUNTIMES[runtime].carrier == "module":
+    def of(self, settings: Sequence[Setting]) -> Mapping[str, Source]:
+        runtime = RUNTIMES[settings[0].runtime]
+        if runtime.carrier == "module":
             return {name: Source(model) for name, model in self.models.items()}
+        keys = {runtime.file_key(setting) for setting in settings}
         for index, (name, model) in enumerate(self.models.items()):
-            if name not in self.exported:
-                self.exported[name] = exported(model, self.inputs, batches, self.folder / str(index))
-        return self.exported
+            files = self.files.setdefault(name, {})
+            files |= exported(model, self.inputs, keys - files.keys(), self.folder / str(index)).files
+        return {name: Source(files=files) for name, files in self.files.items()}
 
 
 def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:

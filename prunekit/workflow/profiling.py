@@ -125,10 +125,14 @@ def setting_of(target: TargetSettings) -> Setting:
     return found[0]
 
 
-def as_latency(target: TargetSettings, repeats: int = LatencySettings.repeats) -> LatencySettings:
+def as_latency(target: TargetSettings) -> LatencySettings:
     """A target as settings of a measurement."""
     return LatencySettings(
-        (target.batch,), (target.threads,), repeats, (target.runtime,), (target.dtype,), (target.memory_format,)
+        (target.batch,),
+        (target.threads,),
+        runtimes=(target.runtime,),
+        dtypes=(target.dtype,),
+        memory_formats=(target.memory_format,),
     )
 
 

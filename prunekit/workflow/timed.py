@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.errors import RunError
-from prunekit.measure import measure_latency
+from prunekit.measure.latency import LatencyReport, ready
 from prunekit.measure.runtimes import Inputs
 from prunekit.measure.wording import failed
 from prunekit.planning import PruneSettings
@@ -45,14 +45,16 @@ def timed(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneS
     Raises:
         RunError: it cannot be measured there.
     """
-    for tried in range(TRIES):
-        rounds = repeats * 2**tried
-        each: list[Timing] = []
-        while len(each) < PROCESSES or (len(each) < MOST_PROCESSES and _error(each, settings) > CERTAIN):
-            each.append(_measured(model, compact, inputs, settings, rounds))
-        found = _median(each)
-        if found.stable:
-            break
+    wanted, models = as_latency(settings.target), {"dense": model, "pruned": compact}
+    with ready(models, inputs, wanted, devices(settings.target.device, wanted)) as measured:
+        for tried in range(TRIES):
+            rounds = repeats * 2**tried
+            each: list[Timing] = []
+            while len(each) < PROCESSES or (len(each) < MOST_PROCESSES and _error(each, settings) > CERTAIN):
+                each.append(_timing(measured(rounds)))
+            found = _median(each)
+            if found.stable:
+                break
     return found
 
 
@@ -81,11 +83,7 @@ def _median(found: Sequence[Timing]) -> Timing:
     )
 
 
-def _measured(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, repeats: int) -> Timing:
-    wanted = as_latency(settings.target, repeats)
-    found = measure_latency(
-        {"dense": model, "pruned": compact}, inputs, wanted, devices(settings.target.device, wanted)
-    )
+def _timing(found: LatencyReport) -> Timing:
     if found.failures:
         raise RunError(f"latency not measured: {'; '.join(failed(found.failures))}")
     row, ratio = found.rows[1], found.speedup[0]

@@ -53,7 +53,7 @@ def test_layers_and_the_error_of_their_sum(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("prune.target.runtime=tensorrt", "prune.target.runtime: expected one of"),
+        ("prune.target.runtime=tflite", "prune.target.runtime: expected one of"),
         ("prune.target.device=cuda:9", "cuda"),
         ("prune.target.dtype=fp8", "prune.target.dtype"),
         ("prune.budget.speedup=0.5", "prune.budget.speedup"),

@@ -59,9 +59,9 @@ def test_what_is_named_and_timed_nowhere_is_refused(
 
 def test_a_runtime_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(name: str) -> object:
-        return None if name in ("onnxruntime", "openvino") else find_spec(name)
+        return None if name in ("onnxruntime", "openvino", "tensorrt") else find_spec(name)
 
     monkeypatch.setattr(choosing, "find_spec", without)
-    for name, extra in (("onnxruntime", "export"), ("openvino", "openvino")):
+    for name, extra in (("onnxruntime", "export"), ("openvino", "openvino"), ("tensorrt", "tensorrt")):
         with pytest.raises(UsageError, match=rf"needs {name}, not installed here: pip install 'prunekit\[{extra}\]'"):
             choose(LatencySettings((1,), runtimes=("eager", name)), [CPU])  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def test_names_of_runtimes_lead_back_to_the_file(tmp_path: Path) -> None:
 def clock_of(runtime: str, model: nn.Module, folder: Path) -> LayerClock:
     setting, shape = Setting(runtime, "cpu", 1, 1), (3, 12, 12)
     module = RUNTIMES[runtime].carrier == "module"
-    source = Source(model) if module else exported(model, inputs_of(shape), [1], folder / "files")
+    source = Source(model) if module else exported(model, inputs_of(shape), [(1, "float32")], folder / "files")
     session = RUNTIMES[runtime].open(source, inputs_of(shape).sample(1), setting)
     assert session.layers is not None
     return session.layers()

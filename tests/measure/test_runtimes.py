@@ -6,7 +6,8 @@ import copy
 import ctypes
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from torch._dynamo.utils import counters
 from prunekit.export import export_onnx
 from prunekit.measure import LatencySettings, latency, measure_latency
 from prunekit.measure.measuring import Failed, Job, Timed, measure, plain_tensors
-from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, inputs_like, inputs_of, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, exported, inputs_like, inputs_of, sample_of
+from prunekit.measure.runtimes.onnx_runtime import open_session
+from prunekit.vocabulary import DtypeName
 
 SHAPE = (3, 12, 12)
 CPU = torch.device("cpu")
@@ -53,7 +56,7 @@ def only(found: Iterator[Timed | Failed]) -> Timed | Failed:
 
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 def test_runtimes_of_onnx_files_compute_the_same(runtime: str, files: dict[str, Path]) -> None:
-    sources = {name: Source(files={2: file}) for name, file in files.items()}
+    sources = {name: Source(files={(2, "float32"): file}) for name, file in files.items()}
     found = only(measure(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
     assert isinstance(found, Timed)
     assert found.times.shape == (2, 6)
@@ -65,6 +68,37 @@ def test_runtimes_of_onnx_files_compute_the_same(runtime: str, files: dict[str, 
     assert "of the largest value, expected at most 0.001" in refused.reason
 
 
+def test_a_file_has_the_dtype_that_a_runtime_computes_in(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    setting = Setting("tensorrt", "cuda", 2, 1, "float16")
+    keys = [RUNTIMES[name].file_key(setting) for name in ("tensorrt", "openvino")]
+    assert keys == [(2, "float16"), (2, "float32")]
+    model = net()
+    files = exported(model, inputs_of(SHAPE), keys, tmp_path / "files").files
+    assert list(files) == sorted(keys)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    halves = onnx.load(files[2, "float16"])
+    types = {value.type.tensor_type.elem_type for value in (*halves.graph.input, *halves.graph.output)}
+    weights = {weight.data_type for weight in halves.graph.initializer} - {onnx.TensorProto.INT64}  # shapes
+    assert types | weights == {onnx.TensorProto.FLOAT16}
+    feed = {halves.graph.input[0].name: sample_of(SHAPE, 2).half().numpy()}
+    found = open_session(files[2, "float16"], 1).run(None, feed)
+    with torch.inference_mode():
+        wanted = model(sample_of(SHAPE, 2))
+    assert (torch.from_numpy(found[0]).float() - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_tensorrt_computes_the_same(dtype: DtypeName) -> None:
+    pytest.importorskip("tensorrt")
+    settings = LatencySettings((1, 2), (1,), 5, ("tensorrt",), (dtype,))
+    report = measure_latency({"dense": net(), "pruned": net(4)}, SHAPE, settings, [torch.device("cuda", 0)])
+    assert report.failures == ()
+    assert [(row["batch"], row["model"]) for row in report.rows] == list(product((1, 2), ("dense", "pruned")))
+
+
 class _Stack(ctypes.Structure):
     _fields_ = (("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
 
@@ -72,7 +106,7 @@ class _Stack(ctypes.Structure):
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs Linux's list of a process's memory")
 def test_openvino_frees_no_stack_that_signals_are_handled_on(files: dict[str, Path]) -> None:
     pytest.importorskip("openvino")
-    source, setting = Source(files={2: files["dense"]}), Setting("openvino", "cpu", 2, 1)
+    source, setting = Source(files={(2, "float32"): files["dense"]}), Setting("openvino", "cpu", 2, 1)
     kept = [RUNTIMES["openvino"].open(source, inputs_of(SHAPE).sample(2), setting)]
     last = threading.Thread(target=lambda: (kept.clear(), gc.collect()))  # as a garbage collection may
     last.start()
@@ -101,7 +135,7 @@ def test_eager_is_checked_in_every_dtype_and_layout(dtype: str, memory_format: s
 
 def test_what_a_runtime_raises_is_the_reason(tmp_path: Path) -> None:
     (tmp_path / "broken.onnx").write_bytes(b"no model")
-    sources = {"dense": Source(files={2: tmp_path / "broken.onnx"})}
+    sources = {"dense": Source(files={(2, "float32"): tmp_path / "broken.onnx"})}
     for runtime in ("onnxruntime", "openvino"):
         found = only(measure(job(Setting(runtime, "cpu", 2, 1), sources), own_process=False))
         assert isinstance(found, Failed)
@@ -119,6 +153,24 @@ def test_runtimes_beside_each_other_in_processes_of_their_own() -> None:
         assert all(0.9 * weights < row["peak_memory_bytes"] < 4 * weights for row in report.rows)
     assert not [note for note in report.notes if "in this process" in note]
     assert report.machine["cores"] >= 1
+
+
+def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "measure_apart", measured_here)
+    made = list[tuple[int, str]]()
+
+    def counted(model: nn.Module, inputs: Inputs, keys: Iterable[tuple[int, str]], folder: Path) -> Source:
+        wanted = list(keys)
+        made.extend(wanted)
+        return exported(model, inputs, wanted, folder)
+
+    monkeypatch.setattr(latency, "exported", counted)
+    settings = LatencySettings((2,), (1,), 5, ("onnxruntime", "openvino"))
+    with latency.ready({"dense": net(), "pruned": net(4)}, SHAPE, settings, [CPU]) as measured:
+        reports = [measured(repeats) for repeats in (5, 6)]
+    assert made == [(2, "float32"), (2, "float32")]
+    assert [[row["repeats"] for row in report.rows] for report in reports] == [[5] * 4, [6] * 4]
+    assert not any(report.failures for report in reports)
 
 
 def test_models_of_one_class_stay_compiled_beside_each_other() -> None:

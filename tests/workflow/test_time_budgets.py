@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -152,6 +154,12 @@ def test_the_median_process_counts_and_the_interval_holds_all() -> None:
     assert noisy.doubts == ("wide",)
 
 
+def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
+    """In the place of processes that measure, each once."""
+    monkeypatch.setattr(timed, "ready", lambda *_: nullcontext(lambda rounds: next(figures)))
+    monkeypatch.setattr(timed, "_timing", lambda found: found)
+
+
 @pytest.mark.parametrize(
     ("speedups", "latency_ms", "processes"),
     [
@@ -166,7 +174,7 @@ def test_processes_that_disagree_are_joined_by_more(
     speedups: tuple[float, ...], latency_ms: float | None, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, none = iter(speedups), nn.Identity()
-    monkeypatch.setattr(timed, "_measured", lambda *_: took(next(left)))
+    processes_say(monkeypatch, map(took, left))
     budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
     found = timed.timed(none, none, inputs_of((1,)), PruneSettings(budget), 1)
     assert len(speedups) - len(list(left)) == processes
@@ -175,7 +183,7 @@ def test_processes_that_disagree_are_joined_by_more(
 
 def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
-    monkeypatch.setattr(timed, "_measured", lambda *_: next(figures))
+    processes_say(monkeypatch, figures)
     none = nn.Identity()
     timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1)
     assert not list(figures)

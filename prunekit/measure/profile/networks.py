@@ -147,5 +147,5 @@ class _Bench(ExitStack):
         if runtime.carrier == "module":
             return Ready(name, Source(plain), expected)
         return Ready(
-            name, exported(plain, self.inputs, [self.setting.batch], self.folder / folder), expected
+            name, exported(plain, self.inputs, [runtime.file_key(self.setting)], self.folder / folder), expected
         )

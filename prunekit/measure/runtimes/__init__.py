@@ -4,6 +4,7 @@ from prunekit.measure.runtimes.exporting import exported
 from prunekit.measure.runtimes.onnx_runtime import onnx_runtime
 from prunekit.measure.runtimes.open_vino import open_vino
 from prunekit.measure.runtimes.setting import (
+    FileKey,
     Inputs,
     LayerClock,
     Runtime,
@@ -15,6 +16,7 @@ from prunekit.measure.runtimes.setting import (
     inputs_of,
     sample_of,
 )
+from prunekit.measure.runtimes.tensor_rt import tensor_rt
 from prunekit.measure.runtimes.torch_modules import compiled, cuda_graphs, eager
 
 RUNTIMES: dict[str, Runtime] = {
@@ -23,10 +25,12 @@ RUNTIMES: dict[str, Runtime] = {
     "cudagraphs": cuda_graphs(),
     "onnxruntime": onnx_runtime(),
     "openvino": open_vino(),
+    "tensorrt": tensor_rt(),
 }
 
 __all__ = [
     "RUNTIMES",
+    "FileKey",
     "Inputs",
     "LayerClock",
     "Runtime",

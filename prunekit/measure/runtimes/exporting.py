@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,20 +10,24 @@ import torch
 from torch import nn
 
 from prunekit.export import export_onnx
-from prunekit.measure.runtimes.setting import Inputs, Source
+from prunekit.measure.runtimes.setting import FileKey, Inputs, Source
 
 
-def exported(model: nn.Module, inputs: Inputs, batches: Iterable[int], folder: Path) -> Source:
-    """A model as ONNX files, one for each batch, in a folder that is made for them.
+def exported(model: nn.Module, inputs: Inputs, keys: Iterable[FileKey], folder: Path) -> Source:
+    """A model as ONNX files, for each batch and dtype, in a folder that is made where it is not there.
 
     Raises:
         RunError: the exporter cannot follow the model.
     """
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     with torch.inference_mode(False), torch.no_grad():  # export traces, which needs version counters
-        return Source(
-            files={
-                batch: export_onnx(model, inputs.sample(batch), folder / f"{batch}.onnx")
-                for batch in sorted(set(batches))
-            }
-        )
+        return Source(files={key: _file(model, inputs, *key, folder) for key in sorted(set(keys))})
+
+
+def _file(model: nn.Module, inputs: Inputs, batch: int, dtype: str, folder: Path) -> Path:
+    sample, path = inputs.sample(batch), folder / f"{batch}-{dtype}.onnx"
+    if dtype == "float32":
+        return export_onnx(model, sample, path)
+    kind: torch.dtype = getattr(torch, dtype)
+    placed = tuple(one.to(kind) if one.is_floating_point() else one for one in sample)
+    return export_onnx(copy.deepcopy(model).to(kind), placed, path)

@@ -36,7 +36,7 @@ def _refuse(setting: Setting) -> str:
 def _start(source: Source, sample: Sample, setting: Setting) -> Session:
     import onnxruntime
 
-    file = source.files[setting.batch]
+    file = source.files[setting.batch, "float32"]
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(one.numpy()) for one in sample]
     run = _run_of(open_session(file, setting.threads), values)
     return Session(

@@ -48,7 +48,7 @@ def _refuse(setting: Setting) -> str:
 
 
 def _start(source: Source, sample: Sample, setting: Setting) -> Session:
-    file, arrays = source.files[setting.batch], [one.numpy() for one in sample]
+    file, arrays = source.files[setting.batch, "float32"], [one.numpy() for one in sample]
     compiled = _compile(file, setting)
     request = compiled.create_infer_request()
     return Session(

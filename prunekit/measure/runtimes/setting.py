@@ -102,12 +102,16 @@ def inputs_like(example: Sequence[Any]) -> Inputs:
     )
 
 
+FileKey = tuple[int, str]
+"""Batch, and dtype as in `Setting`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model as it reaches a runtime: the module itself, or an ONNX file for each batch."""
+    """A model as it reaches a runtime: the module itself, or ONNX files by batch and dtype of the numbers in them."""
 
     module: nn.Module | None = None
-    files: Mapping[int, Path] = field(default_factory=dict)
+    files: Mapping[FileKey, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,7 @@ class Runtime:
         forget: drops what is kept of sessions, once a setting is done.
         times_layers: whether its sessions have a layer clock.
         measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
+        typed_files: whether it computes in the dtype of its file; others take files in float32.
     """
 
     open: Callable[[Source, Sample, Setting], Session]
@@ -164,7 +169,12 @@ class Runtime:
     refuse: Callable[[Setting], str] = lambda setting: ""
     times_layers: bool = False
     measures_memory: bool = True
+    typed_files: bool = False
     forget: Callable[[], object] = lambda: None
+
+    def file_key(self, setting: Setting) -> FileKey:
+        """The file that a session in this setting is made from."""
+        return setting.batch, setting.dtype if self.typed_files else "float32"
 
 
 def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:
