@@ -58,6 +58,7 @@ def _run(rank: int, processes: int, folder: Path, work: Callable[..., Any], argu
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder.absolute()}/meet", rank=rank, world_size=processes
     )
+    torch.distributed.barrier()  # or one that ends at once would break what another is still setting up
     value, error = None, ""
     try:
         value = work(*arguments)
