@@ -73,7 +73,7 @@ def profile(
 
     Raises:
         UsageError: the runtime is not installed, or does not take the setting; or batches cannot be made of the input.
-        PlanError: nothing is free.
+        PlanError: nothing is free, or no plan passes its trial.
         RunError: a network fails in the runtime.
     """
     start = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from prunekit.export import export_onnx
-from prunekit.measure.runtimes.setting import FileKey, Inputs, Source
+from prunekit.measure.runtimes.setting import FileKey, Inputs, Source, in_dtype
 
 
 def exported(model: nn.Module, inputs: Inputs, keys: Iterable[FileKey], folder: Path) -> Source:
@@ -29,5 +29,4 @@ def _file(model: nn.Module, inputs: Inputs, batch: int, dtype: str, folder: Path
     if dtype == "float32":
         return export_onnx(model, sample, path)
     kind: torch.dtype = getattr(torch, dtype)
-    placed = tuple(one.to(kind) if one.is_floating_point() else one for one in sample)
-    return export_onnx(copy.deepcopy(model).to(kind), placed, path)
+    return export_onnx(copy.deepcopy(model).to(kind), in_dtype(sample, kind), path)

@@ -43,6 +43,11 @@ Sample = tuple[Tensor, ...]
 """Positional arguments of one forward, (B, ...) each, on the CPU; of floating-point numbers in float32."""
 
 
+def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
+    """The same with its floating-point numbers in a dtype; the rest stays."""
+    return tuple(one.to(dtype) if one.is_floating_point() else one for one in sample)
+
+
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """What a model takes, one tensor for each positional argument of `forward`, with the batch on its first axis.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import RunError
-from prunekit.measure.runtimes.setting import Runtime, Sample, Session, Setting, Source
+from prunekit.measure.runtimes.setting import Runtime, Sample, Session, Setting, Source, in_dtype
 
 
 def tensor_rt() -> Runtime:
@@ -30,7 +30,7 @@ def _start(source: Source, sample: Sample, setting: Setting) -> Session:
     device = torch.device(setting.device)
     with torch.cuda.device(device):
         engine = _Engine(source.files[setting.batch, setting.dtype], device)
-    engine.bind([one.to(device, setting.torch_dtype if one.is_floating_point() else one.dtype) for one in sample])
+    engine.bind([one.to(device) for one in in_dtype(sample, setting.torch_dtype)])
     return Session(engine.run, lambda _: engine.outputs)
 
 

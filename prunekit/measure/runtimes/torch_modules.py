@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from prunekit.layout import lies_channels_last
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source
+from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source, in_dtype
 
 CAPTURE_RUNS = 3
 """Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
@@ -93,10 +93,6 @@ def _placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module
     module = copy.deepcopy(source.module).to(device, dtype).to(memory_format=form).eval()
     # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
     return module, tuple(
-        one.to(
-            device,
-            dtype if one.is_floating_point() else one.dtype,
-            memory_format=form if one.dim() == 4 else torch.preserve_format,
-        )
-        for one in sample
+        one.to(device, memory_format=form if one.dim() == 4 else torch.preserve_format)
+        for one in in_dtype(sample, dtype)
     )
