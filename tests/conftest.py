@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -20,10 +21,14 @@ MOST = 4
 MEMORY = 3 << 30
 """Bytes that a process of the suite takes in the end, about."""
 
+hypothesis.settings.register_profile("untimed", deadline=None)
+"""A machine may be slow, or do other work: no property is about time."""
+
 
 def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:

@@ -144,7 +144,7 @@ def test_arrays_are_read_only(summarise: Summarise) -> None:
         summarise(torch.randn(2, 3), 1).mean[0] = 1.0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     values=hnp.arrays(
         np.float64,

@@ -18,7 +18,7 @@ finite32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 anything32 = st.floats(width=32)
 values32 = arrays.arrays(np.float32, arrays.array_shapes(max_dims=3, max_side=12), elements=finite32)
 shares = st.floats(0, 1)
-quick = settings(deadline=None, max_examples=60)
+quick = settings(max_examples=60)
 
 
 def sketch(values: npt.NDArray[np.floating]) -> MagnitudeSketch:

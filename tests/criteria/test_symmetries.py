@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prunekit.criteria import criterion_names, get_criterion
 
 LEARNED = [name for name in criterion_names() if get_criterion(name).needs and name != "elimination"]
-quick = settings(deadline=None, max_examples=6)
+quick = settings(max_examples=6)
 
 
 def permuted(model: SmallNet, order: list[int]) -> SmallNet:

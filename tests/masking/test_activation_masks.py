@@ -34,7 +34,7 @@ def masked_identity(x: Tensor, threshold: float) -> Tensor:
     return result
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     values=st.lists(st.floats(allow_nan=True, allow_infinity=True, width=16), min_size=1, max_size=40),
     threshold=st.one_of(st.floats(0, 1e6), st.floats(0, 1e-4), st.sampled_from([0.0, 0.5, 1.0, 65504.0, math.inf])),
@@ -51,7 +51,7 @@ def test_a_mask_zeroes_what_is_strictly_below(values: list[float], threshold: fl
     assert torch.equal(x.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(threshold=st.floats(1e-3, 3), dtype=st.sampled_from(DTYPES))
 def test_a_value_at_the_threshold_stays_and_its_neighbour_goes(threshold: float, dtype: torch.dtype) -> None:
     at = torch.tensor([threshold], dtype=torch.float64).to(dtype)

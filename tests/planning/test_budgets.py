@@ -70,7 +70,7 @@ def kept(chart: ChannelMap, parts: list[Part], counts: Labels) -> Plan:
     return Plan(chart, chart.completed(keep))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(list(MODELS)), st.integers(0, 10**6), st.sampled_from([(), ("side",), ("q",)]))
 def test_costs_are_those_of_the_compact_model(name: str, seed: int, exclude: tuple[str, ...]) -> None:
     model, chart = model_and_chart(name)

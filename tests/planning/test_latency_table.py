@@ -19,7 +19,7 @@ from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency
 from prunekit.planning.solve import least_left
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.booleans(), st.integers(0, 10**6))
 def test_budgets_of_time_count_what_the_table_says(mixed: bool, seed: int) -> None:
     model: nn.Module = Mixed() if mixed else Chain([8, 12, 8], [3, 1, 3], shortcut=True)
@@ -49,7 +49,7 @@ def test_a_width_counts_as_the_next_multiple_of_its_step() -> None:
         assert table.at(channel_map, keep) == pytest.approx(1.0 + 2.0 * (0.5 + 0.25 * counted))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4),
     st.floats(1.1, 3.0),

@@ -153,7 +153,7 @@ def chart() -> ChannelMap:
 
 
 @pytest.mark.parametrize("scope", ["uniform", "global", "per_mac"])
-@hypothesis_settings(deadline=None, max_examples=5)
+@hypothesis_settings(max_examples=5)
 @given(
     kind=st.sampled_from(("linear", "exponential", "cubic")),
     budget=st.fixed_dictionaries({"macs": st.floats(0.2, 0.6)}, optional={"params": st.floats(0.2, 0.6)}),

@@ -72,7 +72,7 @@ def channels_left(found: Plan) -> float:
 # Budgets
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(0.12, 0.97), st.sampled_from(["uniform", "global"]), st.integers(0, 5), st.sampled_from([1, 2, 4]))
 def test_a_macs_budget_is_met(macs: float, scope: str, seed: int, round_to: int) -> None:
     found = plan(seed, macs=macs, scope=scope, round_to=round_to)
@@ -90,7 +90,7 @@ def test_a_macs_budget_is_nearly_used_up(name: str, scope: str, macs: float) -> 
     assert macs - 0.01 < found.channel_map.macs(found.keep) / found.channel_map.macs() <= macs
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(0.1, 0.95), st.integers(0, 5))
 def test_a_channel_budget_of_every_group(share: float, seed: int) -> None:
     found = plan(seed, channels=share)
@@ -98,7 +98,7 @@ def test_a_channel_budget_of_every_group(share: float, seed: int) -> None:
         assert kept == max(1, int(share * dense + 1e-9))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(0.15, 0.95), st.integers(0, 5))
 def test_a_channel_budget_over_all_groups(share: float, seed: int) -> None:
     found = plan(seed, channels=share, scope="global")
@@ -221,7 +221,7 @@ def test_exclude_wins_over_ratios_and_the_last_ratio_over_the_first() -> None:
 
 
 @given(st.sampled_from(["*", "layer?.0.*", "layer[12].*.conv1", "conv1", "*.bn2", "layer3*", "layer4.1"]))
-@settings(max_examples=7, deadline=None)
+@settings(max_examples=7)
 def test_globs_match_module_paths(pattern: str) -> None:
     found = chart("resnet18")
     matched = labels_matching(found, [pattern], "exclude")
@@ -311,7 +311,7 @@ def test_a_model_with_nothing_to_prune() -> None:
 
 
 @given(st.floats(0.05, 1.0), st.sampled_from([1, 3, 8]), st.integers(1, 20), st.sampled_from(["uniform", "global"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_plan_never_breaks_its_limits(macs: float, round_to: int, least: int, scope: str) -> None:
     try:
         found = plan(macs=macs, round_to=round_to, min_channels=least, scope=scope)

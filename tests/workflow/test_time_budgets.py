@@ -224,7 +224,7 @@ def narrow(channel_map: ChannelMap) -> Any:
     return keep
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(0.5, 2.0), st.floats(-0.4, 0.4), st.floats(-0.3, 0.3))
 def test_the_search_ends_at_the_goal_for_any_smooth_machine(first: float, slope: float, bend: float) -> None:
     def excess(share: float) -> float:
