@@ -23,6 +23,9 @@ from prunekit.repair import RepairSettings
 from prunekit.training import CheckpointSettings, TrainSettings
 from prunekit.workflow import JobSettings, finetune
 
+PLANNED = "of the MACs left"
+"""What the log says as soon as there is a plan; how many are left is a matter of the machine's rounding."""
+
 
 def job(output: Path, **changes: Any) -> JobSettings:
     settings = JobSettings(
@@ -51,12 +54,12 @@ def run(settings: JobSettings, dying: str = "", resume: str | None = "auto", sai
 
     Args:
         dying: which training; `report` for the end.
-        said: how the log's line begins.
+        said: what the log's line has in it.
     """
     left, write = [3], states.save_tensors
 
     def log(message: str) -> None:
-        if said is not None and message.startswith(said):
+        if said is not None and said in message:
             die()
 
     def save(path: Path, tensors: dict[str, Tensor]) -> None:

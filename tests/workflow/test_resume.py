@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from killing import forked
-from resume_jobs import folder_of, job, require_same_tables, require_same_tensors, run
+from resume_jobs import PLANNED, folder_of, job, require_same_tables, require_same_tensors, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from prunekit import artifacts
@@ -18,7 +18,7 @@ from prunekit.artifacts import read_json
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 SAID = {
     "calibrate": "calibration: reduction",
-    "plan": "plan: 5",
+    "plan": PLANNED,
     "repair": "repair: takes",
     "thresholds": "fine-tune: ",
     "compact": "verify: ",

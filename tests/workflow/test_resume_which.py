@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from resume_jobs import QUICK, folder_of, job
+from resume_jobs import PLANNED, QUICK, folder_of, job
 
 from prunekit.artifacts import read_json, write_json
 from prunekit.data import DataSettings
@@ -26,7 +26,7 @@ def until_repair(output: Path, **changes: Any) -> Path:
     """The folder of a run that was interrupted before its repair."""
 
     def interrupt(message: str) -> None:
-        if message.startswith("plan: 5"):
+        if PLANNED in message:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -54,7 +54,7 @@ def go_on(folder: Path, resume: str | Path | None = None, **changes: Any) -> lis
 
     def log(message: str) -> None:
         said.append(message)
-        if message.startswith("plan: 5"):
+        if PLANNED in message:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
