@@ -122,11 +122,9 @@ def ready(
                 for name, model in copies.items()
             }
             for _, group in groupby(chosen, lambda setting: setting.runtime):
-                alike = tuple(group)
-                try:
-                    parts.append(Job(alike, carriers.of(alike), expected, taken, settings.repeats))
-                except RunError as error:
-                    parts.append([Failed(setting, str(error)) for setting in alike])
+                sources, able, failed = carriers.of(list(group))
+                parts += [failed] if failed else []
+                parts += [Job(tuple(able), sources, expected, taken, settings.repeats)] if able else []
 
         def measured(repeats: int) -> LatencyReport:
             machine = surroundings()
@@ -149,16 +147,30 @@ class _Carriers:
     inputs: Inputs
     folder: Path
     files: dict[str, dict[FileKey, Path]] = field(default_factory=dict)
+    refused: dict[FileKey, str] = field(default_factory=dict)
 
-    def of(self, settings: Sequence[Setting]) -> Mapping[str, Source]:
+    def of(self, settings: Sequence[Setting]) -> tuple[Mapping[str, Source], list[Setting], list[Outcome]]:
+        """What a runtime takes, the settings that it can be had in, and those that it cannot, each with the reason."""
         runtime = RUNTIMES[settings[0].runtime]
         if runtime.carrier == "module":
-            return {name: Source(model) for name, model in self.models.items()}
-        keys = {runtime.file_key(setting) for setting in settings}
+            return {name: Source(model) for name, model in self.models.items()}, list(settings), []
+        keys = [runtime.file_key(setting) for setting in settings]
+        for key in dict.fromkeys(keys):
+            self._export(key)
+        reasons = [self.refused.get(key) for key in keys]
+        able = [setting for setting, reason in zip(settings, reasons, strict=True) if reason is None]
+        failed = [Failed(setting, why) for setting, why in zip(settings, reasons, strict=True) if why is not None]
+        return {name: Source(files=files) for name, files in self.files.items()}, able, list(failed)
+
+    def _export(self, key: FileKey) -> None:
+        """Every model for a batch and dtype, unless one was refused before."""
         for index, (name, model) in enumerate(self.models.items()):
             files = self.files.setdefault(name, {})
-            files |= exported(model, self.inputs, keys - files.keys(), self.folder / str(index)).files
-        return {name: Source(files=files) for name, files in self.files.items()}
+            if key not in files and key not in self.refused:
+                try:
+                    files |= exported(model, self.inputs, [key], self.folder / str(index)).files
+                except RunError as error:
+                    self.refused[key] = str(error)
 
 
 def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: list[str], machine: Row) -> LatencyReport:

@@ -84,6 +84,7 @@ def profile(
     channel_map = _tried(model, channel_map, wanted, examples)
     parts = _parts(channel_map, wanted)
     keeps = list(sampled(channel_map, parts, networks or NETWORKS))
+    log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
     made = _networks(model, channel_map, keeps, transform)
     kept_in = cache or cache_folder()
     times = time_networks(transform(model), made, inputs, setting, repeats=REPEATS, cache=kept_in, log=log)

@@ -173,6 +173,24 @@ def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch
     assert not any(report.failures for report in reports)
 
 
+class Undecided(nn.Module):
+    """What no exporter can follow, but for one image at a time: Python that asks what a tensor holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1)[:, :5]
+        return flat + 1 if len(x) == 1 or flat.sum() > 0 else flat - 1
+
+
+def test_a_batch_that_cannot_be_exported_costs_no_other_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latency, "measure_apart", measured_here)
+    settings = LatencySettings((1, 2), (1,), 5, ("onnxruntime", "openvino"))
+    report = measure_latency({"dense": net(), "pruned": Undecided()}, SHAPE, settings, [CPU])
+    had = [(row["runtime"], row["batch"], row["model"]) for row in report.rows]
+    assert had == list(product(("onnxruntime", "openvino"), (1,), ("dense", "pruned")))
+    assert [(row["runtime"], row["batch"]) for row in report.failures] == [("onnxruntime", 2), ("openvino", 2)]
+    assert report.failures[0]["reason"] == report.failures[1]["reason"] != ""
+
+
 def test_models_of_one_class_stay_compiled_beside_each_other() -> None:
     runtime, setting = RUNTIMES["compile"], Setting("compile", "cpu", 2, 1)
     with torch.inference_mode():

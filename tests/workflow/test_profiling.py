@@ -27,7 +27,11 @@ def test_networks_have_the_sizes_that_only_a_trial_finds(monkeypatch: pytest.Mon
     nn.init.normal_(model.heads[0].weight, std=0.02)  # zeros, else: every class would be worth the same
     chart = trace(model, example)
     assert not any(size.name == "hidden_dim" for size in chart.sizes)
-    found = profile(model, chart, [example], WANTED.target, WANTED, cache=tmp_path, log=lambda text: None)
+    lines = list[str]()
+    found = profile(model, chart, [example], WANTED.target, WANTED, cache=tmp_path, log=lines.append)
+    runtime = WANTED.target.runtime
+    assert lines[0] == f"profile: 10 networks of all widths, timed in {runtime} with the dense one beside each"
+    assert len(lines) == 11
     assert "hidden_dim" in {size.name for size in found.channel_map.sizes}
     widths = [size.value(sample.keep) for size in found.channel_map.sizes for sample in found.samples]
     assert len(found.samples) == 10
