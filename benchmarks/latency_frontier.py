@@ -117,7 +117,7 @@ def turned(bench: Bench, settings: PruneSettings, plan: Callable[[float], Plan])
     Raises:
         PlanError: none is.
     """
-    wanted, best, low, high = settings.budget.speedup, None, LEAST, 1.0
+    wanted, best, fastest, low, high = settings.budget.speedup, None, 1.0, LEAST, 1.0
     assert wanted is not None
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -126,12 +126,13 @@ def turned(bench: Bench, settings: PruneSettings, plan: Callable[[float], Plan])
         except PlanError:  # so little is out of reach
             low = middle
             continue
+        fastest = max(fastest, bench.speedup(made))
         if bench.speedup(made) >= wanted:
             best, low = made, middle
         else:
             high = middle
     if best is None:
-        raise PlanError(f"no share is predicted to be {wanted:.3g}x as fast")
+        raise PlanError(f"no share is predicted to be {wanted:.3g}x as fast; the fastest plan found is, {fastest:.3g}x")
     return best
 
 
