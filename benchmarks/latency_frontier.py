@@ -126,8 +126,9 @@ def turned(bench: Bench, settings: PruneSettings, plan: Callable[[float], Plan])
         except PlanError:  # so little is out of reach
             low = middle
             continue
-        fastest = max(fastest, bench.speedup(made))
-        if bench.speedup(made) >= wanted:
+        speedup = bench.speedup(made)
+        fastest = max(fastest, speedup)
+        if speedup >= wanted:
             best, low = made, middle
         else:
             high = middle
