@@ -12,7 +12,7 @@ class ModelSettings:
 
     name: str
     zoo: Literal["torchvision", "cifar", "timm", "hf", "own"] = "torchvision"
-    """`cifar`: ResNets for 32x32 images, `resnet20` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
+    """`cifar`: ResNets for 32x32 images, `resnet8` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
     image classifier of a transformers model type such as `vit`, in its default configuration (extra `hf`). `own`: what
     `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -29,7 +29,10 @@ def built(name: str, **settings: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("resnet20", 0.27), ("resnet32", 0.46), ("resnet44", 0.66), ("resnet56", 0.85), ("resnet110", 1.7)],
+    [
+        *(("resnet20", 0.27), ("resnet32", 0.46), ("resnet44", 0.66), ("resnet56", 0.85), ("resnet110", 1.7)),
+        ("resnet8", 0.08),  # which the paper has not
+    ],
 )
 def test_sizes_are_those_of_the_paper(name: str, millions: float) -> None:
     model = built(name)
@@ -66,7 +69,7 @@ def test_a_depth_that_is_none() -> None:
         build_model(ModelSettings("resnet20", "cifar", weights="IMAGENET1K_V1"), num_classes=10)
     with pytest.raises(ModelError, match=r"cifar's resnet20 refuses {'width': 3"):
         build_model(ModelSettings("resnet20", "cifar", {"width": 3}), num_classes=10)
-    assert zoo_names("cifar") == ("resnet110", "resnet20", "resnet32", "resnet44", "resnet56")
+    assert zoo_names("cifar") == ("resnet110", "resnet20", "resnet32", "resnet44", "resnet56", "resnet8")
 
 
 class Reference(nn.Module):
