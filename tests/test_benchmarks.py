@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
@@ -26,15 +24,11 @@ from prunekit.workflow import delivering
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 STRATIFIED = {
-    "torchvision": (
-        "resnet18", "densenet121", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "googlenet", "convnext_tiny",
-        "vit_b_32", "swin_t", "swin_v2_t", "lraspp_mobilenet_v3_large", "fcn_resnet50",
-        "fasterrcnn_mobilenet_v3_large_320_fpn", "r3d_18",
-    ),
+    "torchvision": ("swin_v2_t", "lraspp_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn"),
     "timm": ("test_convnext", "test_efficientnet", "test_nfnet", "mobilevit_xxs"),
     "hf": ("vit", "swin", "bert", "t5", "gpt2", "llama", "whisper"),
 }  # fmt: skip
-"""Of each zoo a model of each kind: 25 in all."""
+"""Of each zoo what no other test prunes (channels/test_torchvision.py has most kinds); all are in the results."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +57,6 @@ def run(script: str, *arguments: str) -> Done:
         except SystemExit as ended:
             code = 1 if isinstance(ended.code, str) else int(ended.code or 0)
     return Done(code, out.getvalue(), err.getvalue())
-
-
-def run_apart(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script that starts processes from its own."""
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_one_object_a_line() -> None:
@@ -117,9 +104,9 @@ def test_fine_tuned_reductions_are_run_once_and_read_after_that(tmp_path: Path) 
     generator = np.random.default_rng(0)
     images = {f"x_{part}": generator.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8) for part in ("train", "test")}
     np.savez(tmp_path / "cifar10.npz", **images, y_train=np.arange(60) % 10, y_test=np.arange(60) % 10)
-    torch.save(randomised(CifarResNet(20)).state_dict(), tmp_path / "weights.th")
+    torch.save(randomised(CifarResNet(8)).state_dict(), tmp_path / "weights.th")
     places = ("--weights", str(tmp_path / "weights.th"), "--data", str(tmp_path / "cifar10.npz"))
-    quick = ("model.name=resnet20", "data.batch=16", "finetune.epochs=1", "latency.repeats=5", "latency.explain=false",
+    quick = ("model.name=resnet8", "data.batch=16", "finetune.epochs=1", "latency.repeats=5", "latency.explain=false",
              "calibration.images=16", "repair=null", "prune.criterion=l2", "threads=1", "device=cpu")  # fmt: skip
     arguments = (*places, "--runs", str(tmp_path / "runs"), "--reduction", "2", "--seeds", "3", "--json", *quick)
     done = run("finetune_cifar10.py", *arguments, "--control")
@@ -128,7 +115,7 @@ def test_fine_tuned_reductions_are_run_once_and_read_after_that(tmp_path: Path) 
     assert [(row["reduction"], row["seed"], row["control_top1"] is None) for row in rows] == [(2.0, 3, False)]
     for row in rows:
         assert row["low"] <= row["top1"] <= row["high"]
-        assert row["macs"] * row["reduction"] <= 40_551_744
+        assert row["macs"] * row["reduction"] <= 12_239_488
         assert row["parity"] < 1e-9
         assert [point["epoch"] for point in row["curve"]] == [1]
     again = run("finetune_cifar10.py", *arguments, "--control")
@@ -164,7 +151,7 @@ def test_counted_memory_is_shown_beside_what_a_process_takes() -> None:
 def test_models_of_every_zoo_pass(zoo: str) -> None:
     if zoo != "torchvision":
         pytest.importorskip({"timm": "timm", "hf": "transformers"}[zoo], reason=f"the extra {zoo} is not installed")
-    done = run_apart("coverage.py", "--zoo", zoo, "--models", ",".join(STRATIFIED[zoo]), "--size", "64", "--json")
+    done = run("coverage.py", "--zoo", zoo, "--models", ",".join(STRATIFIED[zoo]), "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["model"] for row in rows] == list(STRATIFIED[zoo])
@@ -178,7 +165,7 @@ def test_models_of_every_zoo_pass(zoo: str) -> None:
 
 
 def test_what_a_model_keeps_beyond_a_quarter_is_said_with_layers_and_operators() -> None:
-    done = run_apart("coverage.py", "--models", "squeezenet1_1,mnasnet0_5", "--size", "64", "--json")
+    done = run("coverage.py", "--models", "squeezenet1_1,mnasnet0_5", "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     squeezenet, mnasnet = [json.loads(line) for line in done.stdout.splitlines()]
     stem = "points in {}: aten.convolution has a width of 3 that stays (aten.convolution its partner in this product"
@@ -199,7 +186,7 @@ def test_what_a_model_keeps_beyond_a_quarter_is_said_with_layers_and_operators()
 
 
 def test_a_model_that_does_not_get_through_is_a_row_with_a_reason() -> None:
-    done = run_apart("coverage.py", "--models", "vit_b_32", "--limit", "0.01", "--size", "64", "--json")
+    done = run("coverage.py", "--models", "vit_b_32", "--limit", "0.01", "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert (row["passed"], row["verdict"]) == (False, "failed")
@@ -223,7 +210,7 @@ def test_a_model_that_cannot_be_built_is_a_row_with_a_reason(monkeypatch: pytest
 
 
 def test_a_name_that_the_zoo_does_not_know_is_refused_before_any_model_runs() -> None:
-    done = run_apart("coverage.py", "--models", "alexnet,resnet19", "--json")
+    done = run("coverage.py", "--models", "alexnet,resnet19", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "torchvision has no model 'resnet19'; did you mean resnet18" in done.stderr
 
@@ -232,12 +219,12 @@ def test_a_name_that_the_zoo_does_not_know_is_refused_before_any_model_runs() ->
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Arguments that name random weights, as published ones are stored, and an archive of random images."""
     folder, random = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
-    weights = {f"module.{name}": tensor for name, tensor in randomised(CifarResNet(20)).state_dict().items()}
-    torch.save({"state_dict": weights, "best_prec1": 0.0}, folder / "resnet20.th")
+    weights = {f"module.{name}": tensor for name, tensor in randomised(CifarResNet(8)).state_dict().items()}
+    torch.save({"state_dict": weights, "best_prec1": 0.0}, folder / "resnet8.th")
     arrays = {f"x_{part}": random.integers(0, 256, (64, 32, 32, 3), dtype=np.uint8) for part in ("train", "test")}
     np.savez(folder / "cifar10.npz", y_train=np.arange(64) % 10, y_test=np.arange(64) % 10, **arrays)
-    files = ("--weights", str(folder / "resnet20.th"), "--data", str(folder / "cifar10.npz"))
-    return ("oneshot_cifar10.py", "--depth", "20", *files, "--threads", "1", "--json")
+    files = ("--weights", str(folder / "resnet8.th"), "--data", str(folder / "cifar10.npz"))
+    return ("oneshot_cifar10.py", "--depth", "8", *files, "--threads", "1", "--json")
 
 
 def test_every_method_without_training_meets_its_reduction(cifar: tuple[str, ...]) -> None:
@@ -248,7 +235,7 @@ def test_every_method_without_training_meets_its_reduction(cifar: tuple[str, ...
     assert [row["method"] for row in rows] == methods
     for row in rows:
         assert set(row) == {"method", "reduction", "macs", "top1", "seconds", "seed"}
-        assert 0.9 * 40_551_040 / 1.5 < row["macs"] <= 40_551_040 / 1.5
+        assert 0.9 * 12_239_488 / 1.5 < row["macs"] <= 12_239_488 / 1.5
         assert 0 <= row["top1"] <= 100
         assert (row["reduction"], row["seed"]) == (1.5, 0)
 
@@ -261,7 +248,7 @@ def test_the_importances_of_torch_pruning_meet_the_reduction_too(cifar: tuple[st
     assert [(row["method"], row["seed"]) for row in rows] == [
         ("tp-taylor", 0), ("tp-hessian-recalibrated", 0), ("tp-taylor", 1), ("tp-hessian-recalibrated", 1),
     ]  # fmt: skip
-    assert all(0.8 * 20_275_520 < row["macs"] <= 20_275_520 for row in rows)
+    assert all(0.8 * 6_119_744 < row["macs"] <= 6_119_744 for row in rows)
 
 
 def test_a_budget_out_of_reach_is_a_row_with_a_reason(cifar: tuple[str, ...]) -> None:
