@@ -30,7 +30,7 @@ PLANNED = "of the MACs left"
 def job(output: Path, **changes: Any) -> JobSettings:
     settings = JobSettings(
         name="small",
-        model=ModelSettings("resnet20", "cifar"),
+        model=ModelSettings("resnet8", "cifar"),
         data=DataSettings(image_size=8, augment="shift", batch=128),
         baseline=TrainSettings(epochs=1, lr=0.05),
         calibration=CalibrationSettings(images=64),

@@ -72,7 +72,7 @@ def test_a_process_that_was_killed_is_a_batch_that_does_not_fit() -> None:
 def job(output: Path, **changes: Any) -> JobSettings:
     settings = JobSettings(
         name="batches",
-        model=ModelSettings("resnet20", "cifar"),
+        model=ModelSettings("resnet8", "cifar"),
         data=DataSettings(image_size=16),
         baseline=TrainSettings(epochs=1),
         prune=PruneSettings(budget=BudgetSettings(macs=0.5)),

@@ -29,7 +29,7 @@ def test_a_deployed_model_is_the_compact_one_folded_and_laid_out(tmp_path: Path)
     log: list[str] = []
     job = JobSettings(
         name="ready",
-        model=ModelSettings("resnet20", "cifar"),
+        model=ModelSettings("resnet8", "cifar"),
         data=DataSettings(image_size=16),
         baseline=TrainSettings(epochs=0),
         prune=PruneSettings(BudgetSettings(macs=0.6), criterion="l2"),

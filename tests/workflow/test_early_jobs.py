@@ -42,7 +42,7 @@ def tuned(folder: Path, schedule: ScheduleSettings | None, *, early: bool) -> tu
     prune = PruneSettings(BudgetSettings(macs=0.4), schedule=schedule, compact_early=early)
     job = JobSettings(
         name="early",
-        model=ModelSettings("resnet20", "cifar"),
+        model=ModelSettings("resnet8", "cifar"),
         data=DataSettings(image_size=8, batch=64, test_share=0.7),
         baseline=TrainSettings(epochs=1),
         prune=prune,

@@ -26,7 +26,7 @@ ELIMINATION = PruneSettings(BudgetSettings(macs=0.6), criterion="elimination", s
 
 def job(output: Path, **changes: Any) -> JobSettings:
     settings: dict[str, Any] = {
-        "model": ModelSettings("resnet20", "cifar"),
+        "model": ModelSettings("resnet8", "cifar"),
         "data": DataSettings(image_size=8),
         "baseline": TrainSettings(epochs=2, lr=0.05),
         "calibration": CalibrationSettings(images=64),
@@ -58,7 +58,7 @@ def test_nothing_is_fine_tuned_and_all_is_proven(output: Path) -> None:
     assert "control" not in metrics
     assert not (result.folder / "checkpoints" / "pruned.safetensors").exists()
     layers = pd.read_csv(result.folder / "repair.csv")
-    assert metrics["repair"]["layers"] == len(layers) == 20
+    assert metrics["repair"]["layers"] == len(layers) == 8
     assert metrics["repair"]["refitted"] == layers["applied"].notna().sum()
     assert set(pd.read_csv(result.folder / "history.csv")["run"]) == {"baseline"}
     assert not (result.folder / "statistics.safetensors").exists()  # which nothing asked for
