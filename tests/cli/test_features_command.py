@@ -19,7 +19,7 @@ from prunekit.workflow.dense import save_weights
 
 RECIPE = """
 name: mine
-model: {name: resnet20, zoo: cifar}
+model: {name: resnet8, zoo: cifar}
 data: {image_size: 16}
 baseline: {epochs: 1}
 """
@@ -33,7 +33,7 @@ def run(*arguments: str) -> Result:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with all that it keeps, and a copy of its model folder alone."""
     root = tmp_path_factory.mktemp("features")
-    settings = prunekit.ModelSettings("resnet20", "cifar")
+    settings = prunekit.ModelSettings("resnet8", "cifar")
     torch.manual_seed(0)
     model = build_model(settings, num_classes=None)
     found = prunekit.prune(model, (torch.randn(1, 3, 16, 16),), channels=0.5)
@@ -78,8 +78,8 @@ def test_pictures_of_a_run_are_in_its_folder_and_in_its_report(here: Path) -> No
 
 
 def test_layers_are_chosen_by_the_channels_that_they_make(here: Path, tmp_path: Path) -> None:
-    for name in ("run", "resnet20"):
-        options = ("--zoo", "cifar", "--image", "image.png") if name == "resnet20" else ()
+    for name in ("run", "resnet8"):
+        options = ("--zoo", "cifar", "--image", "image.png") if name == "resnet8" else ()
         done = run(name, *options, "--groups", "layer1.0.conv*", "--output", str(tmp_path), "--json")
         assert done.exit_code == 0, done.output
         found = [row["path"] for row in json.loads(done.stdout)["layers"]]
@@ -107,7 +107,7 @@ def test_a_model_folder_alone_shows_which_channels_of_a_layer_are_gone(here: Pat
 
 
 def test_a_model_by_name(here: Path) -> None:
-    done = run("resnet20", "--zoo", "cifar", "--input-shape", "1x3x16x16", "--image", "image.png", "--output", "named")
+    done = run("resnet8", "--zoo", "cifar", "--input-shape", "1x3x16x16", "--image", "image.png", "--output", "named")
     assert done.exit_code == 0, done.output
     assert "its weights are random" in done.stderr
     lines = [line.split()[:2] for line in done.stdout.splitlines()]

@@ -23,7 +23,7 @@ from prunekit.workflow.sides import both_sides
 
 RECIPE = """
 name: mine
-model: {name: resnet20, zoo: cifar}
+model: {name: resnet8, zoo: cifar}
 baseline: {epochs: 2, lr: 0.1}
 data: {image_size: 8, batch: 256}
 device: cpu

@@ -19,7 +19,7 @@ from prunekit.workflow.dense import save_weights
 
 RECIPE = """
 name: mine
-model: {name: resnet20, zoo: cifar}
+model: {name: resnet8, zoo: cifar}
 data: {image_size: 16}
 baseline: {epochs: 1}
 calibration: {images: 8}
@@ -35,7 +35,7 @@ def run(*arguments: str) -> Result:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run, whose dense model has a duplicated channel that pruning leaves alone."""
     folder = tmp_path_factory.mktemp("statistics") / "run"
-    settings = prunekit.ModelSettings("resnet20", "cifar")
+    settings = prunekit.ModelSettings("resnet8", "cifar")
     torch.manual_seed(0)
     model = build_model(settings, num_classes=None)
     with torch.no_grad():
