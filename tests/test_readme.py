@@ -20,7 +20,7 @@ from prunekit.training import feature_paths
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORTER = (
-    ("  name: resnet34\n  arguments:\n    zero_init_residual: true", "  name: resnet20\n  zoo: cifar"),
+    ("  name: resnet34\n  arguments:\n    zero_init_residual: true", "  name: resnet8\n  zoo: cifar"),
     ("image_size: 32", "image_size: 8"),
     ("epochs: 12", "epochs: 0"),
     ("epochs: 4", "epochs: 1"),
