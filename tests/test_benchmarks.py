@@ -24,11 +24,14 @@ from prunekit.workflow import delivering
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 STRATIFIED = {
-    "torchvision": ("swin_v2_t", "lraspp_mobilenet_v3_large", "fasterrcnn_mobilenet_v3_large_320_fpn"),
+    "torchvision": (
+        "vit_b_32", "swin_v2_t", "lraspp_mobilenet_v3_large", "fcn_resnet50", "fasterrcnn_mobilenet_v3_large_320_fpn",
+        "r3d_18",
+    ),
     "timm": ("test_convnext", "test_efficientnet", "test_nfnet", "mobilevit_xxs"),
     "hf": ("vit", "swin", "bert", "t5", "gpt2", "llama", "whisper"),
 }  # fmt: skip
-"""Of each zoo what no other test prunes (channels/test_torchvision.py has most kinds); all are in the results."""
+"""Of torchvision what no other test prunes: channels/test_torchvision.py and test_norm_models.py have other kinds."""
 
 
 @dataclass(frozen=True)

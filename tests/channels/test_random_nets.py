@@ -18,7 +18,7 @@ number = st.integers(0, 47)
 programs = st.lists(st.tuples(st.sampled_from(sorted(STEPS)), number, number), min_size=2, max_size=9)
 
 
-@settings(max_examples=120, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs, st.integers(0, 9), st.sampled_from([0.2, 0.5, 0.9]))
 def test_masked_equals_compact(program: list[tuple[str, int, int]], seed: int, share: float) -> None:
     example = (torch.randn(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed)),)

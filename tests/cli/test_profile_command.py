@@ -25,7 +25,6 @@ threads: 1
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(networks, "LEAST_MS", 0.0)
-    monkeypatch.setattr(networks._Bench, "_start", lambda bench: bench.pair)  # in this process
     path = tmp_path / "small.yaml"
     path.write_text(RECIPE)
     return path

@@ -30,8 +30,12 @@ def built(name: str, **settings: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        *(("resnet20", 0.27), ("resnet32", 0.46), ("resnet44", 0.66), ("resnet56", 0.85), ("resnet110", 1.7)),
         ("resnet8", 0.08),  # which the paper has not
+        ("resnet20", 0.27),
+        ("resnet32", 0.46),
+        ("resnet44", 0.66),
+        ("resnet56", 0.85),
+        ("resnet110", 1.7),
     ],
 )
 def test_sizes_are_those_of_the_paper(name: str, millions: float) -> None:

@@ -30,7 +30,7 @@ Finished = tuple[Path, dict[str, Any], list[str]]
 
 def job(output: Path, prune: PruneSettings, **changes: Any) -> JobSettings:
     settings: dict[str, Any] = {
-        "model": ModelSettings("resnet8", "cifar"),
+        "model": ModelSettings("resnet20", "cifar"),
         "data": DataSettings(image_size=8, batch=64),
         "baseline": TrainSettings(epochs=2, lr=0.1),
         "calibration": CalibrationSettings(images=64),
@@ -90,8 +90,7 @@ def test_each_change_is_in_the_log_the_table_and_the_report(cubic: Finished, tmp
     assert macs["planned"].to_numpy() == pytest.approx(0.4 + 0.6 * (1 - progress.to_numpy()) ** 3, abs=0.02)
     for _, rows in table.groupby("resource"):
         assert (rows["actual"] <= rows["planned"] + 1e-9).all()
-        assert (np.diff(rows["actual"]) <= 0).all()  # so small a net may reach the last step's budget before it
-        assert rows["actual"].nunique() >= 3
+        assert (np.diff(rows["actual"]) < 0).all()
     assert (table["regrown"] == 0).all()
     page = (folder / "report.html").read_text()
     assert page.count("Pruning schedule: share of the dense model left") == 1
