@@ -95,7 +95,7 @@ def bench_command(
     settings = LatencySettings(batch, threads, repeats, runtime, dtype, memory_format)
     with console.running():
         devices(device, settings)  # before models are built, which may take long
-        result = measure(all_targets(targets, overrides, ModelOptions(**options)), settings, device)
+        result = measure(all_targets(targets, overrides, ModelOptions(**options)), settings, device, log=console.log)
     slow = [] if max_latency_ms is None else too_slow(result["latency"], max_latency_ms)
     passed = not slow and not result["failures"]
     payload = result if max_latency_ms is None else {**result, "max_latency_ms": max_latency_ms, "passed": passed}

@@ -24,8 +24,14 @@ from prunekit.measure.measuring import Failed, Job, Timed, plain_tensors
 from prunekit.measure.runtimes import RUNTIMES, FileKey, Inputs, Setting, Source, exported, inputs_of
 from prunekit.measure.runtimes.torch_modules import layout_of
 from prunekit.measure.settings import LatencySettings
+from prunekit.measure.wording import plural
 
 Row = dict[str, Any]
+Log = Callable[[str], object]
+
+
+def _silent(text: str) -> None:
+    """Says nothing."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,8 @@ def measure_latency(
     inputs: Sequence[int] | Inputs,
     settings: LatencySettings,
     devices: Sequence[torch.device],
+    *,
+    log: Log = _silent,
 ) -> LatencyReport:
     """Times copies of the models in eval and inference mode, on random input, each runtime in a process of its own.
 
@@ -89,11 +97,12 @@ def measure_latency(
         inputs: what the models take: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
         settings: runtimes, batches, CPU threads, dtypes, memory formats, and how many rounds.
         devices: where to time; CUDA is timed with its own events, every run synchronised.
+        log: is told what is exported and timed next.
 
     Raises:
         UsageError: a runtime is not installed, or cannot do anything of what is asked; nothing was measured.
     """
-    with ready(models, inputs, settings, devices) as measured:
+    with ready(models, inputs, settings, devices, log=log) as measured:
         return measured(settings.repeats)
 
 
@@ -103,6 +112,8 @@ def ready(
     inputs: Sequence[int] | Inputs,
     settings: LatencySettings,
     devices: Sequence[torch.device],
+    *,
+    log: Log = _silent,
 ) -> Iterator[Callable[[int], LatencyReport]]:
     """As `measure_latency`, for models that are measured several times: copied, exported and run in eager only once.
 
@@ -114,7 +125,7 @@ def ready(
     copies = {name: copy.deepcopy(model).to("cpu", torch.float32).eval() for name, model in models.items()}
     with TemporaryDirectory(prefix="prunekit-") as place:
         folder, parts = Path(place), list[Job | list[Outcome]]()
-        carriers = _Carriers(copies, taken, folder)
+        carriers = _Carriers(copies, taken, folder, log)
         with torch.inference_mode():
             expected = {
                 (name, batch): plain_tensors(model(*taken.sample(batch)))
@@ -127,11 +138,13 @@ def ready(
                 parts += [Job(tuple(able), sources, expected, taken, settings.repeats)] if able else []
 
         def measured(repeats: int) -> LatencyReport:
+            def apart(job: Job) -> tuple[list[Outcome], str]:
+                what = f"{plural(len(job.sources), 'model')} in {plural(len(job.settings), 'setting')}"
+                log(f"latency: {job.settings[0].runtime}: timing {what}")
+                return measure_apart(replace(job, repeats=repeats), folder)
+
             machine = surroundings()
-            found = [
-                measure_apart(replace(part, repeats=repeats), folder) if isinstance(part, Job) else (part, "")
-                for part in parts
-            ]
+            found = [apart(part) if isinstance(part, Job) else (part, "") for part in parts]
             said = [*notes, *(note for _, note in found if note), *_cuda_note(devices)]
             outcomes = [outcome for some, _ in found for outcome in some]
             return _report(copies, outcomes, said, machine | {"clock_mhz_after": clock_mhz()})
@@ -146,6 +159,7 @@ class _Carriers:
     models: Mapping[str, nn.Module]
     inputs: Inputs
     folder: Path
+    log: Log
     files: dict[str, dict[FileKey, Path]] = field(default_factory=dict)
     refused: dict[FileKey, str] = field(default_factory=dict)
 
@@ -167,6 +181,7 @@ class _Carriers:
         for index, (name, model) in enumerate(self.models.items()):
             files = self.files.setdefault(name, {})
             if key not in files and key not in self.refused:
+                self.log(f"latency: exporting {name}, batch {key[0]}, {key[1]}")
                 try:
                     files |= exported(model, self.inputs, [key], self.folder / str(index)).files
                 except RunError as error:

@@ -11,6 +11,11 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
+def plural(count: int, word: str) -> str:
+    """A count with its word, e.g. 2 layers."""
+    return f"{count:,} {word}{'s'[: count != 1]}"
+
+
 def computed(row: Row) -> str:
     """The dtype, and the memory format where it is not torch's usual one."""
     layout = row.get("memory_format", "contiguous")
@@ -19,7 +24,7 @@ def computed(row: Row) -> str:
 
 def where(row: Row) -> str:
     """A row's setting, e.g. "eager, cpu, batch 1, 2 threads, float32"."""
-    threads = f"{row['threads']} thread{'s'[: row['threads'] != 1]}"
+    threads = plural(row["threads"], "thread")
     return f"{row['runtime']}, {row['device']}, batch {row['batch']}, {threads}, {computed(row)}"
 
 

@@ -12,16 +12,18 @@ from prunekit.errors import UsageError
 from prunekit.measure import LatencySettings, count_macs, count_parameters, measure_latency
 from prunekit.measure.choosing import choose
 from prunekit.measure.runtimes import RUNTIMES
+from prunekit.workflow.runs import Log
 from prunekit.workflow.targets import Target, probe
 
 
-def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "auto") -> dict[str, Any]:
+def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "auto", *, log: Log) -> dict[str, Any]:
     """Times models alternately; the speedup of each is relative to the first.
 
     Args:
         targets: one or more models that take the same input.
         settings: runtimes, batches, CPU threads, dtypes, memory formats, repeats.
         device: as for `devices`.
+        log: is told what is exported and timed next.
 
     Returns:
         `models` (name -> `params`, `macs`), and `latency`, `speedup`, `notes`, `failures` and `machine`: the rows and
@@ -37,9 +39,8 @@ def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "a
     models = dict(zip(_unique([target.name for target in targets]), targets, strict=True))
     for target in targets:
         probe(target)
-    report = measure_latency(
-        {name: target.model for name, target in models.items()}, targets[0].timed, settings, places
-    )
+    measured = {name: target.model for name, target in models.items()}
+    report = measure_latency(measured, targets[0].timed, settings, places, log=log)
     sizes = {
         name: {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
         for name, target in models.items()

@@ -102,7 +102,7 @@ def measure(
         log(f"test: {name} {_reached(reached, task)}")
     settings = prepared.job.latency
     timed = {name: model for name, model in models.items() if name != "control"}
-    latency = measure_latency(timed, inputs, settings, devices("auto", settings))
+    latency = measure_latency(timed, inputs, settings, devices("auto", settings), log=log)
     write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:

@@ -184,7 +184,12 @@ class Undecided(nn.Module):
 def test_a_batch_that_cannot_be_exported_costs_no_other_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "measure_apart", measured_here)
     settings = LatencySettings((1, 2), (1,), 5, ("onnxruntime", "openvino"))
-    report = measure_latency({"dense": net(), "pruned": Undecided()}, SHAPE, settings, [CPU])
+    lines: list[str] = []
+    report = measure_latency({"dense": net(), "pruned": Undecided()}, SHAPE, settings, [CPU], log=lines.append)
+    assert lines == [
+        *(f"latency: exporting {name}, batch {batch}, float32" for batch in (1, 2) for name in ("dense", "pruned")),
+        *(f"latency: {runtime}: timing 2 models in 1 setting" for runtime in ("onnxruntime", "openvino")),
+    ]
     had = [(row["runtime"], row["batch"], row["model"]) for row in report.rows]
     assert had == list(product(("onnxruntime", "openvino"), (1,), ("dense", "pruned")))
     assert [(row["runtime"], row["batch"]) for row in report.failures] == [("onnxruntime", 2), ("openvino", 2)]

@@ -87,8 +87,3 @@ def some(names: Sequence[str], shown: int = NAMED) -> str:
     distinct = list(dict.fromkeys(name or "(root)" for name in names))
     more = len(distinct) - shown
     return ", ".join(distinct[:shown]) + (f" and {more} more" if more > 0 else "")
-
-
-def plural(count: int, word: str) -> str:
-    """A count with its word, e.g. 2 layers."""
-    return f"{count:,} {word}{'s'[: count != 1]}"

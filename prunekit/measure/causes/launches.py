@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from prunekit.measure.breakdown import Breakdown
-from prunekit.measure.causes.cause import Cause, plural
+from prunekit.measure.causes.cause import Cause
+from prunekit.measure.wording import plural
 
 MUCH = 0.15
 """Share of the pruned model's time."""

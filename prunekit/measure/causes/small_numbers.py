@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prunekit.measure.beside import Beside
-from prunekit.measure.causes.cause import LEAST, Cause, plural, some
+from prunekit.measure.causes.cause import LEAST, Cause, some
+from prunekit.measure.wording import plural
 
 
 def subnormal_numbers(

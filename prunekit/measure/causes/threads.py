@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from prunekit.measure.beside import Beside
-from prunekit.measure.causes.cause import LEAST, Cause, plural
+from prunekit.measure.causes.cause import LEAST, Cause
 from prunekit.measure.evidence import Contention
+from prunekit.measure.wording import plural
 
 
 def too_many_threads(contention: Contention, fewer: Mapping[int, Beside]) -> Cause | None:

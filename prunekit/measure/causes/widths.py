@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prunekit.measure.causes.cause import LEAST, Cause, plural
+from prunekit.measure.causes.cause import LEAST, Cause
 from prunekit.measure.evidence import Estimate
 from prunekit.measure.layers import Widths
+from prunekit.measure.wording import plural
 
 SLACK = 1.01
 """Up to here a ratio of times counts as no slower."""
