@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.measure.evidence import Contention, Estimate, paired_ratio
-from prunekit.measure.machine import Load, cores
+from prunekit.measure.machine import Load
 from prunekit.measure.operators import Key, OperatorCalls, OperatorTimer, floor, record
 from prunekit.measure.timing import Timer, alternate, warm_up
 
@@ -145,7 +145,7 @@ def break_down(
         rows=joined(sides[0], sides[1], macs_ratio, operators[1] + outside[1]),
         dense_calls=calls[0],
         pruned_calls=calls[1],
-        contention=Contention(torch.get_num_threads(), cores(), load.others) if device.type == "cpu" else None,
+        contention=load.contention(torch.get_num_threads()) if device.type == "cpu" else None,
     )
 
 

@@ -14,6 +14,8 @@ WIDTH = 0.10
 """Widest 95 % interval, as a share of the median, of a figure that is called stable."""
 DRIFT = 0.05
 """Most that the medians of the first and the second half may differ by, where their intervals do not overlap."""
+HELD_BACK = 0.05
+"""Largest share of time slices in which a process was stopped that a median does not feel."""
 SLACK = 0.25
 """Cores: what a machine's own housekeeping takes, and what its counters of CPU time are wrong by."""
 
@@ -39,23 +41,36 @@ class Contention:
         threads: that the model was given.
         cores: logical cores that this process may use.
         others: cores that other processes kept busy meanwhile.
+        quota: cores that the process's container is given.
+        held_back: share of the time slices in which this quota was used up, and the process stopped.
     """
 
     threads: int
     cores: int
     others: float
+    quota: float = math.inf
+    held_back: float = 0.0
 
     @property
     def free(self) -> float:
         """Cores that were left, as far as counters of CPU time can tell."""
-        return self.cores - self.others + SLACK
+        left = self.cores - self.others + SLACK
+        return min(left, self.quota, self.threads - 1) if self.stopped else left
 
     @property
     def oversubscribed(self) -> bool:
         """Whether threads had to wait for a core, which voids a measurement."""
         return self.threads > self.free
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a quota stopped the process too often for a median not to feel it."""
+        return self.held_back > HELD_BACK
+
     def __str__(self) -> str:
+        if self.stopped:
+            share = f"{100 * self.held_back:.0f} % of the time slices"
+            return f"{self.threads} on a CPU quota of {self.quota:.3g} cores, which was used up in {share}"
         return f"{self.threads} on {self.cores} cores, of which other processes kept {self.others:.1f} busy"
 
 
@@ -93,7 +108,8 @@ def oversubscribed(found: Contention | None) -> str:
     if found is None or not found.oversubscribed:
         return ""
     fewer = math.floor(found.free)
-    cure = f"at most {fewer} thread{'s'[: fewer != 1]} here, or an idle machine" if fewer >= 1 else "an idle machine"
+    other = "a larger quota (docker run --cpus, Kubernetes' limits.cpu)" if found.stopped else "an idle machine"
+    cure = f"at most {fewer} thread{'s'[: fewer != 1]} here, or {other}" if fewer >= 1 else other
     return f"threads oversubscribed, which voids a measurement: {found}; to settle it: {cure}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from prunekit.measure.evidence import Contention
+from prunekit.measure.quota import periods, quota, share_held_back
 
 BUSY = 0.2
 """Cores that a process keeps busy to be named."""
@@ -46,8 +50,8 @@ def surroundings() -> dict[str, Any]:
     """The machine right now; it takes a third of a second, in which this process sleeps.
 
     Returns:
-        cpu, cores, clock_mhz, load_average (1, 5 and 15 minutes), other_busy_cores, and of the busy_processes pid, name
-        and cores.
+        cpu, cores, cpu_quota (cores; None where there is none), clock_mhz, load_average (1, 5 and 15 minutes),
+        other_busy_cores, and of the busy_processes pid, name and cores.
     """
     before, load = _cpu_seconds(), Load()
     with load.watched():
@@ -62,6 +66,7 @@ def surroundings() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": cores(),
+        "cpu_quota": quota(),
         "clock_mhz": clock_mhz(),
         "load_average": list(psutil.getloadavg()),
         "other_busy_cores": round(load.others, 2),
@@ -70,25 +75,33 @@ def surroundings() -> dict[str, Any]:
 
 
 class Load:
-    """Cores that other processes kept busy while a block ran.
+    """What kept a block from the cores while it ran.
 
     Attributes:
-        others: their CPU time over the time that passed; time that the host of a virtual machine took counts too.
+        others: cores that other processes kept busy: their CPU time over the time that passed; time that the host of a
+            virtual machine took counts too.
+        held_back: share of the time slices in which a CPU quota stopped this process.
         seconds: that passed; at least a third of one.
     """
 
     others = 0.0
+    held_back = 0.0
     seconds = 0.0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watches the block; a short one is followed by a sleep, or the counters would be too coarse."""
-        start, system, own = time.perf_counter(), _system_seconds(), time.process_time()
+        start, system, own, before = time.perf_counter(), _system_seconds(), time.process_time(), periods()
         yield
         time.sleep(max(0.0, WINDOW_S - (time.perf_counter() - start)))
         self.seconds = time.perf_counter() - start
         taken = _system_seconds() - system - (time.process_time() - own)
         self.others = max(0.0, taken / self.seconds)
+        self.held_back = share_held_back(before, periods())
+
+    def contention(self, threads: int) -> Contention:
+        """What the block had to share the cores with, as a model's threads."""
+        return Contention(threads, cores(), self.others, quota() or math.inf, self.held_back)
 
 
 def _system_seconds() -> float:

@@ -14,7 +14,7 @@ from prunekit.context import threads as with_threads
 from prunekit.errors import VerificationError
 from prunekit.measure.differing import largest_difference
 from prunekit.measure.evidence import Contention, Times
-from prunekit.measure.machine import Load, cores
+from prunekit.measure.machine import Load
 from prunekit.measure.memory import PeakMemory
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
@@ -114,7 +114,7 @@ def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
     load = Load()
     with load.watched():
         times = alternate(timers, job.repeats)
-    contention = Contention(setting.threads, cores(), load.others) if setting.device == "cpu" else None
+    contention = load.contention(setting.threads) if setting.device == "cpu" else None
     return Timed(setting, times, calls, tuple(taken), contention)
 
 

@@ -56,7 +56,8 @@ def surroundings(machine: Row) -> str:
     clock = f"clock {' then '.join(clocks)} MHz" if clocks else "clock unknown"
     load = " ".join(f"{value:.1f}" for value in machine["load_average"])
     busy = ", ".join(f"{one['name']} {one['cores']}" for one in machine["busy_processes"])
+    quota = "" if machine.get("cpu_quota") is None else f" (a quota of {machine['cpu_quota']:.3g})"
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {clock}, load average {load}; before, other processes kept "
-        f"{machine['other_busy_cores']} cores busy" + (f" ({busy})" if busy else "")
+        f"{machine['cpu']}, {machine['cores']} cores{quota}, {clock}, load average {load}; before, other processes "
+        f"kept {machine['other_busy_cores']} cores busy" + (f" ({busy})" if busy else "")
     )

@@ -66,3 +66,30 @@ def test_threads_need_a_free_core_each(threads: int, cores: int, others: float, 
     noisy = doubts(QUIET * RNG.lognormal(0, 1, 40), Contention(threads, cores, others))
     assert (noisy == found) == bool(cure)  # what is void needs no other reason
     assert not found or (found[0].startswith("threads oversubscribed, which voids") and cure in found[0])
+
+
+@pytest.mark.parametrize(
+    ("threads", "quota", "held_back", "said"),
+    [
+        (
+            4,
+            2.0,
+            0.6,
+            "4 on a CPU quota of 2 cores, which was used up in 60 % of the time slices; to settle it: at most 2",
+        ),
+        (2, 2.0, 0.3, "to settle it: at most 1 thread here, or a larger quota"),
+        (
+            1,
+            0.5,
+            0.9,
+            "1 on a CPU quota of 0.5 cores, which was used up in 90 % of the time slices; to settle it: a larger",
+        ),
+        (1, 1.0, 0.2, "to settle it: a larger quota"),
+        (2, 2.0, 0.04, ""),
+        (16, 2.0, 0.0, ""),
+    ],
+)
+def test_a_quota_that_is_used_up_voids_what_is_timed(threads: int, quota: float, held_back: float, said: str) -> None:
+    found = doubts(QUIET, Contention(threads, 64, 30.0, quota, held_back))
+    assert len(found) == bool(said)
+    assert not found or (found[0].startswith("threads oversubscribed, which voids") and said in found[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 from prunekit.context import threads as with_threads
 from prunekit.measure.beside import ready
 from prunekit.measure.evidence import Contention, Times, doubts
-from prunekit.measure.machine import Load, cores
+from prunekit.measure.machine import Load
 from prunekit.measure.measuring import Failed, check, line_of
 from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
@@ -73,7 +73,7 @@ class Pair:
         load = Load()
         with load.watched():
             times = alternate(timers, rounds)
-        contention = Contention(self.setting.threads, cores(), load.others) if self.setting.device == "cpu" else None
+        contention = load.contention(self.setting.threads) if self.setting.device == "cpu" else None
         return _together(times, clock.passes(rounds), contention)
 
     def _open(self, network: Ready) -> Session:
