@@ -7,6 +7,7 @@ inherits that. Whole folders are shared out among processes.
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from prunekit.measure.machine import cores
+from prunekit.measure.quota import quota
 
 MOST = 4
 MEMORY = 3 << 30
@@ -46,7 +48,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """None for single files, which are done before a second process has imported torch."""
     if all(".py" in argument for argument in config.args):
         return 0
-    return max(1, min(MOST, cores(), psutil.virtual_memory().available // MEMORY))
+    return max(1, min(MOST, cores(), math.ceil(quota() or MOST), psutil.virtual_memory().available // MEMORY))
 
 
 @pytest.fixture(autouse=True, scope="module")
