@@ -69,8 +69,8 @@ class Contention:
 
     def __str__(self) -> str:
         if self.stopped:
-            share = f"{100 * self.held_back:.0f} % of the time slices"
-            return f"{self.threads} on a CPU quota of {self.quota:.3g} cores, which was used up in {share}"
+            share, given = 100 * self.held_back, f"{self.quota:.3g} core{'s'[: self.quota != 1]}"
+            return f"{self.threads} on a CPU quota of {given}, which was used up in {share:.0f} % of the time slices"
         return f"{self.threads} on {self.cores} cores, of which other processes kept {self.others:.1f} busy"
 
 
