@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from prunekit.measure.wording import plural
+
 Times = np.ndarray[Any, Any]
 RESAMPLES = 2000
 WIDTH = 0.10
@@ -109,7 +111,7 @@ def oversubscribed(found: Contention | None) -> str:
         return ""
     fewer = math.floor(found.free)
     other = "a larger quota (docker run --cpus, Kubernetes' limits.cpu)" if found.stopped else "an idle machine"
-    cure = f"at most {fewer} thread{'s'[: fewer != 1]} here, or {other}" if fewer >= 1 else other
+    cure = f"at most {plural(fewer, 'thread')} here, or {other}" if fewer >= 1 else other
     return f"threads oversubscribed, which voids a measurement: {found}; to settle it: {cure}"
 
 

@@ -30,10 +30,6 @@ Row = dict[str, Any]
 Log = Callable[[str], object]
 
 
-def _silent(text: str) -> None:
-    """Says nothing."""
-
-
 @dataclass(frozen=True)
 class LatencyReport:
     """What was timed.
@@ -85,7 +81,7 @@ def measure_latency(
     settings: LatencySettings,
     devices: Sequence[torch.device],
     *,
-    log: Log = _silent,
+    log: Log = lambda text: None,
 ) -> LatencyReport:
     """Times copies of the models in eval and inference mode, on random input, each runtime in a process of its own.
 
@@ -113,7 +109,7 @@ def ready(
     settings: LatencySettings,
     devices: Sequence[torch.device],
     *,
-    log: Log = _silent,
+    log: Log = lambda text: None,
 ) -> Iterator[Callable[[int], LatencyReport]]:
     """As `measure_latency`, for models that are measured several times: copied, exported and run in eager only once.
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.isolated import Died, NotHandedOver, Process
+from prunekit.measure.latency import Log
 from prunekit.measure.measuring import Failed, line_of, plain_tensors
 from prunekit.measure.profile.cache import conditions, key_of, load, store, structure
 from prunekit.measure.profile.layer_times import LayerTimes
@@ -23,8 +24,6 @@ from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, exporte
 
 LEAST_MS = 1500.0
 """That a network is measured for: a machine's speed wavers over tenths of a second."""
-
-Log = Callable[[str], object]
 
 
 @dataclass(frozen=True, eq=False)
