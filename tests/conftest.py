@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import hypothesis
 import psutil
 import pytest
-import torch
 
 from prunekit.measure.machine import cores
 from prunekit.measure.quota import quota
@@ -29,7 +28,6 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 
 def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
     hypothesis.settings.load_profile("untimed")
 
 
@@ -61,4 +59,6 @@ def _looked_through_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
+    import torch  # not above: the process that only hands out the tests never needs it, and takes seconds to import it
+
     torch.set_num_threads(1)
