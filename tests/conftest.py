@@ -1,7 +1,8 @@
 """Processes and threads of the suite.
 
 One thread for every test: two OpenMP threads beside a busy process are many times slower than one. What a test starts
-inherits that. Whole folders are shared out among processes.
+inherits that. Whole files are shared out among processes: a fixture that is a job takes minutes, and tests of one file
+in two processes make it twice.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import psutil
@@ -29,6 +31,12 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     hypothesis.settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole jobs and benchmarks come first: in the end no process should wait long for another's last file."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent not in (here, here / "workflow"))
 
 
 def pytest_collection_finish() -> None:
