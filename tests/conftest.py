@@ -23,6 +23,8 @@ from prunekit.measure.quota import quota
 MOST = 4
 MEMORY = 3 << 30
 """Bytes that a process of the suite takes in the end, about."""
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+"""glibc keeps freed memory: each step of a training would have its gradients' pages from the kernel again."""
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 """A machine may be slow, or do other work: no property is about time."""
@@ -30,6 +32,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 
 def pytest_configure() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= ALLOCATOR
     hypothesis.settings.load_profile("untimed")
 
 
