@@ -48,7 +48,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
     settings = JobSettings(
         name="small",
         model=ModelSettings("resnet18"),
-        data=DataSettings(image_size=16),
+        data=DataSettings(image_size=16, batch=128),
         baseline=TrainSettings(epochs=2, lr=0.05),
         calibration=CalibrationSettings(images=128),
         prune=PruneSettings(budget=BudgetSettings(macs=0.45), criterion="activation", scope="global", round_to=4),
