@@ -160,7 +160,7 @@ def test_a_model_folder_is_evaluated_on_texts(texts: Any) -> None:
     assert found["top1"] == texts.metrics["pruned"]["top1"]
     assert found["task"]["samples"] == "texts"
     assert found["macs"] == texts.metrics["pruned"]["macs"]
-    timed = bench([target], LatencySettings(batches=(2,), repeats=5))
+    timed = bench([target], LatencySettings(batches=(2,), repeats=5), log=silent)
     assert timed["models"][target.name]["macs"] == found["macs"]
     assert not timed["failures"]
 
