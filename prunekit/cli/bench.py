@@ -149,5 +149,6 @@ def _text(result: dict[str, Any]) -> str:
     ]
     if speedups:
         parts.append(table(("against the first", *WHERE, "dtype", "speedup", "95 % interval"), speedups, text))
-    remarks = [*unstable(result["latency"], result["speedup"]), *result["notes"], surroundings(result["machine"])]
+    machine = surroundings(result["machine"], result["latency"])
+    remarks = [*unstable(result["latency"], result["speedup"]), *result["notes"], machine]
     return "\n\n".join([*parts, "\n".join(remarks)])

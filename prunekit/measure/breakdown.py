@@ -120,7 +120,7 @@ def break_down(
         plain = [Timer(_forward(model, inputs), device) for model in (dense, pruned)]
         runs: list[Callable[[], float]] = [*plain, *clocks]
         for run in runs:
-            warm_up(run)
+            warm_up(run, device.type)
         for clock in clocks:
             clock.passes.clear()
         load = Load()

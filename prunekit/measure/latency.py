@@ -41,7 +41,8 @@ class LatencyReport:
     Attributes:
         rows: one per model and setting, with the milliseconds of one forward of the whole batch: median_ms with its
             95 % interval low_ms to high_ms, p10_ms, p90_ms, p99_ms; samples_per_s; peak_memory_bytes of the model
-            (None where it cannot be had); repeats, and warm_up calls before them.
+            (None where it cannot be had); repeats, and warm_up calls before them; clock_mhz of the device right after
+            (None where the system does not tell).
         speedup: one per setting and model after the first: how many times faster than the first: median of the paired
             ratios, low and high of its 95 % interval.
         samples: the milliseconds behind each row, in the order they were taken; `samples[i]` belongs to `rows[i]`.
@@ -211,8 +212,8 @@ def _rows(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:
         figures = {"median_ms": median, "low_ms": low, "high_ms": high, "p10_ms": p10, "p90_ms": p90, "p99_ms": p99}
         figures |= {"samples_per_s": 1000 * found.setting.batch / median, "peak_memory_bytes": memory}
         reasons = doubts(times, found.contention)
-        evidence = {"repeats": len(times), "warm_up": calls, "stable": not reasons, "doubts": reasons}
-        yield _setting(models, name, found) | figures | evidence
+        figures |= {"repeats": len(times), "warm_up": calls, "clock_mhz": found.clock_mhz}
+        yield _setting(models, name, found) | figures | {"stable": not reasons, "doubts": reasons}
 
 
 def _speedups(models: Mapping[str, nn.Module], found: Timed) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from prunekit.context import threads as with_threads
 from prunekit.errors import VerificationError
 from prunekit.measure.differing import largest_difference
 from prunekit.measure.evidence import Contention, Times
-from prunekit.measure.machine import Load
+from prunekit.measure.machine import Load, clock_mhz
 from prunekit.measure.memory import PeakMemory
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
@@ -53,6 +53,7 @@ class Timed:
         warm_up: calls before them, by model.
         memory: peak bytes by model, None where it cannot be had.
         contention: what else ran meanwhile; None where the CPU is not what was timed.
+        clock_mhz: of the device, right after; None where the system does not tell.
     """
 
     setting: Setting
@@ -60,6 +61,7 @@ class Timed:
     warm_up: tuple[int, ...]
     memory: tuple[int | None, ...]
     contention: Contention | None
+    clock_mhz: float | None
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,13 @@ def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
         sessions.append(session)
         taken.append(peak.of(session.run) if peak is not None else None)
     timers = [Timer(session.run, torch.device(setting.device)) for session in sessions]
-    calls = tuple(warm_up(timer) for timer in timers)
+    calls = tuple(warm_up(timer, timer.device.type) for timer in timers)
     load = Load()
     with load.watched():
         times = alternate(timers, job.repeats)
+        clock = clock_mhz(setting.device)
     contention = load.contention(setting.threads) if setting.device == "cpu" else None
-    return Timed(setting, times, calls, tuple(taken), contention)
+    return Timed(setting, times, calls, tuple(taken), contention, clock)
 
 
 def check(name: str, session: Session, setting: Setting, expected: list[Tensor]) -> None:

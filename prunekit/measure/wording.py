@@ -48,8 +48,12 @@ def failed(failures: Iterable[Row]) -> list[str]:
     return [f"{where(row)}: {row['reason']}" for row in failures]
 
 
-def surroundings(machine: Row) -> str:
-    """The machine that was measured on, its clock and what else ran, in a line; empty where nothing is known."""
+def surroundings(machine: Row, latency: Iterable[Row] = ()) -> str:
+    """The machine that was measured on, its clocks and what else ran, in a line; empty where nothing is known.
+
+    Args:
+        latency: rows, of which those of other devices than the CPU have the clock of these.
+    """
     if not machine:
         return ""
     clocks = [f"{machine[key]:.0f}" for key in ("clock_mhz", "clock_mhz_after") if machine[key] is not None]
@@ -59,5 +63,14 @@ def surroundings(machine: Row) -> str:
     quota = "" if machine.get("cpu_quota") is None else f" (a quota of {machine['cpu_quota']:.3g})"
     return (
         f"{machine['cpu']}, {machine['cores']} cores{quota}, {clock}, load average {load}; before, other processes "
-        f"kept {machine['other_busy_cores']} cores busy" + (f" ({busy})" if busy else "")
+        f"kept {machine['other_busy_cores']} cores busy" + (f" ({busy})" if busy else "") + _other_clocks(latency)
     )
+
+
+def _other_clocks(latency: Iterable[Row]) -> str:
+    found: dict[str, list[float]] = {}
+    for row in latency:
+        if row["device"] != "cpu" and row.get("clock_mhz") is not None:
+            found.setdefault(row["device"], []).append(row["clock_mhz"])
+    spans = {device: dict.fromkeys(f"{end(clocks):.0f}" for end in (min, max)) for device, clocks in found.items()}
+    return "".join(f"; {device} at {' to '.join(span)} MHz right after timing" for device, span in spans.items())

@@ -117,7 +117,7 @@ def render(run: Run, state: str | None = None, folder: Path | None = None) -> st
         repair=records(run.repair),
         clamps=_by_run(run.clamps),
         unstable=wording.unstable(run.metrics.get("latency", []), run.metrics.get("speedup", [])),
-        machine=wording.surroundings(run.metrics.get("machine", {})),
+        machine=wording.surroundings(run.metrics.get("machine", {}), run.metrics.get("latency", [])),
         explained=explained(run.metrics["explanation"]) if run.metrics.get("explanation") else None,
         maps=mapped(run.folder / "maps"),
         features=pictured(run.folder / "features"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.measure import LatencySettings, compare_latency, latency, measure_latency, measuring
+from prunekit.measure import LatencySettings, compare_latency, latency, machine, measure_latency, measuring, timing
 from prunekit.measure.evidence import paired_ratio
 from prunekit.measure.isolated import Outcome
 from prunekit.measure.timing import WARM_UP_CALLS, alternate, warm_up
@@ -92,6 +92,7 @@ def test_percentiles_come_from_the_samples() -> None:
         assert row["stable"] is (not row["doubts"])
         assert (row["repeats"], row["peak_memory_bytes"]) == (9, None)
         assert row["warm_up"] >= 10
+        assert (row["clock_mhz"] is None) is (machine.clock_mhz() is None)
     long = list(report.sample_rows())
     assert [row["ms"] for row in long] == [*report.samples[0], *report.samples[1]]
     assert list(long[0]) == ["model", "device", "runtime", "batch", "threads", "dtype", "memory_format", "ms"]
@@ -171,6 +172,13 @@ def test_warm_up_ends_where_nothing_is_stable() -> None:
     assert warm_up(iter([2.0**n for n in range(200)]).__next__) == 12  # 4 seconds
 
 
+def test_a_gpu_has_work_until_its_clock_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(n / 8 for n in range(1000))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(seconds))
+    assert warm_up(lambda: 1.0, "cuda") == 7 + 10  # what is timed in the first second counts for nothing
+    assert warm_up(lambda: 1.0, "cpu") == 10
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_is_timed_by_events() -> None:
@@ -179,6 +187,7 @@ def test_cuda_is_timed_by_events() -> None:
     assert [(row["device"], row["threads"]) for row in report.speedup] == [("cpu", 1), ("cpu", 2), ("cuda:0", 1)]
     assert (report.notes, report.failures) == ((), ())
     assert all(row["peak_memory_bytes"] > 0 for row in report.rows if row["device"] == "cuda:0")
+    assert all(row["clock_mhz"] > 0 for row in report.rows if row["device"] == "cuda:0")
     assert all(ms > 0 for samples in report.samples for ms in samples)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +34,40 @@ def test_this_machine_is_described() -> None:
     text = surroundings(found | {"clock_mhz_after": None})
     assert found["cpu"] in text
     assert surroundings({}) == ""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A driver's tool that says what it was asked, where it is told nothing else."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho 1755\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    properties = SimpleNamespace(uuid="8f6d4c1e-0000-0000-0000-000000000001")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return tool
+
+
+def test_the_clock_of_a_gpu_is_asked_for_by_its_uuid(nvidia_smi: Path) -> None:
+    assert machine.clock_mhz("cuda:1") == 1755.0
+    asked = nvidia_smi.with_name("asked").read_text().split()
+    assert asked[:2] == ["--id=GPU-8f6d4c1e-0000-0000-0000-000000000001", "--query-gpu=clocks.current.sm"]
+
+
+@pytest.mark.parametrize("says", ["echo '[N/A]'", "echo 'No devices were found'; exit 6"])
+def test_a_clock_that_a_driver_does_not_tell_is_unknown(nvidia_smi: Path, says: str) -> None:
+    nvidia_smi.write_text(f"#!/bin/sh\n{says}\n")
+    assert machine.clock_mhz("cuda") is None
+    nvidia_smi.unlink()
+    assert machine.clock_mhz("cuda") is None
+    assert machine.clock_mhz("mps") is None
+
+
+def test_clocks_of_gpus_are_said_of_each() -> None:
+    clocks = [("cpu", 2600.0), ("cuda:0", 1980.0), ("cuda:0", 1755.0), ("cuda:1", 1410.0), ("cuda:2", None)]
+    rows = [{"device": device, "clock_mhz": clock} for device, clock in clocks]
+    text = surroundings(machine.surroundings() | {"clock_mhz_after": None}, [*rows, {"device": "cuda:3"}])
+    assert text.endswith("; cuda:0 at 1755 to 1980 MHz right after timing; cuda:1 at 1410 MHz right after timing")
 
 
 def test_peak_memory_is_what_was_added_at_the_peak() -> None:

@@ -61,7 +61,7 @@ class Pair:
     def _measure(self, network: Ready) -> LayerTimes:
         if self.dense_timer is None:
             self.dense_timer = Timer(self._open(self.dense).run, torch.device(self.setting.device))
-            warm_up(self.dense_timer)
+            warm_up(self.dense_timer, self.dense_timer.device.type)
         session = self._open(network)
         assert session.layers is not None
         clock = session.layers()
