@@ -8,7 +8,8 @@ unstable; `attempts` how many plans were measured on the way, `attempts_excess` 
 cannot be met is a row with `refused` and a `reason`; one that failed has a reason alone, and is tried again.
 `profile_error` is the median relative error of the table on networks that it was not fitted to, `profile_seconds` what
 the profile took in the run that made it, of whose `profile_networks` so many as `profile_cached` were measured before;
-`plan_seconds` is the longest that scoring, planning and the trial of one plan took, and `seconds` the whole request.
+`plan_seconds` is the longest that scoring, planning and the trial of one plan took, `seconds` the whole request, and
+`versions` what it was measured with.
 
 Filters go by L2 norm, in the order of what they cost (scope `per_mac`, which with a budget of time is the time that
 they take). Weights are random unless `--weights` is a folder with `MODEL.pth`: time does not depend on them, but which
@@ -48,7 +49,7 @@ MODELS = "resnet34,resnet50,mobilenet_v2,efficientnet_b0,vit_b_16"
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size", "weights", "asked")
 COLUMNS = (
     "model", "runtime", "batch", "threads", "dtype", "asked", "delivered", "ci95", "macs_ratio", "excess", "within",
-    "stable", "attempts", "profile_error", "plan_seconds", "seconds", "reason",
+    "stable", "attempts", "profile_error", "plan_seconds", "seconds", "versions", "reason",
 )  # fmt: skip
 
 

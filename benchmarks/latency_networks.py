@@ -104,6 +104,7 @@ def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, n
         "profile_networks": len(found.samples),
         "profile_cached": sum(line.endswith("measured before") for line in lines),
         "profile_notes": list(found.notes),
+        "versions": versions(settings.target.runtime),
     }
     return Case(model, example, channel_map, found, facts)
 
@@ -122,11 +123,16 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-format", choices=("contiguous", "channels_last"), default="contiguous")
 
 
+def versions(runtime: str) -> str:
+    """What a row was measured with: rows of one file may be of different days."""
+    return ", ".join(f"{name} {_version(name)}" for name in ("torch", runtime) if _version(name))
+
+
 def where() -> dict[str, Any]:
     """Versions and hardware, with the machine's clock and load."""
-    versions = {name: _version(name) for name in TOOLS}
+    installed = {name: _version(name) for name in TOOLS}
     facts = {key: value for key, value in surroundings().items() if key not in ("cpu", "cores", "busy_processes")}
-    return {**environment(), **versions, **facts}
+    return {**environment(), **installed, **facts}
 
 
 def _version(name: str) -> str | None:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -309,6 +310,7 @@ def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
     assert met["macs_ratio"] > 1
     assert met["attempts"] == len(met["attempts_excess"]) <= 8
     assert met["profile_networks"] == 10
+    assert met["versions"] == f"torch {version('torch')}"
     assert refused["refused"] is True
     assert "delivered" not in refused
     assert "the best that can be had" in refused["reason"]
