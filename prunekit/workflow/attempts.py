@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 
@@ -76,17 +78,22 @@ class Attempt:
 
 
 def next_share(attempts: Sequence[Attempt]) -> float:
-    """What to aim at: between the attempts next to the goal on either side, else the last one scaled to it."""
+    """What to aim at: between neighbours on either side of the goal, else the last attempt scaled to it.
+
+    Neighbours are plans made for about the same time, whatever they took: where kernels change from one width to the
+    next, one that is nearer to the goal may lie beyond others, and what is between it and them was tried.
+    """
     last = {one.plan: one.share for one in attempts}
-    points = [(math.log(mean_excess(attempts, plan) / GOAL), math.log(share)) for plan, share in last.items()]
-    below = max((point for point in points if point[0] <= 0), default=None)
-    above = min((point for point in points if point[0] > 0), default=None)
-    if below is None or above is None:
-        return math.exp(points[-1][1] - points[-1][0])
-    if above[1] <= below[1]:  # noise: the plan for less time took more
-        return math.exp(sum(share - excess for excess, share in (below, above)) / 2)
-    slope = (above[1] - below[1]) / (above[0] - below[0])
-    return math.exp(below[1] - slope * below[0])
+    points = [(math.log(share), math.log(mean_excess(attempts, plan) / GOAL)) for plan, share in last.items()]
+    below, above = [point for point in points if point[1] <= 0], [point for point in points if point[1] > 0]
+    if not below or not above:
+        return math.exp(points[-1][0] - points[-1][1])
+    around = [(one, other) for one, other in pairwise(sorted(points)) if one[1] <= 0 < other[1]]
+    if not around:  # noise: every plan for less time took more
+        nearest = (max(below, key=itemgetter(1)), min(above, key=itemgetter(1)))
+        return math.exp(sum(share - excess for share, excess in nearest) / 2)
+    (low, under), (high, over) = max(around, key=lambda pair: pair[1][0] - pair[0][0])
+    return math.exp(low - (high - low) / (over - under) * under)
 
 
 def mean_excess(attempts: Sequence[Attempt], plan: int) -> float:
