@@ -59,10 +59,10 @@ def _gpu_clock_mhz(device: str) -> float | None:
     """What NVIDIA's driver tells of the multiprocessors; by the GPU's UUID, since CUDA may number GPUs otherwise."""
     import torch  # not above: what hands out the tests reads cores and quotas here, and needs no torch
 
-    command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(torch.device(device)).uuid}"]
+    uuid = torch.cuda.get_device_properties(torch.device(device)).uuid
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.current.sm", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        asked = [*command, "--query-gpu=clocks.current.sm", "--format=csv,noheader,nounits"]
-        return float(subprocess.run(asked, capture_output=True, text=True, check=True, timeout=ANSWER_S).stdout)
+        return float(subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_S).stdout)
     return None
 
 
