@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from prunekit.channels import ChannelMap, trace
 from prunekit.measure.profile.features import features_of
 from prunekit.planning import Plan
-from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency
+from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.select import Scores
 
 
@@ -48,8 +50,13 @@ def chain(widths: list[int], *, shortcut: bool = True) -> ChannelMap:
     return trace(Chain(widths, [3] * len(widths), shortcut), (torch.zeros(1, 3, 16, 16),))
 
 
-def random_table(channel_map: ChannelMap, steps: tuple[int, ...], seed: int) -> LatencyTable:
-    """A table with the features that a profile finds, and coefficients drawn at random."""
+def random_table(channel_map: ChannelMap, steps: tuple[int, ...], seed: int, turning: bool = False) -> LatencyTable:
+    """A table with the features that a profile finds, and coefficients drawn at random.
+
+    Args:
+        turning: from a random width on, a module takes another random share of its time, as by another kernel.
+    """
+    final = channel_map.traced.final
     layers = []
     for one in features_of(channel_map):
         generator = np.random.default_rng([seed, *one.signature.encode()])  # alike for modules that do the same
@@ -60,6 +67,13 @@ def random_table(channel_map: ChannelMap, steps: tuple[int, ...], seed: int) -> 
             terms += [
                 LatencyTerm(ms * weight, factors, each)
                 for weight, factors, each in zip(product.weights, product.factors, own, strict=True)
+            ]
+        free = [factor for term in terms for factor in term.factors if turning and final[factor].any()]
+        if free:
+            factor = free[int(generator.integers(len(free)))]
+            at, share = float(generator.integers(2, factor.size + 1)), float(generator.uniform(0.3, 1.5))
+            terms = [replace(term, spans=(Span(factor, 0, at),)) for term in terms] + [
+                replace(term, ms=term.ms * share, spans=(Span(factor, at, np.inf),)) for term in terms
             ]
         layers.append(LayerLatency(one.module, float(generator.uniform(0, 0.01)), tuple(terms)))
     return LatencyTable({"runtime": "none"}, tuple(layers), 0.02, 1.1, 0.0)

@@ -11,6 +11,7 @@ from prunekit.cli.options import common_options, load_job, output_option, own_op
 from prunekit.cli.output import Console, check_folder, table
 
 SLOWEST = 20
+HOW = ("widths step by", "kernel changes at")
 
 
 @click.command("profile", short_help="Measure each layer's latency against its widths.")
@@ -72,6 +73,7 @@ def _text(metrics: dict[str, Any]) -> str:
             f"{row['dense_ms']:.3f}",
             share(row["share"], 1),
             row["steps"] or "-",
+            row["changes_at"] or "-",
             "-" if row["error"] is None else share(row["error"], 1),
         )
         for row in metrics["layers"][:SLOWEST]
@@ -80,7 +82,7 @@ def _text(metrics: dict[str, Any]) -> str:
     worst = max(abs(check["error"]) for check in metrics["checks"])
     lines = [
         f"Dense: {metrics['dense_ms']:.3f} ms ({where}, {setting['dtype']}, {setting['memory_format']})",
-        table(("module", "ms", "share", "widths step by", "fit error"), rows, text=("widths step by",)),
+        table(("module", "ms", "share", *HOW, "fit error"), rows, text=HOW),
         *([f"... and {left_out} more in profile.csv"] if left_out else []),
         f"Sum of the layers against whole networks that were held out: median error {share(metrics['error'], 1)}, "
         f"at most {share(worst, 1)} ({len(metrics['checks'])} of {metrics['networks']} networks, "

@@ -11,15 +11,18 @@ import numpy as np
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
-from prunekit.planning.costs import CostModel, Numbers, Term, cost_model, latency_terms, memory_terms, terms_of
+from prunekit.planning.costs import CostModel, cost_model
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.settings import LATENCIES, SHARES, BudgetSettings, PruneSettings
+from prunekit.planning.terms import Numbers, Term, latency_terms, memory_terms, terms_of
 
 COUNTED = {"channels": "channels", "macs": "macs", "params": "params", "size_mb": "bytes"}
 """What each budget counts; those of `LATENCIES` count nanoseconds, and `memory_mb` bytes that are alive."""
 MB = 1e6
 NS_PER_MS = 1e6
+SWEEPS = 4
+"""Over all parts, where the narrowest plan may not be the fastest."""
 LIMITS = ("exclude", "ratios", "min_channels", "round_to")
 
 
@@ -40,6 +43,7 @@ class Budgets:
         limits: (limits,) the most of each that may be left.
         owner: (limits,) index of the budget that it belongs to.
         steps: that widths are rounded up to where time is counted.
+        turns: of each part the counts at which another kernel takes over, so that more channels may take less time.
     """
 
     names: tuple[str, ...]
@@ -49,7 +53,13 @@ class Budgets:
     limited: Callable[[Labels], Numbers]
     limits: Numbers
     owner: Labels
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...]
+    turns: tuple[tuple[int, ...], ...]
+
+    @property
+    def smooth(self) -> bool:
+        """Whether costs neither go in steps nor turn."""
+        return not self.steps and not any(self.turns)
 
     def fits(self, counts: Labels) -> Any:
         """Whether counts (..., parts) meet every budget: bool (...)."""
@@ -126,6 +136,7 @@ def budgets_of(
         limits=most[owner[within]],
         owner=owner[within],
         steps=tuple(sorted({step for one in terms for term in one for step in term.steps if step > 1})),
+        turns=tuple(tuple(sorted(found)) for found in model.turns([part.labels.size for part in parts])),
     )
 
 
@@ -175,13 +186,13 @@ def check_met(
     settings: PruneSettings,
     latency: LatencyTable | None = None,
 ) -> None:
-    """Checks that the narrowest plan meets every budget.
+    """Checks that every budget can be met.
 
     Raises:
-        PlanError: it does not; of each budget that is out of reach the best that can be had, and what stands in its
+        PlanError: one cannot; of each budget that is out of reach the best that can be had, and what stands in its
             way.
     """
-    least = budgets.left(_fewest(parts))
+    least = least_of(parts, budgets)
     missed = [index for index in range(least.size) if least[index] > budgets.asked[index]]
     if not missed:
         return
@@ -213,10 +224,31 @@ def _in_the_way(
         if relaxed != settings:
             parts = free_parts(channel_map, scores, relaxed)
             budgets = budgets_of(channel_map, parts, relaxed, latency)
-            least = float(budgets.left(_fewest(parts))[index])
+            least = float(least_of(parts, budgets)[index])
             if least <= asked:
                 yield f" (it contradicts {limit}, without which {in_words(budgets.names[index], least)} can be had)"
 
 
-def _fewest(parts: list[Part]) -> Labels:
-    return np.array([part.counts[0] for part in parts])
+def least_of(parts: list[Part], budgets: Budgets) -> Numbers:
+    """The least of each budget that any plan leaves: (budgets,)."""
+    return np.array([budgets.left(counts)[index] for index, counts in enumerate(cheapest(parts, budgets))])
+
+
+def cheapest(parts: list[Part], budgets: Budgets) -> list[Labels]:
+    """For each budget the counts that leave the least of it.
+
+    The narrowest, unless another kernel takes less time for a wider part: then what no part alone makes less.
+    """
+    found = []
+    for index in range(len(budgets.names)):
+        counts = np.array([part.counts[0] for part in parts])
+        for _ in range(SWEEPS if any(budgets.turns) else 0):
+            before = counts.copy()
+            for number, part in enumerate(parts):
+                trials = np.repeat(counts[None], part.counts.size, axis=0)
+                trials[:, number] = part.counts
+                counts = trials[int(np.argmin(budgets.left(trials)[:, index]))]
+            if np.array_equal(before, counts):
+                break
+        found.append(counts)
+    return found

@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.channels.memory import memory_table
-from prunekit.errors import PlanError
-from prunekit.planning.latency import LatencyTable, up
+from prunekit.planning.latency import up
 from prunekit.planning.select import Part
-
-Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Term:
-    """A constant times the widths of its factors: how many labels of each are kept.
-
-    Attributes:
-        steps: of each factor: its width counts as the next multiple of this; none: as it is.
-    """
-
-    constant: float
-    factors: tuple[Labels, ...]
-    steps: tuple[int, ...] = ()
+from prunekit.planning.terms import Counting, Numbers, Term
 
 
-def terms_of(channel_map: ChannelMap, parts: Iterable[Part], resource: str) -> list[Term]:
-    """A resource as a sum of products: `macs`, `params`, `bytes` of all tensors, or `channels` of the parts."""
-    match resource:
-        case "macs":
-            return [Term(term.constant, term.factors) for term in channel_map.mac_terms]
-        case "params":
-            return [_entries(channel_map, name) for name, how in channel_map.stored.items() if how.parameter]
-        case "bytes":
-            sized = ((how.element_bytes, _entries(channel_map, name)) for name, how in channel_map.stored.items())
-            return [Term(size * term.constant, term.factors) for size, term in sized]
-        case "channels":
-            return [Term(part.channels, (part.labels,)) for part in parts]
-    raise ValueError(resource)
-
-
-def memory_terms(channel_map: ChannelMap, batch: int, dtype: str) -> list[list[Term]]:
-    """The bytes alive at each moment of a forward pass that may be its peak.
-
-    Raises:
-        ModelError: the model does not run on that batch and dtype.
-        PlanError: the map was read from a file.
-    """
-    if channel_map.source is None:
-        raise PlanError("budget memory_mb: expected a map of a traced model, got one read from a file; trace it again")
-    table, final = memory_table(channel_map.traced.trace, batch, dtype), channel_map.traced.final
-    products = [tuple(final[factor] for factor in factors) for factors in table.factors]
-    return [[Term(float(row[index]), products[index]) for index in np.flatnonzero(row)] for row in table.bytes]
-
-
-def latency_terms(channel_map: ChannelMap, table: LatencyTable) -> list[Term]:
-    """A latency in nanoseconds."""
-    final = channel_map.traced.final
-    return [Term(1e6 * one.ms, tuple(final[factor] for factor in one.factors), one.steps) for one in table.terms]
-
-
-def _entries(channel_map: ChannelMap, name: str) -> Term:
-    """The number of entries of a tensor."""
-    axes = list(zip(channel_map.shapes[name], channel_map.labels[name], strict=True))
-    whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
-    return Term(float(whole), tuple(labels for _, labels in axes if labels is not None))
+def counted(width: Any, step: Any, low: Any, high: Any, as_one: Any) -> Any:
+    """What a width, or each of an array of them, is multiplied as."""
+    within = (low <= width) & (width < high)
+    return np.where(within, np.where(as_one, 1.0, up(width, step)), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +36,11 @@ class _Lookup:
 
 @dataclass(frozen=True, eq=False)
 class _Width:
-    """A factor's width: what of it no part decides, tables of the rest, and the step that it is rounded up to."""
+    """A factor's width: what of it no part decides, tables of the rest, and how it counts."""
 
     fixed: int
     lookups: list[_Lookup]
-    step: int
+    counting: Counting
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +49,7 @@ class CostModel:
 
     A cost is a sum of products of widths, each rounded up to its step, and a width a sum of table entries, one for each
     part that it depends on: so neighbours' widths multiply, and labels that lie on an axis several times, or are joint,
-    count as often as they do.
+    count as often as they do. A product that counts only within a span of a width has a factor more, which is 0 or 1.
 
     Attributes:
         tables: (entries,) all lookups' tables in a row.
@@ -110,7 +58,7 @@ class CostModel:
         stride: (lookups,) of the first part's count; 0 where there is one part.
         starts: (widths,) the first lookup of each width.
         fixed: (widths,) what of each width no part decides.
-        steps: (widths,) each counts as the next multiple of this.
+        counting: (4, widths) the numbers of each one's `Counting`.
         factors: (terms, most factors) widths, one beyond the last where a term has fewer.
         constants: (terms, resources)
         base: (resources,) what depends on no part.
@@ -123,7 +71,7 @@ class CostModel:
     stride: Labels
     starts: Labels
     fixed: Labels
-    steps: Labels
+    counting: Numbers
     factors: Labels
     constants: Numbers
     base: Numbers
@@ -132,14 +80,30 @@ class CostModel:
         """The same for some of the resources alone."""
         return replace(self, constants=self.constants[:, resources], base=self.base[resources])
 
+    def turns(self, sizes: Sequence[int]) -> list[set[int]]:
+        """Of each part, whose sizes are given, the counts from which on a span begins or ends, and so costs may fall.
+
+        Of spans of widths that a single part decides; where several do, none.
+        """
+        found: list[set[int]] = [set() for _ in sizes]
+        several = np.diff(np.append(self.starts, self.first.size))
+        for width in np.flatnonzero((self.counting[3] > 0) & (several == 1)):
+            lookup = self.starts[width]
+            part = self.first[lookup]
+            if self.stride[lookup] == 0:
+                kept = self.fixed[width] + self.tables[self.at[lookup] :][: sizes[part] + 1]
+                firsts = np.searchsorted(kept, self.counting[1:3, width])
+                found[part] |= {int(count) for count in firsts if 0 < count <= sizes[part]}
+        return found
+
     def __call__(self, counts: Labels) -> Numbers:
         """Whole numbers, (..., resources), of counts (..., parts)."""
         flat = counts.reshape(-1, counts.shape[-1])
         if not self.starts.size:
             return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
         kept = self.tables[self.at + flat[:, self.first] * self.stride + flat[:, self.second]]
-        widths = up(self.fixed + np.add.reduceat(kept, self.starts, axis=1), self.steps)
-        widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1).astype(np.float64)
+        widths = counted(self.fixed + np.add.reduceat(kept, self.starts, axis=1), *self.counting)
+        widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1)
         products = widths[:, self.factors].prod(axis=2)
         result: Numbers = np.rint(products @ self.constants + self.base)
         return result.reshape(*counts.shape[:-1], self.base.size)
@@ -148,18 +112,18 @@ class CostModel:
 def cost_model(channel_map: ChannelMap, parts: list[Part], resources: list[list[Term]]) -> CostModel:
     """Compiles terms of several resources into tables over the parts' counts."""
     reading = _Reading.of(channel_map, parts)
-    number: dict[tuple[bytes, int], int] = {}
+    number: dict[tuple[bytes, Counting], int] = {}
     found: list[_Width] = []
     rows: dict[tuple[int, ...], Numbers] = {}
     for resource, terms in enumerate(resources):
         for term in terms:
             constant, free = term.constant, []
-            for factor, step in zip(term.factors, term.steps or (1,) * len(term.factors), strict=True):
-                index = number.setdefault((factor.tobytes(), step), len(found))
+            for factor, counting in term.counted:
+                index = number.setdefault((factor.tobytes(), counting), len(found))
                 if index == len(found):
-                    found.append(_Width(*reading.width(factor), step))
+                    found.append(_Width(*reading.width(factor), counting))
                 width = found[index]
-                constant *= 1 if width.lookups else up(width.fixed, step)
+                constant *= 1 if width.lookups else float(counted(width.fixed, *counting))
                 free += [index] if width.lookups else []
             row = rows.setdefault(tuple(sorted(free)), np.zeros(len(resources)))
             row[resource] += constant
@@ -184,7 +148,7 @@ def _compiled(found: list[_Width], rows: Mapping[tuple[int, ...], Numbers], reso
         stride=np.array([lookup.table.shape[1] if lookup.table.ndim > 1 else 0 for lookup in lookups], dtype=np.int64),
         starts=np.cumsum([0, *(len(found[index].lookups) for index in used)], dtype=np.int64)[:-1],
         fixed=np.array([found[index].fixed for index in used], dtype=np.int64),
-        steps=np.array([found[index].step for index in used], dtype=np.int64),
+        counting=np.array([found[index].counting for index in used], dtype=np.float64).reshape(-1, 4).T,
         factors=factors,
         constants=np.array(list(terms.values())).reshape(len(terms), resources),
         base=rows.get((), np.zeros(resources)),

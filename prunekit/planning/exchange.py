@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets import Budgets
-from prunekit.planning.costs import Numbers
 from prunekit.planning.select import Part, Scores
+from prunekit.planning.terms import Numbers
 
 STEPS = (-16, -8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16)
 """By how many of its allowed counts a part is tried narrower and wider, where all of all parts are more than `FEW`."""
@@ -100,7 +100,7 @@ def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) ->
         at = int(np.searchsorted(part.counts, count))
         last = part.counts.size - 1
         reached = set(range(last + 1)) if few else {min(max(at + step, 0), last) for step in STEPS}
-        reached |= set() if few else set(_edges(part, int(count), budgets.steps))
+        reached |= set() if few else set(_edges(part, int(count), budgets.steps, budgets.turns[index]))
         rows += [(index, int(part.counts[other] - count)) for other in sorted(reached - {at})]
     owner, change = np.array(rows, dtype=np.int64).reshape(-1, 2).T
     trials = np.repeat(counts[None], len(rows), axis=0)
@@ -110,11 +110,15 @@ def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) ->
     return _Steps(owner, change, gain, budgets.limited(trials) - budgets.limited(counts))
 
 
-def _edges(part: Part, count: int, steps: tuple[int, ...]) -> Iterator[int]:
-    """Where in a part's counts the next ones below and above lie that fill a step of its own width."""
+def _edges(part: Part, count: int, steps: tuple[int, ...], turns: tuple[int, ...]) -> Iterator[int]:
+    """Where in a part's counts the next ones below and above lie that fill a step of its own width; and all turns."""
+    last = part.counts.size - 1
     for step in steps:
         for filled in ((count - 1) // step * step, (count // step + 1) * step):
-            yield int(np.clip(np.searchsorted(part.counts, filled, side="right") - 1, 0, part.counts.size - 1))
+            yield int(np.clip(np.searchsorted(part.counts, filled, side="right") - 1, 0, last))
+    for turn in turns:
+        at = int(np.searchsorted(part.counts, turn))
+        yield from (min(at, last), max(at - 1, 0))
 
 
 def _neighbours(steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:

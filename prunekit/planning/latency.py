@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,20 @@ from prunekit.channels.map import Keep
 
 
 @dataclass(frozen=True, eq=False)
+class Span:
+    """Widths at which a term counts, as kernels are chosen by them.
+
+    Attributes:
+        factor: labels of the width, in the numbering of the trace.
+        low, high: it lies within where it is at least the first, and below the second.
+    """
+
+    factor: Labels
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, eq=False)
 class LatencyTerm:
     """Milliseconds that grow with a product of widths.
 
@@ -21,14 +35,18 @@ class LatencyTerm:
         ms: for a product of 1.
         factors: labels of each width, in the numbering of the trace; a width is the number of those that are kept.
         steps: of each factor: its width counts as the next multiple of this, as kernels work in blocks.
+        spans: in all of which widths must lie for it to count; else it is 0.
     """
 
     ms: float
     factors: tuple[Labels, ...]
     steps: tuple[int, ...]
+    spans: tuple[Span, ...] = ()
 
     def at(self, kept: Keep) -> float:
         """Milliseconds with the labels in `kept`, in the numbering of the trace."""
+        if not all(span.low <= np.count_nonzero(kept[span.factor]) < span.high for span in self.spans):
+            return 0.0
         value = self.ms
         for factor, step in zip(self.factors, self.steps, strict=True):
             value *= up(np.count_nonzero(kept[factor]), step)
@@ -47,6 +65,7 @@ class LayerLatency:
     Attributes:
         module: its path; empty for the model's own code.
         constant: milliseconds, whatever the widths.
+        terms: what comes to it.
         error: median relative error on the networks that it was fitted to; None where it takes no time.
     """
 
@@ -93,5 +112,5 @@ class LatencyTable:
         """All that depends on widths, scaled to the whole; and what does not, as a term without factors."""
         for layer in self.layers:
             for term in layer.terms:
-                yield LatencyTerm(self.factor * term.ms, term.factors, term.steps)
+                yield replace(term, ms=self.factor * term.ms)
         yield LatencyTerm(self.outside + self.factor * sum(layer.constant for layer in self.layers), (), ())

@@ -8,9 +8,9 @@ import numpy as np
 
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets import Budgets
-from prunekit.planning.costs import Numbers
 from prunekit.planning.exchange import Worth
 from prunekit.planning.select import Part
+from prunekit.planning.terms import Numbers
 
 SWEEPS = 3
 """Over all parts, at one price: what a part costs depends on its neighbours' widths."""
@@ -21,7 +21,7 @@ RATE = 8.0
 CHEAPEST, DEAREST = -30.0, 10.0
 """Logarithms of the price of one whole budget, in units of all scores."""
 MOST = 64
-"""Counts of a part that are priced one by one where costs go in steps."""
+"""Counts of a part that are priced one by one where costs go in steps or turn."""
 BLENDS, FEWER = {2: (0.25, 0.5, 0.75)}, (0.5,)
 """By the number of budgets: shares of one of two in a price, beside each budget alone; and where they are more."""
 
@@ -85,7 +85,7 @@ def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers,
         before = counts.copy()
         for index, part in enumerate(parts):
             if part.counts.size > 1:
-                wanted = _spread(part.counts) if budgets.steps else part.counts
+                wanted = part.counts if budgets.smooth else _spread(part, budgets.turns[index])
                 cost = _cost_at(wanted, index, counts, budgets, price)
                 counts[index] = wanted[int(np.argmax(worth.kept[index][wanted] - cost))]
         if np.array_equal(before, counts):
@@ -93,15 +93,16 @@ def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers,
     return counts
 
 
-def _spread(counts: Labels) -> Labels:
-    """At most `MOST` of the counts, the last among them, in equal steps from it."""
-    every = -(-counts.size // MOST)
-    return counts[::-1][::every][::-1]
+def _spread(part: Part, turns: tuple[int, ...]) -> Labels:
+    """At most `MOST` of the counts, the last among them, in equal steps from it, and the first from each turn on."""
+    every = -(-part.counts.size // MOST)
+    also = np.searchsorted(part.counts, turns)
+    return np.union1d(part.counts[::-1][::every], part.counts[also[also < part.counts.size]])
 
 
 def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price: Numbers) -> Numbers:
-    """What each count of one part costs at a price: a parabola, as a width meets itself at most once, but for steps."""
-    points = wanted if wanted.size < 3 or budgets.steps else wanted[[0, wanted.size // 2, -1]]
+    """What each count of one part costs at a price: a parabola where costs are smooth, as a width meets itself once."""
+    points = wanted if wanted.size < 3 or not budgets.smooth else wanted[[0, wanted.size // 2, -1]]
     trials = np.repeat(counts[None], points.size, axis=0)
     trials[:, index] = points
     cost: Numbers = budgets.limited(trials) @ price

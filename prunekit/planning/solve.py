@@ -14,7 +14,16 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError, UsageError
-from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, check_met, in_words
+from prunekit.planning.budgets import (
+    Budgets,
+    as_given,
+    asked_for,
+    budgets_of,
+    cheapest,
+    check_met,
+    in_words,
+    least_of,
+)
 from prunekit.planning.exchange import Worth, are_few, improved
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
@@ -82,7 +91,7 @@ def make_plan(
 def least_left(
     channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None
 ) -> dict[str, float]:
-    """Of each budget that is given what the narrowest plan leaves, in the units of `Budgets`.
+    """The least that any plan leaves of each budget that is given, in the units of `Budgets`.
 
     Raises:
         PlanError: nothing is free, or a glob matches no module.
@@ -91,23 +100,33 @@ def least_left(
     if not parts:
         raise PlanError(NOTHING_FREE)
     budgets = budgets_of(channel_map, parts, settings, latency)
-    fewest = budgets.left(np.array([part.counts[0] for part in parts]))
-    return dict(zip(budgets.names, fewest.tolist(), strict=True))
+    return dict(zip(budgets.names, least_of(parts, budgets).tolist(), strict=True))
 
 
 def _chosen(parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
-    """Counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found."""
-    if scope == "uniform":
-        return _highest(parts, *_uniform(parts), budgets)
-    if scope == "global":
-        return _highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)
-    worth = Worth.of(parts, scores)
-    found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
-    found += by_multipliers(parts, worth, budgets)
-    found += [_highest(parts, *_uniform(parts), budgets), np.array([part.counts[0] for part in parts])]
-    distinct = {tuple(counts.tolist()): counts for counts in found}.values()
-    starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
-    return max((improved(parts, worth, budgets, counts) for counts in starts), key=worth)
+    """Counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found.
+
+    Raises:
+        PlanError: none were found, though each budget can be met.
+    """
+    cheap = cheapest(parts, budgets)
+    if scope == "per_mac":
+        worth = Worth.of(parts, scores)
+        found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+        found += by_multipliers(parts, worth, budgets)
+        found += [_highest(parts, *_uniform(parts), budgets), *cheap]
+        distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
+        starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
+        found = [improved(parts, worth, budgets, counts) for counts in starts]
+        found.sort(key=worth, reverse=True)
+    else:
+        ladder = _uniform(parts) if scope == "uniform" else _global(parts, [scores[part.labels] for part in parts])
+        found = [counts for counts in (_highest(parts, *ladder, budgets), *cheap) if budgets.fits(counts)]
+    if not found:
+        raise PlanError(
+            f"budget {_in_words(budgets)}: each can be met by itself, but no plan was found that meets all; raise one"
+        )
+    return found[0]
 
 
 def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
@@ -120,17 +139,20 @@ def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> L
 
 
 def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
-    asked = ", ".join(
-        f"{name} {as_given(name, value):.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True)
-    )
     whole = "".join(
         f" (which has {in_words(name, float(dense))})"
         for name, dense in zip(budgets.names, budgets.dense, strict=True)
         if name not in (*SHARES, "speedup")
     )
     return (
-        f"the plan removes nothing: budget {asked} leaves the whole model{whole}, or "
+        f"the plan removes nothing: budget {_in_words(budgets)} leaves the whole model{whole}, or "
         f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"
+    )
+
+
+def _in_words(budgets: Budgets) -> str:
+    return ", ".join(
+        f"{name} {as_given(name, value):.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True)
     )
 
 

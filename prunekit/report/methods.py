@@ -99,6 +99,7 @@ METHODS = {
     "share": "Of the whole model's.",
     "constant, ms": "What stays at any width, by the fit.",
     "widths step by": "Block of channels that kernels work in: a width counts as the next multiple of it.",
+    "kernel changes at": "Widths from which on the fit has coefficients of its own, as another kernel is chosen there.",
     "fit error": "Median relative error over the networks that the fit was made from.",
     "activations": "Bytes of the outputs; what works in place or returns a view takes none.",
     "calls": "How often the module ran in one forward pass.",

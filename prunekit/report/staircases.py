@@ -53,8 +53,9 @@ class Alike:
 
     @property
     def drawn(self) -> str:
-        """How its fit is drawn: in steps where widths count in steps."""
-        return "steps-mid" if any(step > 1 for term in self.layers[0]["terms"] for step in term["steps"]) else "default"
+        """How its fit is drawn: in steps where widths count in steps, or kernels change."""
+        stepped = any(step > 1 for term in self.layers[0]["terms"] for step in term["steps"])
+        return "steps-mid" if stepped or any(term.get("spans") for term in self.layers[0]["terms"]) else "default"
 
     def at(self, kept: Numbers) -> Numbers:
         """Milliseconds of the fit, (points,), at (points, widths) kept channels."""
@@ -82,6 +83,8 @@ def fitted(layer: Layer, kept: Numbers) -> Numbers:
         product = np.full(len(kept), float(term["ms"]))
         for width, step in zip(term["widths"], term["steps"], strict=True):
             product = product * up(kept[:, width], step)
+        for width, low, high in term.get("spans", ()):  # a run of before has none
+            product = product * ((low <= kept[:, width]) & (kept[:, width] < (math.inf if high is None else high)))
         result += product
     return result
 

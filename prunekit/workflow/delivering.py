@@ -94,7 +94,7 @@ def _number(planned: Planned, made: Sequence[Planned]) -> int:
 
 
 def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> None:
-    """Refuses budgets that cannot be met; where that is predicted for budgets of time, the narrowest plan is measured.
+    """Refuses budgets that cannot be met; where that is predicted for budgets of time, the fastest plan is measured.
 
     Args:
         example_inputs: positional arguments of `forward`.
@@ -166,7 +166,7 @@ def _as_asked(planned: Planned, goal: LatencyGoal) -> Planned:
 
 def _out_of_reach(goal: LatencyGoal, timing: Timing) -> str:
     return (
-        f"budget {in_words_all(goal.asked)}: the narrowest plan takes {timing.ms:.4g} ms, {timing.speedup:.3g}x the "
-        "dense model's speed (measured), and that is the best that can be had; raise the budget, or relax exclude, "
-        "ratios, min_channels and round_to"
+        f"budget {in_words_all(goal.asked)}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
+        f"{timing.speedup:.3g}x the dense model's speed (measured), and that is the best that can be had; raise the "
+        "budget, or relax exclude, ratios, min_channels and round_to"
     )

@@ -20,7 +20,7 @@ from prunekit.workflow.runs import Log, environment, run_folder
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
 
-LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "error")
+LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")
 NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")
 
 

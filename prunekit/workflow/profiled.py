@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.measure.profile import Sample
-from prunekit.planning.latency import LatencyTable, LayerLatency
+from prunekit.planning.latency import LatencyTable, LayerLatency, up
 
 OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
 
@@ -86,7 +86,7 @@ class Profile:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every module that takes time, the slowest first: in the dense model, and in what steps its widths count."""
+        """Every module that takes time, the slowest first: in the dense model, how widths count, and its turns."""
         times = self.samples[0].times.modules_ms
         total = sum(times.values())
         return [
@@ -96,6 +96,7 @@ class Profile:
                 "share": times[layer.module] / total,
                 "constant_ms": layer.constant,
                 "steps": " ".join(map(str, sorted({step for term in layer.terms for step in term.steps}))),
+                "changes_at": " ".join(map(str, sorted(_turns(layer)))),
                 "error": layer.error,
             }
             for layer in self._slowest()
@@ -152,27 +153,40 @@ class _Widths:
 
     Attributes:
         free: labels of each width, in the numbering of the trace.
-        terms: milliseconds for a product of 1, the widths that multiply by their number, and the step of each; widths
-            that no plan changes are in the milliseconds.
+        terms: milliseconds for a product of 1, the widths that multiply by their number, and the step of each; and
+            the spans that it holds within, as the number of a width, from where on, and where no more, None for never;
+            widths that no plan changes are in the milliseconds.
     """
 
     def __init__(self, layer: LayerLatency, final: Labels) -> None:
         self.free: list[Labels] = []
         self.terms: list[dict[str, Any]] = []
-        numbers: dict[bytes, int] = {}
+        self._numbers: dict[bytes, int] = {}
         for term in layer.terms:
-            ms, widths, steps = term.ms, [], []
+            ms, widths, steps, spans = term.ms, [], [], []
             for factor, step in zip(term.factors, term.steps, strict=True):
-                if not final[factor].any():
-                    ms *= -(-factor.size // step) * step
-                    continue
-                key = np.sort(final[factor]).tobytes()
-                if key not in numbers:
-                    numbers[key] = len(self.free)
-                    self.free.append(factor)
-                widths.append(numbers[key])
-                steps.append(step)
-            self.terms.append({"ms": ms, "widths": widths, "steps": steps})
+                if final[factor].any():
+                    widths.append(self._number(final[factor], factor))
+                    steps.append(step)
+                else:
+                    ms *= up(factor.size, step)
+            for span in term.spans:
+                assert final[span.factor].any()  # what never changes is not cut at
+                high = span.high if span.high < np.inf else None
+                spans.append([self._number(final[span.factor], span.factor), span.low, high])
+            self.terms.append({"ms": ms, "widths": widths, "steps": steps, "spans": spans})
+
+    def _number(self, labels: Labels, factor: Labels) -> int:
+        key = np.sort(labels).tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self.free)
+            self.free.append(factor)
+        return self._numbers[key]
+
+
+def _turns(layer: LayerLatency) -> set[int]:
+    """Widths from which on another fit holds."""
+    return {int(span.low) for term in layer.terms for span in term.spans if span.low > 0}
 
 
 def _name(module: str, width: Labels, model: nn.Module, channel_map: ChannelMap) -> str:

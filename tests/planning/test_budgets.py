@@ -23,8 +23,9 @@ from prunekit.errors import PlanError
 from prunekit.measure import count_bytes, count_macs, count_parameters, size_bytes
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, load_plan, make_plan
 from prunekit.planning.budgets import COUNTED
-from prunekit.planning.costs import cost_model, terms_of
+from prunekit.planning.costs import cost_model
 from prunekit.planning.select import Part
+from prunekit.planning.terms import terms_of
 
 
 class Mixed(nn.Module):

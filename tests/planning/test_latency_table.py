@@ -12,19 +12,21 @@ from test_budgets import Mixed, random_scores
 from torch import nn
 
 from prunekit.channels import trace
+from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
 from prunekit.planning.budgets import budgets_of
-from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency
+from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.settings import Scope
 from prunekit.planning.solve import least_left
 
 
 @settings(max_examples=15)
-@given(st.booleans(), st.integers(0, 10**6))
-def test_budgets_of_time_count_what_the_table_says(mixed: bool, seed: int) -> None:
+@given(st.booleans(), st.booleans(), st.integers(0, 10**6))
+def test_budgets_of_time_count_what_the_table_says(mixed: bool, turning: bool, seed: int) -> None:
     model: nn.Module = Mixed() if mixed else Chain([8, 12, 8], [3, 1, 3], shortcut=True)
     channel_map = trace(model, (torch.zeros(1, 3, 4, 4) if mixed else torch.zeros(1, 3, 16, 16),))
-    table = random_table(channel_map, (1, 4, 8), seed)
+    table = random_table(channel_map, (1, 4, 8), seed, turning)
     wanted = PruneSettings(BudgetSettings(latency_ms=1.0, speedup=2.0))
     parts = free_parts(channel_map, random_scores(channel_map, seed), wanted)
     limits = budgets_of(channel_map, parts, wanted, table)
@@ -54,14 +56,15 @@ def test_a_width_counts_as_the_next_multiple_of_its_step() -> None:
     st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4),
     st.floats(1.1, 3.0),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 10**6),
 )
 def test_plans_in_time_are_within_one_percent_of_the_best_there_is(
-    widths: list[int], speedup: float, with_macs: bool, seed: int
+    widths: list[int], speedup: float, with_macs: bool, turning: bool, seed: int
 ) -> None:
     channel_map = chain(widths)
     scores = scored(channel_map, np.random.default_rng(seed))
-    table = random_table(channel_map, (1, 4, 8), seed)
+    table = random_table(channel_map, (1, 4, 8), seed, turning)
     budget = BudgetSettings(speedup=speedup, macs=0.7 if with_macs else None)
     wanted = PruneSettings(budget, scope="per_mac")
     parts = free_parts(channel_map, scores, wanted)
@@ -73,6 +76,51 @@ def test_plans_in_time_are_within_one_percent_of_the_best_there_is(
     assert kept(plan, scores) >= 0.99 * best
     assert plan.provenance["budgets"]["speedup"]["left"] >= speedup
     assert table.at(channel_map) / table.at(channel_map, plan.keep) >= speedup * (1 - 1e-6)
+
+
+def test_a_term_counts_only_within_its_spans() -> None:
+    channel_map = chain([8, 12], shortcut=False)
+    factor = channel_map.traced.trace.labels["layers.1.weight"][0]
+    assert factor is not None
+    slow, fast = (LatencyTerm(ms, (factor,), (1,), (span,)) for ms, span in from_ten(factor))
+    table = LatencyTable({}, (LayerLatency("layers.1", 0.5, (slow, fast)),), 0.0, 1.0, 0.0)
+    group = next(group for group in channel_map.groups if group.labels.size == 12)
+    for left, ms in ((12, 1.2), (10, 1.0), (9, 1.8), (1, 0.2)):
+        keep = np.ones(channel_map.n_labels, dtype=bool)
+        keep[group.labels[left:]] = False
+        assert table.at(channel_map, keep) == pytest.approx(0.5 + ms)
+
+
+@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+def test_the_fastest_plan_may_not_be_the_narrowest(scope: Scope) -> None:
+    channel_map = chain([8, 12], shortcut=False)
+    factor = channel_map.traced.trace.labels["layers.1.weight"][0]
+    assert factor is not None
+    slow, fast = (LatencyTerm(ms, (), (), (span,)) for ms, span in from_ten(factor))
+    table = LatencyTable({}, (LayerLatency("layers.1", 0.0, (slow, fast)),), 0.0, 1.0, 0.0)
+    group = next(group for group in channel_map.groups if group.labels.size == 12)
+    wanted = PruneSettings(BudgetSettings(latency_ms=0.15, macs=0.7), scope=scope)
+    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.1)
+    plan = make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
+    assert np.count_nonzero(plan.keep[group.labels]) >= 10
+    assert plan.provenance["budgets"]["latency_ms"]["left"] == pytest.approx(0.1)
+    assert plan.provenance["budgets"]["macs"]["left"] <= 0.7
+
+
+def test_budgets_that_exclude_each_other_are_named_together() -> None:
+    channel_map = chain([8, 12], shortcut=False)
+    factor = channel_map.traced.trace.labels["layers.1.weight"][0]
+    assert factor is not None
+    slow, fast = (LatencyTerm(ms, (), (), (span,)) for ms, span in from_ten(factor))
+    table = LatencyTable({}, (LayerLatency("layers.1", 0.0, (slow, fast)),), 0.0, 1.0, 0.0)
+    wanted = PruneSettings(BudgetSettings(latency_ms=0.15, channels=0.2), scope="per_mac")
+    with pytest.raises(PlanError, match=r"budget channels 0\.2, latency_ms 0\.15: each can be met by itself"):
+        make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
+
+
+def from_ten(factor: Labels) -> tuple[tuple[float, Span], tuple[float, Span]]:
+    """0.2 ms below ten of the labels, 0.1 from there on."""
+    return (0.2, Span(factor, 0, 10)), (0.1, Span(factor, 10, np.inf))
 
 
 def test_a_speedup_out_of_reach_names_the_best_that_is_predicted() -> None:

@@ -38,7 +38,7 @@ def write_profile_folder(folder: Path, fits: list[dict[str, Any]]) -> Path:
         {"predicted_ms": ms * (1 + error), "measured_ms": ms, "macs_left": ms / 4, "held_out": held, "error": error}
         for ms, error, held in ((4.0, 0.01, False), (2.0, -0.02, False), (1.0, 0.04, True))
     ]
-    table = {"dense_ms": 0.5, "share": 0.5, "constant_ms": 0.0125, "steps": "1 8", "error": None}
+    table = {"dense_ms": 0.5, "share": 0.5, "constant_ms": 0.0125, "steps": "1 8", "changes_at": "432", "error": None}
     facts = {"name": "res<net>", "setting": setting | {"memory_format": "contiguous"}, "networks": 3, "seconds": 12.5}
     facts |= {"dense_ms": 4.0, "error": 0.04, "checks": [rows[2]], "notes": ["noisy: <very>"]}
     facts |= {"layers": [table | {"module": one["module"]} for one in fits]}
@@ -62,7 +62,15 @@ def test_the_page_shows_all_three_and_asks_for_nothing(tmp_path: Path) -> None:
     headline = html.split('class="tiles"')[1].split("</div>")[0]
     assert "Median error" in headline
     assert "4.0 %" in headline
-    for text in ("held out", "fitted to", "dense", "other widths at 25 %", "1 of 3 networks", "eager, cpu, batch 2"):
+    for text in (
+        "held out",
+        "fitted to",
+        "dense",
+        "other widths at 25 %",
+        "1 of 3 networks",
+        "eager, cpu, batch 2",
+        ">432<",
+    ):
         assert text in html
 
 
@@ -73,6 +81,14 @@ def test_a_fit_counts_widths_in_its_steps_and_adds_its_constant() -> None:
     }
     kept = np.array([[8.0, 3.0], [9.0, 3.0], [16.0, 5.0]])
     assert fitted(one, kept).tolist() == [0.5 + 48 + 4, 0.5 + 96 + 4, 0.5 + 160 + 8]
+
+
+def test_a_fit_holds_within_its_spans() -> None:
+    slow = {"ms": 2.0, "widths": [1], "steps": [1], "spans": [[0, 0.0, 9.0]]}
+    fast = {"ms": 1.0, "widths": [1], "steps": [1], "spans": [[0, 9.0, None], [1, 4.0, None]]}
+    one = {"constant_ms": 0.5, "terms": [slow, fast]}
+    kept = np.array([[8.0, 3.0], [9.0, 3.0], [16.0, 5.0]])
+    assert fitted(one, kept).tolist() == [0.5 + 6, 0.5, 0.5 + 5]
 
 
 def test_layers_that_share_a_fit_share_a_panel_and_the_costliest_come_first() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product as combinations
 from typing import Any
 
 import numpy as np
 
 from prunekit.channels import ChannelMap
+from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.measure.profile.features import ModuleFeatures, Product, features_of
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.planning.costs import Numbers
-from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, up
+from prunekit.measure.profile.leaves import grown, non_negative
+from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span, up
+from prunekit.planning.terms import Numbers
 
 STEPS = (1, 4, 8, 16, 32)
 """Blocks that kernels may work in: CPU vectors, tiles of tensor cores."""
@@ -43,7 +45,8 @@ def fit(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str
     """A table of what every module takes by its widths.
 
     A module's time is a constant and a sum of products of widths, as operators multiply and write them, each width
-    rounded up to a step that is found for each kind of operator. Modules that do the same at different widths share
+    rounded up to a step that is found for each kind of operator; where kernels change at a width, each side has
+    coefficients of its own. Modules that do the same at different widths share
     their coefficients. Every network's times are scaled by what the dense one took beside it: so it does not matter
     that clocks change. Errors are weighted as shares of each network's whole time; networks that something disturbed,
     and so are far off, count less.
@@ -67,9 +70,7 @@ def fit(channel_map: ChannelMap, samples: Sequence[Sample], setting: Mapping[str
     for _ in range(ROUNDS):
         layers = _fitted(features, counts, took, weights)
         sums = np.array([sum(layer.at(one) for layer in layers) for one in kept])
-        outside, factor = _non_negative(
-            np.stack([np.ones_like(sums), sums], axis=1) * weights[:, None], whole * weights
-        )
+        outside, factor = non_negative(np.stack([np.ones_like(sums), sums], axis=1) * weights[:, None], whole * weights)
         off = np.abs((outside + factor * sums) / whole - 1)
         weights = np.minimum(1, FAR * np.median(off) / np.maximum(off, 1e-12)) / whole
     return LatencyTable(dict(setting), layers, float(outside), float(factor), dense_ms)
@@ -158,40 +159,52 @@ def _solved(
     """Coefficients that modules which do the same share, and the squared error."""
     design = np.concatenate([counts.design(one, steps) * weights[:, None] for one in group])
     wanted = np.concatenate([took[one.module] * weights for one in group])
-    found = _non_negative(design, wanted)
+    found = non_negative(design, wanted)
     return found, float(((design @ found - wanted) ** 2).sum())
-
-
-def _non_negative(design: Numbers, wanted: Numbers) -> Numbers:
-    """Least squares with no negative coefficient: columns leave one at a time, the most negative one first."""
-    size = np.linalg.norm(design, axis=0)
-    used = np.flatnonzero(size > 0)
-    result = np.zeros(design.shape[1])
-    while used.size:
-        found = np.linalg.lstsq(design[:, used] / size[used], wanted, rcond=None)[0]
-        if found.min() >= 0:
-            result[used] = found / size[used]
-            break
-        used = np.delete(used, int(np.argmin(found)))
-    return result
 
 
 def _layers(
     group: list[ModuleFeatures], steps: _Steps, counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
 ) -> dict[str, LayerLatency]:
-    coefficients, _ = _solved(group, steps, counts, took, weights)
+    own = [list(_widths(one)) for one in group]
+    design = np.concatenate([counts.design(one, steps) * weights[:, None] for one in group])
+    wanted = np.concatenate([took[one.module] * weights for one in group])
+    widths = [np.concatenate([counts.width(factor) for factor in alike]) for alike in zip(*own, strict=True)]
+    leaves = grown(design, wanted, widths, np.tile(np.arange(len(counts.kept)), len(group)))
+    constant = min(float(leaf.coefficients[0]) for leaf in leaves)
     result = {}
-    for one in group:
-        terms = [
-            LatencyTerm(float(ms) * weight, factors, steps_of(factors, steps))
-            for ms, product in zip(coefficients[1:], one.products, strict=True)
-            if ms > 0
-            for weight, factors in zip(product.weights, product.factors, strict=True)
-        ]
-        found, measured = counts.design(one, steps) @ coefficients, took[one.module]
+    for one, cut_at in zip(group, own, strict=True):
+        terms: list[LatencyTerm] = []
+        for leaf in leaves:
+            spans = tuple(Span(cut_at[index], *bounds) for index, bounds in leaf.bounds.items())
+            terms += _terms(one, leaf.coefficients, constant, steps, spans)
+        layer, measured = LayerLatency(one.module, constant, tuple(terms)), took[one.module]
+        found = np.array([layer.at(kept) for kept in counts.kept])
         error = float(np.median(np.abs(found / measured - 1))) if (measured > 0).all() else None
-        result[one.module] = LayerLatency(one.module, float(coefficients[0]), tuple(terms), error)
+        result[one.module] = replace(layer, error=error)
     return result
+
+
+def _terms(
+    one: ModuleFeatures, coefficients: Numbers, constant: float, steps: _Steps, spans: tuple[Span, ...]
+) -> Iterator[LatencyTerm]:
+    """What a fit that holds within spans comes to beside a constant."""
+    if coefficients[0] > constant:
+        yield LatencyTerm(float(coefficients[0]) - constant, (), (), spans)
+    for ms, product in zip(coefficients[1:], one.products, strict=True):
+        if ms > 0:
+            for weight, factors in zip(product.weights, product.factors, strict=True):
+                yield LatencyTerm(float(ms) * weight, factors, steps_of(factors, steps), spans)
+
+
+def _widths(one: ModuleFeatures) -> list[Labels]:
+    """The widths of a module that a fit may be cut at, each once."""
+    found: dict[bytes, Labels] = {}
+    for product in one.products:
+        if len(product.factors) == 1:
+            for factor in product.factors[0]:
+                found.setdefault(factor.tobytes(), factor)
+    return list(found.values())
 
 
 def _by(features: Sequence[ModuleFeatures], key: Any) -> dict[str, list[ModuleFeatures]]:
