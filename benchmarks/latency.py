@@ -4,12 +4,12 @@ Plans, all within the MACs that half of every group's channels leave: `uniform`,
 alone lead to, filters by L2 norm (scope `per_mac`); `macs+time`, by MACs and time together: the highest speedup, as the
 runtime's profile predicts, with which the plan still uses nearly all (98 %) of the MACs, so that it is no smaller a
 network but a better cut one; and `fastest`, what widths alone can do: of the plans with nearly all of those MACs that
-which is predicted to be the fastest, whatever its filters are worth. `delivered` is the measured speedup over the dense
-network, all alternated in one process of the runtime, `ci95` its interval, `macs_ratio` the dense MACs over those left,
-`of_macs_ratio` the one over the other (1: all of the cut became speed). `asked` is the speedup that was planned for,
-`predicted` what the table says of the plan. Where there is a CUDA device, it is measured too: fp16 and bf16,
-channels-last, batches 1 and 256. Weights are random: time does not depend on them, but which filters go in `macs` and
-`macs+time` does.
+which a search finds to be predicted the fastest, whatever its filters are worth. `delivered` is the measured speedup
+over the dense network, all alternated in one process of the runtime, `ci95` its interval, `macs_ratio` the dense MACs
+over those left, `of_macs_ratio` the one over the other (1: all of the cut became speed). `asked` is the speedup that
+was planned for, `predicted` what the table says of the plan. Where there is a CUDA device, it is measured too: fp16 and
+bf16, channels-last, batches 1 and 256. Weights are random: time does not depend on them, but which filters go in `macs`
+and `macs+time` does.
 
     python benchmarks/latency.py [--model resnet34] [--size 224] [--runtimes eager,onnxruntime,openvino] [--threads 1]
         [--networks N] [--repeats 61] [--device auto] [--out FILE] [--json] [--keep]
@@ -18,11 +18,10 @@ channels-last, batches 1 and 256. Weights are random: time does not depend on th
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ import torch
 from common import RESULTS, Rows, as_items, as_markdown, keep, show
 from latency_networks import Case, built, log, names, profiled, where
 
-from prunekit.channels import ChannelMap
-from prunekit.channels.map import Keep
+from prunekit.channels.labels import Labels
 from prunekit.compaction import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure import measure_latency
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
-from prunekit.planning.select import Scores
+from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts
+from prunekit.planning.budgets import budgets_of
+from prunekit.planning.select import Part
 from prunekit.planning.settings import TargetSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import NETWORKS, as_latency, layer_setting
@@ -53,8 +52,8 @@ USED = 0.98
 """Share of the MACs that a plan by time as well still uses."""
 STEPS, FURTHEST = 16, 1.15
 """Speedups that are tried, up to so many times the MACs ratio."""
-ROUNDS = 3
-"""That the MACs of a filter are taken anew."""
+BY = (-16, -8, -4, -2, -1, 1, 2, 4, 8, 16)
+"""Allowed counts that a step goes, where widths alone are sought; to the least and the most beside these."""
 
 
 def targets(options: argparse.Namespace) -> Iterator[TargetSettings]:
@@ -92,37 +91,51 @@ def quickened(case: Case, settings: PruneSettings) -> tuple[Planned, float]:
 
 
 def fastest(case: Case, whole: Plan, settings: PruneSettings) -> Plan:
-    """The plan with nearly all MACs of the settings that is predicted to be the fastest; filters are worth their MACs.
+    """The plan with nearly all MACs of the settings that is predicted to be the fastest; `whole` if none is faster.
 
-    What MACs a filter has depends on how many others stay, so they are taken at the widths of `whole` and then at
-    those of the plan found, a few times; the best of all is returned, `whole` if none is faster.
+    Downhill from `whole`: of all steps of one group, and of two at a time, the one that leaves the least time, as long
+    as one leaves less. In blocks of the target, and of twice as many, whose plans are fewer and reached sooner.
     """
-    chart, share, best, keep = whole.channel_map, settings.budget.macs, whole, whole.keep
+    blocks = (settings.target.block, 2 * settings.target.block)
+    made = [downhill(case, whole, replace(settings, round_to=block)) for block in blocks]
+    return max((whole, *made), key=lambda plan: predicted(case, plan))
+
+
+def downhill(case: Case, whole: Plan, settings: PruneSettings) -> Plan:
+    """Where steps from `whole` end."""
+    share, chart = settings.budget.macs, whole.channel_map
     assert share is not None
-    for _ in range(ROUNDS):
-        worth, found = macs_of_each(chart, keep), None
-        for asked in np.geomspace(1 / share / 2, FURTHEST / share, 2 * STEPS).tolist():
-            budget = BudgetSettings(macs=share, speedup=asked)
-            try:
-                plan = make_plan(chart, worth, replace(settings, budget=budget), latency=case.profiled.table)
-            except PlanError:
-                break
-            if USED * share <= left(case, plan) <= share and predicted(case, plan) > predicted(case, found or whole):
-                found = plan
-        if found is None:
+    both = replace(settings, budget=BudgetSettings(macs=share, latency_ms=1.0))
+    parts = free_parts(chart, np.zeros(chart.n_labels), both)
+    cost = budgets_of(chart, parts, both, case.profiled.table).left
+    counts = np.array([part.at_most(np.count_nonzero(whole.keep[part.labels])) for part in parts])
+    least = np.inf
+    while True:
+        trials = np.concatenate([steps(parts, counts, number) for number in (1, 2)])
+        macs, ms = cost(trials).T
+        ms = np.where((USED * share <= macs) & (macs <= share), ms, np.inf)
+        if ms.min() >= least:
             break
-        best, keep = max(best, found, key=lambda plan: predicted(case, plan)), found.keep
-    return best
+        least, counts = ms.min(), trials[ms.argmin()]
+    keep = np.ones(chart.n_labels, dtype=bool)
+    for part, count in zip(parts, counts, strict=True):
+        keep[part.labels[count:]] = False
+    return Plan(chart, chart.completed(keep), {})
 
 
-def macs_of_each(chart: ChannelMap, keep: Keep) -> Scores:
-    """MACs that go with each label alone where so many are kept: float (n_labels,)."""
-    found = np.zeros(chart.n_labels)
-    for term in chart.mac_terms:
-        widths = [int(np.count_nonzero(keep[labels])) for labels in term.factors]
-        for index, labels in enumerate(term.factors):
-            np.add.at(found, labels, term.constant * math.prod(widths[:index] + widths[index + 1 :]))
-    return found
+def steps(parts: list[Part], counts: Labels, number: int) -> Labels:
+    """Counts (trials, parts) with a step of so many parts each."""
+    reached = []
+    for part, count in zip(parts, counts, strict=True):
+        at, last = int(np.searchsorted(part.counts, count)), part.counts.size - 1
+        others = sorted({0, last, *(at + by for by in BY)} - {at})
+        reached.append([part.counts[other] for other in others if 0 <= other <= last])
+    rows = []
+    for some in combinations(range(len(parts)), number):
+        for values in product(*(reached[index] for index in some)):
+            rows.append(counts.copy())
+            rows[-1][list(some)] = values
+    return np.array(rows)
 
 
 def left(case: Case, plan: Plan) -> float:
@@ -144,8 +157,7 @@ def measured(case: Case, target: TargetSettings, repeats: int) -> Iterator[dict[
     plans["macs"] = planned(case, by_macs).plan
     quick, asked = quickened(case, by_macs)
     plans["macs+time"] = quick.plan
-    in_eights = replace(by_macs, round_to=target.block)
-    plans["fastest"] = fastest(case, plans["uniform"], in_eights)
+    plans["fastest"] = fastest(case, plans["uniform"], by_macs)
     wanted = replace(as_latency(target), repeats=repeats)
     models = {"dense": case.model, **{name: compact(case.model, plan) for name, plan in plans.items()}}
     found = measure_latency(models, case.example.shape[1:], wanted, devices(target.device, wanted))
