@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,14 @@ from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError
 from prunekit.planning.costs import CostModel, cost_model
 from prunekit.planning.latency import LatencyTable
-from prunekit.planning.select import Part, Scores, free_parts
-from prunekit.planning.settings import LATENCIES, SHARES, BudgetSettings, PruneSettings
+from prunekit.planning.select import Part
+from prunekit.planning.settings import LATENCIES, BudgetSettings, PruneSettings
 from prunekit.planning.terms import Numbers, Term, latency_terms, memory_terms, terms_of
 
 COUNTED = {"channels": "channels", "macs": "macs", "params": "params", "size_mb": "bytes"}
 """What each budget counts; those of `LATENCIES` count nanoseconds, and `memory_mb` bytes that are alive."""
 MB = 1e6
 NS_PER_MS = 1e6
-SWEEPS = 4
-"""Over all parts, where the narrowest plan may not be the fastest."""
-LIMITS = ("exclude", "ratios", "min_channels", "round_to")
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,79 +173,3 @@ def _worst(parts: list[Part]) -> Callable[[Labels], Numbers]:
         return most
 
     return worst
-
-
-def check_met(
-    channel_map: ChannelMap,
-    scores: Scores,
-    parts: list[Part],
-    budgets: Budgets,
-    settings: PruneSettings,
-    latency: LatencyTable | None = None,
-) -> None:
-    """Checks that every budget can be met.
-
-    Raises:
-        PlanError: one cannot; of each budget that is out of reach the best that can be had, and what stands in its
-            way.
-    """
-    least = least_of(parts, budgets)
-    missed = [index for index in range(least.size) if least[index] > budgets.asked[index]]
-    if not missed:
-        return
-    texts = []
-    for index in missed:
-        name, asked = budgets.names[index], float(budgets.asked[index])
-        without = "".join(_in_the_way(channel_map, scores, settings, index, asked, latency))
-        most, no_less = ("at least", "no more") if name == "speedup" else ("at most", "no less")
-        of_dense = " of the dense model" if name in SHARES else " (predicted)" if name in LATENCIES else ""
-        texts.append(
-            f"budget {name}: {most} {in_words(name, asked)} was asked for, but locks, exclusions, ratios, "
-            f"min_channels and round_to leave {no_less} than {in_words(name, float(least[index]))}{of_dense}{without}"
-        )
-    raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these")
-
-
-def _in_the_way(
-    channel_map: ChannelMap,
-    scores: Scores,
-    settings: PruneSettings,
-    index: int,
-    asked: float,
-    latency: LatencyTable | None,
-) -> Iterator[str]:
-    """The limits of which each alone makes a budget impossible, with what could be had without it."""
-    for limit in LIMITS:
-        without: dict[str, Any] = {limit: getattr(PruneSettings(), limit)}
-        relaxed = replace(settings, **without)
-        if relaxed != settings:
-            parts = free_parts(channel_map, scores, relaxed)
-            budgets = budgets_of(channel_map, parts, relaxed, latency)
-            least = float(least_of(parts, budgets)[index])
-            if least <= asked:
-                yield f" (it contradicts {limit}, without which {in_words(budgets.names[index], least)} can be had)"
-
-
-def least_of(parts: list[Part], budgets: Budgets) -> Numbers:
-    """The least of each budget that any plan leaves: (budgets,)."""
-    return np.array([budgets.left(counts)[index] for index, counts in enumerate(cheapest(parts, budgets))])
-
-
-def cheapest(parts: list[Part], budgets: Budgets) -> list[Labels]:
-    """For each budget the counts that leave the least of it.
-
-    The narrowest, unless another kernel takes less time for a wider part: then what no part alone makes less.
-    """
-    found = []
-    for index in range(len(budgets.names)):
-        counts = np.array([part.counts[0] for part in parts])
-        for _ in range(SWEEPS if any(budgets.turns) else 0):
-            before = counts.copy()
-            for number, part in enumerate(parts):
-                trials = np.repeat(counts[None], part.counts.size, axis=0)
-                trials[:, number] = part.counts
-                counts = trials[int(np.argmin(budgets.left(trials)[:, index]))]
-            if np.array_equal(before, counts):
-                break
-        found.append(counts)
-    return found

@@ -14,21 +14,13 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError, UsageError
-from prunekit.planning.budgets import (
-    Budgets,
-    as_given,
-    asked_for,
-    budgets_of,
-    cheapest,
-    check_met,
-    in_words,
-    least_of,
-)
+from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, in_words
 from prunekit.planning.exchange import Worth, are_few, improved
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
+from prunekit.planning.reach import NOTHING_FREE, cheapest, check_met
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
 from prunekit.planning.settings import SHARES, BudgetSettings, PruneSettings, Scope
 
@@ -37,8 +29,6 @@ GRID = 4096
 
 STARTS = 2
 """Of the plans that prices lead to, so many are improved: the best. All of them where there are few widths."""
-
-NOTHING_FREE = "no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons"
 
 Ladder = Callable[[int], Labels]
 """Step -> number of labels kept of each part; never fewer at a higher step."""
@@ -86,21 +76,6 @@ def make_plan(
         raise PlanError(_removes_nothing(budgets, settings))
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
     return Plan(channel_map, keep, plain(origin | budgets.found(counts)))
-
-
-def least_left(
-    channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None
-) -> dict[str, float]:
-    """The least that any plan leaves of each budget that is given, in the units of `Budgets`.
-
-    Raises:
-        PlanError: nothing is free, or a glob matches no module.
-    """
-    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), settings)
-    if not parts:
-        raise PlanError(NOTHING_FREE)
-    budgets = budgets_of(channel_map, parts, settings, latency)
-    return dict(zip(budgets.names, least_of(parts, budgets).tolist(), strict=True))
 
 
 def _chosen(parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:

@@ -13,8 +13,9 @@ from prunekit.channels import ChannelMap
 from prunekit.errors import PlanError
 from prunekit.planning import PruneSettings
 from prunekit.planning.budgets import as_given
+from prunekit.planning.reach import least_left
 from prunekit.planning.settings import LATENCIES
-from prunekit.planning.solve import least_left, plain
+from prunekit.planning.solve import plain
 from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
 from prunekit.workflow.goal import LatencyGoal

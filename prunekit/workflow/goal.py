@@ -15,9 +15,10 @@ from prunekit.errors import UsageError
 from prunekit.measure.runtimes import Inputs, inputs_like
 from prunekit.planning import PruneSettings
 from prunekit.planning.latency import LatencyTable
+from prunekit.planning.reach import require_met_untimed
 from prunekit.planning.settings import LATENCIES
 from prunekit.workflow.profiled import Profile
-from prunekit.workflow.profiling import profile
+from prunekit.workflow.profiling import in_blocks, profile
 from prunekit.workflow.runs import Log
 
 
@@ -78,6 +79,7 @@ def goal_for(
 
     Raises:
         UsageError: the model takes something else than tensors with a batch, or as for `profile`.
+        PlanError: a budget that is not one of time cannot be met: nothing is measured then.
     """
     if not settings.budget.measured:
         return None
@@ -87,6 +89,7 @@ def goal_for(
         raise UsageError(
             f"budget latency_ms or speedup: {error}; give macs, params, channels or size_mb instead"
         ) from error
+    require_met_untimed(channel_map, in_blocks(settings))
     examples = [tuple(example_inputs), *more_examples]
     found = profile(model, channel_map, examples, settings.target, settings, transform=transform, log=log)
     log(f"profile: {found}")

@@ -26,9 +26,9 @@ from prunekit.measure.profile import Network, Sample, cache_folder, fit, has_lay
 from prunekit.measure.runtimes import Setting, inputs_like
 from prunekit.measure.settings import LatencySettings
 from prunekit.planning import Plan, PruneSettings
+from prunekit.planning.reach import NOTHING_FREE
 from prunekit.planning.select import Part, free_parts
 from prunekit.planning.settings import TargetSettings
-from prunekit.planning.solve import NOTHING_FREE
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.runs import Log
@@ -92,7 +92,8 @@ def profile(
     table = fit(channel_map, samples, asdict(setting))
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:
-        notes.append(f"{doubtful} of {len(samples)} networks were timed on a machine too noisy to trust each of them")
+        were = "network was" if doubtful == 1 else "networks were"
+        notes.append(f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure")
     predictions = _predicted(channel_map, samples, table.setting)
     return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
 

@@ -17,8 +17,8 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
+from prunekit.planning.reach import least_left
 from prunekit.planning.settings import Scope
-from prunekit.planning.solve import least_left
 
 
 @settings(max_examples=15)

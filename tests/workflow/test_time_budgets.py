@@ -32,6 +32,7 @@ from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import TargetSettings
 from prunekit.workflow import delivering, profiling, timed
+from prunekit.workflow import goal as goals
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
@@ -279,6 +280,24 @@ def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: 
     assert all(kept % 12 == 0 or kept == dense for kept, dense in widths)
     assert any(kept < dense for kept, dense in widths)
     assert plan.provenance["prune"]["round_to"] == 6
+
+
+def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*given: Any, **named: Any) -> None:
+        raise AssertionError("nothing is to be timed")
+
+    monkeypatch.setattr(goals, "profile", measured)
+    model, channel_map, _ = net()
+    for budget, said in (
+        ({"macs": 1e-6}, "budget macs: at most 1e-06"),
+        ({"size_mb": 1e-9}, "budget size_mb: at most"),
+    ):
+        wanted = PruneSettings(BudgetSettings(speedup=1.5, **budget), scope="per_mac")
+        with pytest.raises(PlanError, match=said):
+            goal_for(model, EXAMPLE, channel_map, wanted, log=lambda text: None)
+    whole = PruneSettings(BudgetSettings(speedup=1.5, macs=1.0), scope="per_mac")  # which all of it meets
+    with pytest.raises(AssertionError, match="nothing is to be timed"):
+        goal_for(model, EXAMPLE, channel_map, whole, log=lambda text: None)
 
 
 @pytest.mark.parametrize("other", [[torch.zeros(1, 2)], torch.zeros(3, 2), torch.tensor(1.0)], ids=repr)
