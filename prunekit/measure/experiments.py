@@ -16,7 +16,8 @@ from torch.nn.utils import prune as torch_prune
 from prunekit.context import threads as with_threads
 from prunekit.hooks import HOOK_TABLES, is_ours
 from prunekit.measure.beside import Beside, alternately, beside
-from prunekit.measure.causes.widths import WidthTimes, rounded
+from prunekit.measure.causes.kernels import KernelTimes
+from prunekit.measure.causes.widths import WidthTimes, rounded, size
 from prunekit.measure.evidence import paired_ratio
 from prunekit.measure.layers import Layer, Widths
 from prunekit.nested import gather, map_tensors
@@ -132,6 +133,16 @@ def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device:
             module, row_ms, step, layer.widths, down, up, float(medians[0]), float(medians[below]),
             float(medians[above]), paired_ratio(times[above], now), layer.tied,
         )  # fmt: skip
+
+
+def kernel_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> KernelTimes | None:
+    """A layer of the pruned model alone, at its widths and at the dense model's; None where these are the same."""
+    if layer.widths == dense:
+        return None
+    now, whole = alternately([layer.build(layer.widths), layer.build(dense)], device)
+    more = size(dense, tied=layer.tied) / size(layer.widths, tied=layer.tied)
+    medians = float(np.median(now)), float(np.median(whole))
+    return KernelTimes(module, row_ms, layer.widths, dense, more, *medians, paired_ratio(whole, now))
 
 
 def share_without(layer: Layer, widths: Widths, device: torch.device) -> float:

@@ -109,6 +109,15 @@ def _widths(search: Search) -> Iterator[Cause | None]:
     yield causes.off_step_widths(times, search.found.pruned_ms)
 
 
+def _kernels(search: Search) -> Iterator[Cause | None]:
+    times = [
+        experiments.kernel_times(path, ms, layer, dense.widths, search.device)
+        for path, ms, layer, dense in search.slowest()
+        if dense is not None
+    ]
+    yield causes.slower_kernels([one for one in times if one is not None], search.found.pruned_ms)
+
+
 def _masks(search: Search) -> Iterator[Cause | None]:
     hooks = experiments.mask_hooks(search.pruned)
     bare = experiments.without_masks(search.pruned, search.inputs, search.device) if hooks else None
@@ -163,6 +172,7 @@ _LOOKS: tuple[tuple[str, Callable[[Search], Iterator[Cause | None]]], ...] = (
     ("operators beside copies and beside operators that do nothing", _overheads),
     ("BatchNorm folded", _norms),
     ("the slowest layers at rounded widths", _widths),
+    ("the slowest layers at the dense model's widths", _kernels),
     ("masks and channels of zeros", _masks),
     ("subnormal numbers", _small_numbers),
     ("channels last", _memory_format),

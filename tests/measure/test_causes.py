@@ -9,6 +9,7 @@ import pytest
 from prunekit.measure import causes
 from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import Breakdown, OperatorRow, Side, joined
+from prunekit.measure.causes.kernels import KernelTimes
 from prunekit.measure.causes.widths import WidthTimes, rounded
 from prunekit.measure.evidence import Contention, Estimate
 
@@ -109,6 +110,28 @@ def test_launch_bound_is_time_that_channels_do_not_shorten() -> None:
     assert causes.launch_bound(broken_down(0.5, 10), cuda=False) is None
     noise = replace(broken_down(0.0, 10), pruned_outside_ms=5.0)  # the same Python took the dense model no time
     assert causes.launch_bound(noise, cuda=False) is None
+
+
+def kernel(dense_ms: float, *, spread: float = 0.01, module: str = "conv") -> KernelTimes:
+    ratio = dense_ms / 2
+    relative = Estimate(ratio, ratio * (1 - spread), ratio * (1 + spread))
+    return KernelTimes(module, 4.0, (256, 256), (512, 512), 4.0, 2.0, dense_ms, relative)
+
+
+def test_kernels_that_are_slower_at_these_widths_name_both() -> None:
+    found = causes.slower_kernels([kernel(6.0, module="b"), kernel(4.0, module="a"), kernel(8.0)], PRUNED_MS)
+    assert found is not None
+    assert found.ms == pytest.approx(4.0 * (1 - 3 / 4) + 4.0 * (1 - 2 / 4))
+    assert found.modules == ("a", "b")  # that which is as fast as it was is not one of them
+    assert "2 layers do fewer" in found.evidence
+    assert "a 256→256 2 ms, 512→512 4 ms for 4 times as many" in found.evidence
+    assert "prune.budget.speedup" in found.fix
+
+
+def test_kernels_that_are_hardly_or_not_surely_slower_are_none() -> None:
+    for times in ([], [kernel(7.5)], [kernel(6.5, spread=0.2)], [kernel(9.0)]):
+        assert causes.slower_kernels(times, PRUNED_MS) is None
+    assert causes.slower_kernels([kernel(6.0)], 1000) is None
 
 
 def width(up_ms: float, *, step: int = 8, spread: float = 0.01, module: str = "conv") -> WidthTimes:

@@ -126,3 +126,16 @@ def test_a_layer_is_run_at_its_pruned_widths_rounded() -> None:
     ]
     assert all(one.now_ms > 0 and one.row_ms == 5 for one in found)
     assert list(experiments.width_times("conv", 5.0, layer, (13, 21), CPU)) == []
+
+
+@pytest.mark.parametrize(("groups", "widths", "more"), [(1, (26, 42), 4.0), (13, (26, 26), 2.0)])
+def test_a_layer_is_run_at_the_dense_widths(groups: int, widths: tuple[int, int], more: float) -> None:
+    conv = nn.Conv2d(13, 13 if groups > 1 else 21, 3, groups=groups)
+    layer = record(conv, (torch.randn(1, 13, 6, 6),))["", "convolution"].layer
+    assert layer is not None
+    found = experiments.kernel_times("conv", 5.0, layer, widths, CPU)
+    assert found is not None
+    assert (found.now, found.dense, found.more_macs) == (layer.widths, widths, more)
+    assert found.row_ms == 5
+    assert min(found.now_ms, found.dense_ms) > 0
+    assert experiments.kernel_times("conv", 5.0, layer, layer.widths, CPU) is None

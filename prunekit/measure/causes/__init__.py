@@ -5,6 +5,7 @@ Each returns None where the figures do not show its cause.
 
 from prunekit.measure.causes.batches import small_batch
 from prunekit.measure.causes.cause import Cause
+from prunekit.measure.causes.kernels import KernelTimes, slower_kernels
 from prunekit.measure.causes.launches import launch_bound
 from prunekit.measure.causes.layouts import copying, other_layout
 from prunekit.measure.causes.masks import masks_attached
@@ -17,6 +18,7 @@ from prunekit.measure.causes.widths import WidthTimes, off_step_widths
 
 __all__ = [
     "Cause",
+    "KernelTimes",
     "WidthTimes",
     "copying",
     "launch_bound",
@@ -24,6 +26,7 @@ __all__ = [
     "memory_bound",
     "off_step_widths",
     "other_layout",
+    "slower_kernels",
     "small_batch",
     "subnormal_numbers",
     "too_many_threads",

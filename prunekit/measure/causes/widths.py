@@ -59,8 +59,12 @@ class WidthTimes:
         return self.row_ms * max(0.0, 1 - min(line, self.up_ms) / self.now_ms)
 
     def _size(self, widths: Widths) -> int:
-        """What multiply-accumulates are proportional to."""
-        return widths[1] if self.tied else widths[0] * widths[1]
+        return size(widths, tied=self.tied)
+
+
+def size(widths: Widths, *, tied: bool) -> int:
+    """What multiply-accumulates are proportional to."""
+    return widths[1] if tied else widths[0] * widths[1]
 
 
 def rounded(widths: Widths, dense: Widths, step: int, *, tied: bool) -> tuple[Widths, Widths] | None:
@@ -104,11 +108,12 @@ def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | No
 
 def _shown(layers: Sequence[WidthTimes]) -> str:
     return "; ".join(
-        f"{layer.module} {_text(layer.now)} {layer.now_ms:.3g} ms, {_text(layer.up)} {layer.up_ms:.3g} ms, "
-        f"{_text(layer.down)} {layer.down_ms:.3g} ms"
+        f"{layer.module} {text(layer.now)} {layer.now_ms:.3g} ms, {text(layer.up)} {layer.up_ms:.3g} ms, "
+        f"{text(layer.down)} {layer.down_ms:.3g} ms"
         for layer in layers[:3]
     )
 
 
-def _text(widths: Widths) -> str:
+def text(widths: Widths) -> str:
+    """As it is shown: input channels, and output channels."""
     return f"{widths[0]}→{widths[1]}"

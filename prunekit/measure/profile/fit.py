@@ -166,17 +166,17 @@ def _solved(
 def _layers(
     group: list[ModuleFeatures], steps: _Steps, counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
 ) -> dict[str, LayerLatency]:
-    own = [list(_widths(one)) for one in group]
+    cut_at = _widths(group)
     design = np.concatenate([counts.design(one, steps) * weights[:, None] for one in group])
     wanted = np.concatenate([took[one.module] * weights for one in group])
-    widths = [np.concatenate([counts.width(factor) for factor in alike]) for alike in zip(*own, strict=True)]
+    widths = [np.concatenate([counts.width(factor) for factor in alike]) for alike in cut_at]
     leaves = grown(design, wanted, widths, np.tile(np.arange(len(counts.kept)), len(group)))
     constant = min(float(leaf.coefficients[0]) for leaf in leaves)
     result = {}
-    for one, cut_at in zip(group, own, strict=True):
+    for number, one in enumerate(group):
         terms: list[LatencyTerm] = []
         for leaf in leaves:
-            spans = tuple(Span(cut_at[index], *bounds) for index, bounds in leaf.bounds.items())
+            spans = tuple(Span(cut_at[index][number], *bounds) for index, bounds in leaf.bounds.items())
             terms += _terms(one, leaf.coefficients, constant, steps, spans)
         layer, measured = LayerLatency(one.module, constant, tuple(terms)), took[one.module]
         found = np.array([layer.at(kept) for kept in counts.kept])
@@ -197,13 +197,13 @@ def _terms(
                 yield LatencyTerm(float(ms) * weight, factors, steps_of(factors, steps), spans)
 
 
-def _widths(one: ModuleFeatures) -> list[Labels]:
-    """The widths of a module that a fit may be cut at, each once."""
-    found: dict[bytes, Labels] = {}
-    for product in one.products:
-        if len(product.factors) == 1:
-            for factor in product.factors[0]:
-                found.setdefault(factor.tobytes(), factor)
+def _widths(group: Sequence[ModuleFeatures]) -> list[list[Labels]]:
+    """The widths that a fit may be cut at, each once: its labels in every module of those that do the same."""
+    found: dict[tuple[bytes, ...], list[Labels]] = {}
+    for products in zip(*(one.products for one in group), strict=True):
+        if all(len(product.factors) == 1 for product in products):
+            for alike in zip(*(product.factors[0] for product in products), strict=True):
+                found.setdefault(tuple(factor.tobytes() for factor in alike), list(alike))
     return list(found.values())
 
 
