@@ -98,11 +98,11 @@ def fastest(case: Case, whole: Plan, settings: PruneSettings) -> Plan:
     """
     blocks = (settings.target.block, 2 * settings.target.block)
     made = [downhill(case, whole, replace(settings, round_to=block)) for block in blocks]
-    return max((whole, *made), key=lambda plan: predicted(case, plan))
+    return max((whole, *(plan for plan in made if plan)), key=lambda plan: predicted(case, plan))
 
 
-def downhill(case: Case, whole: Plan, settings: PruneSettings) -> Plan:
-    """Where steps from `whole` end."""
+def downhill(case: Case, whole: Plan, settings: PruneSettings) -> Plan | None:
+    """Where steps from `whole` end; None where none leads to nearly all of the MACs."""
     share, chart = settings.budget.macs, whole.channel_map
     assert share is not None
     both = replace(settings, budget=BudgetSettings(macs=share, latency_ms=1.0))
@@ -117,6 +117,8 @@ def downhill(case: Case, whole: Plan, settings: PruneSettings) -> Plan:
         if ms.min() >= least:
             break
         least, counts = ms.min(), trials[ms.argmin()]
+    if least == np.inf:
+        return None
     keep = np.ones(chart.n_labels, dtype=bool)
     for part, count in zip(parts, counts, strict=True):
         keep[part.labels[count:]] = False
@@ -135,7 +137,7 @@ def steps(parts: list[Part], counts: Labels, number: int) -> Labels:
         for values in product(*(reached[index] for index in some)):
             rows.append(counts.copy())
             rows[-1][list(some)] = values
-    return np.array(rows)
+    return np.array(rows, dtype=np.int64).reshape(-1, len(parts))
 
 
 def left(case: Case, plan: Plan) -> float:

@@ -35,12 +35,13 @@ class Budgets:
         asked: (budgets,) the most of each that may be left.
         dense: (budgets,) what the dense model has of each; 1 where it is a share.
         left: counts of the parts (..., parts) -> what they leave, (..., budgets).
-        limited: the same -> what is limited, (..., limits): but for what no counts bring to its limit, smooth in each
-            count, unlike the most of it.
+        limited: the same -> what is limited, (..., limits): but for what no counts bring to its limit, where it is
+            `smooth`, it is so in each count, unlike the most of it.
         limits: (limits,) the most of each that may be left.
         owner: (limits,) index of the budget that it belongs to.
         steps: that widths are rounded up to where time is counted.
-        turns: of each part the counts at which another kernel takes over, so that more channels may take less time.
+        turning: whether another kernel may take over at some width, so that more channels take less time.
+        turns: of each part the counts at which one does; of widths that several parts decide, none.
     """
 
     names: tuple[str, ...]
@@ -51,12 +52,13 @@ class Budgets:
     limits: Numbers
     owner: Labels
     steps: tuple[int, ...]
+    turning: bool
     turns: tuple[tuple[int, ...], ...]
 
     @property
     def smooth(self) -> bool:
         """Whether costs neither go in steps nor turn."""
-        return not self.steps and not any(self.turns)
+        return not self.steps and not self.turning
 
     def fits(self, counts: Labels) -> Any:
         """Whether counts (..., parts) meet every budget: bool (...)."""
@@ -133,6 +135,7 @@ def budgets_of(
         limits=most[owner[within]],
         owner=owner[within],
         steps=tuple(sorted({step for one in terms for term in one for step in term.steps if step > 1})),
+        turning=model.turning,
         turns=tuple(tuple(sorted(found)) for found in model.turns([part.labels.size for part in parts])),
     )
 

@@ -80,6 +80,11 @@ class CostModel:
         """The same for some of the resources alone."""
         return replace(self, constants=self.constants[:, resources], base=self.base[resources])
 
+    @property
+    def turning(self) -> bool:
+        """Whether a span decides on a product, so that costs may fall as widths grow."""
+        return bool(self.counting[3].any())
+
     def turns(self, sizes: Sequence[int]) -> list[set[int]]:
         """Of each part, whose sizes are given, the counts from which on a span begins or ends, and so costs may fall.
 
@@ -102,7 +107,8 @@ class CostModel:
         if not self.starts.size:
             return np.broadcast_to(np.rint(self.base), (*counts.shape[:-1], self.base.size))
         kept = self.tables[self.at + flat[:, self.first] * self.stride + flat[:, self.second]]
-        widths = counted(self.fixed + np.add.reduceat(kept, self.starts, axis=1), *self.counting)
+        widths = self.fixed + np.add.reduceat(kept, self.starts, axis=1)
+        widths = counted(widths, *self.counting) if self.turning else up(widths, self.counting[0])
         widths = np.concatenate([widths, np.ones_like(widths[:, :1])], axis=1)
         products = widths[:, self.factors].prod(axis=2)
         result: Numbers = np.rint(products @ self.constants + self.base)

@@ -94,10 +94,11 @@ def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers,
 
 
 def _spread(part: Part, turns: tuple[int, ...]) -> Labels:
-    """At most `MOST` of the counts, the last among them, in equal steps from it, and the first from each turn on."""
+    """At most `MOST` of the counts, the last among them, in equal steps from it, and both sides of each turn."""
     every = -(-part.counts.size // MOST)
     also = np.searchsorted(part.counts, turns)
-    return np.union1d(part.counts[::-1][::every], part.counts[also[also < part.counts.size]])
+    also = np.clip(np.concatenate([also, also - 1]), 0, part.counts.size - 1)
+    return np.union1d(part.counts[::-1][::every], part.counts[also])
 
 
 def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price: Numbers) -> Numbers:

@@ -1,20 +1,21 @@
-"""What can be had at all: the least that any plan leaves of each budget, and what is said where that is too much."""
+"""What may be asked for: figures that mean something, and the least that can be left of each budget."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.errors import PlanError
+from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets import Budgets, asked_for, budgets_of, in_words
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
-from prunekit.planning.settings import LATENCIES, SHARES, PruneSettings
+from prunekit.planning.settings import LATENCIES, SHARES, BudgetSettings, PruneSettings, Scope
 from prunekit.planning.terms import Numbers
 
 LIMITS = ("exclude", "ratios", "min_channels", "round_to")
@@ -26,7 +27,7 @@ NOTHING_FREE = "no channel is free: all are locked or excluded; `prunekit inspec
 def least_left(
     channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None
 ) -> dict[str, float]:
-    """The least that any plan leaves of each budget that is given, in the units of `Budgets`.
+    """The least that can be left of each budget that is given, in the units of `Budgets`: of time, within the others.
 
     Raises:
         PlanError: nothing is free, or a glob matches no module.
@@ -43,11 +44,16 @@ def require_met_untimed(channel_map: ChannelMap, settings: PruneSettings) -> Non
 
     Raises:
         PlanError: one cannot; or nothing is free, or a glob matches no module.
+        ModelError: the model does not run on the batch and dtype that memory is counted for.
+        UsageError: a setting is out of range.
     """
-    wanted = replace(settings, budget=replace(settings.budget, **dict.fromkeys(LATENCIES)))
+    check_settings(settings)
+    wanted = replace(settings, budget=_without(settings, LATENCIES))
     if asked_for(wanted.budget):
         scores = np.zeros(channel_map.n_labels)
         parts = free_parts(channel_map, scores, wanted)
+        if not parts:
+            raise PlanError(NOTHING_FREE)
         check_met(channel_map, scores, parts, budgets_of(channel_map, parts, wanted), wanted)
 
 
@@ -72,7 +78,7 @@ def check_met(
     texts = []
     for index in missed:
         name, asked = budgets.names[index], float(budgets.asked[index])
-        without = "".join(_in_the_way(channel_map, scores, settings, index, asked, latency))
+        without = "".join(_in_the_way(channel_map, scores, settings, name, asked, latency))
         most, no_less = ("at least", "no more") if name == "speedup" else ("at most", "no less")
         of_dense = " of the dense model" if name in SHARES else " (predicted)" if name in LATENCIES else ""
         texts.append(
@@ -86,42 +92,113 @@ def _in_the_way(
     channel_map: ChannelMap,
     scores: Scores,
     settings: PruneSettings,
-    index: int,
+    name: str,
     asked: float,
     latency: LatencyTable | None,
 ) -> Iterator[str]:
-    """The limits of which each alone makes a budget impossible, with what could be had without it."""
-    for limit in LIMITS:
-        without: dict[str, Any] = {limit: getattr(PruneSettings(), limit)}
-        relaxed = replace(settings, **without)
+    """The limits and other budgets of which each alone makes one impossible, with what could be had without it."""
+    others = [other for other in asked_for(settings.budget) if other not in LATENCIES] if name in LATENCIES else []
+    without: dict[str, dict[str, Any]] = {limit: {limit: getattr(PruneSettings(), limit)} for limit in LIMITS}
+    without |= {f"budget {other}": {"budget": _without(settings, [other])} for other in others}
+    for limit, change in without.items():
+        relaxed = replace(settings, **change)
         if relaxed != settings:
             parts = free_parts(channel_map, scores, relaxed)
             budgets = budgets_of(channel_map, parts, relaxed, latency)
-            least = float(least_of(parts, budgets)[index])
+            least = float(least_of(parts, budgets)[budgets.names.index(name)])
             if least <= asked:
-                yield f" (it contradicts {limit}, without which {in_words(budgets.names[index], least)} can be had)"
+                yield f" (it contradicts {limit}, without which {in_words(name, least)} can be had)"
+
+
+def _without(settings: PruneSettings, names: Iterable[str]) -> BudgetSettings:
+    return replace(settings.budget, **dict.fromkeys(names))
 
 
 def least_of(parts: list[Part], budgets: Budgets) -> Numbers:
-    """The least of each budget that any plan leaves: (budgets,)."""
-    return np.array([budgets.left(counts)[index] for index, counts in enumerate(cheapest(parts, budgets))])
+    """The least that can be left of each budget, (budgets,): of time, within the others."""
+    narrow, quick = budgets.left(_narrowest(parts)), budgets.left(fastest(parts, budgets))
+    return np.where(_timed(budgets), quick, narrow)
 
 
-def cheapest(parts: list[Part], budgets: Budgets) -> list[Labels]:
-    """For each budget the counts that leave the least of it.
+def fastest(parts: list[Part], budgets: Budgets) -> Labels:
+    """Counts that leave the least time within the budgets that are not of time; the narrowest where none is of time.
 
-    The narrowest, unless another kernel takes less time for a wider part: then what no part alone makes less.
+    Where another kernel may take less time for a wider part, what no part alone makes less, from the narrowest or the
+    widest counts that are within the others: whichever ends at less.
     """
-    found = []
-    for index in range(len(budgets.names)):
-        counts = np.array([part.counts[0] for part in parts])
-        for _ in range(SWEEPS if any(budgets.turns) else 0):
-            before = counts.copy()
-            for number, part in enumerate(parts):
-                trials = np.repeat(counts[None], part.counts.size, axis=0)
-                trials[:, number] = part.counts
-                counts = trials[int(np.argmin(budgets.left(trials)[:, index]))]
-            if np.array_equal(before, counts):
-                break
-        found.append(counts)
-    return found
+    narrowest, timed = _narrowest(parts), _timed(budgets)
+    if not budgets.turning:
+        return narrowest
+    others = ~timed if (budgets.left(narrowest) <= budgets.asked)[~timed].all() else np.zeros_like(timed)
+    widest = np.array([part.counts[-1] for part in parts])
+
+    def times(counts: Labels) -> Numbers:
+        """(trials,) shares of the time asked for; infinite beyond the other budgets."""
+        left = budgets.left(counts) / budgets.asked
+        return np.where((left[:, others] <= 1).all(axis=1), left[:, timed].max(axis=1), np.inf)
+
+    ends = [_downhill(parts, start, times) for start in (narrowest, widest)]
+    return min(ends, key=lambda counts: float(times(counts[None])[0]))
+
+
+def _downhill(parts: list[Part], counts: Labels, times: Callable[[Labels], Numbers]) -> Labels:
+    for _ in range(SWEEPS):
+        before = counts
+        for number, part in enumerate(parts):
+            trials = np.repeat(counts[None], part.counts.size, axis=0)
+            trials[:, number] = part.counts
+            took = times(trials)
+            if took.min() < np.inf:
+                counts = trials[int(np.argmin(took))]
+        if np.array_equal(before, counts):
+            break
+    return counts
+
+
+def _timed(budgets: Budgets) -> NDArray[np.bool_]:
+    return np.isin(budgets.names, LATENCIES)
+
+
+def _narrowest(parts: list[Part]) -> Labels:
+    return np.array([part.counts[0] for part in parts])
+
+
+_NUMBERS = {
+    "size_mb": ("number of megabytes (10^6 bytes)", 0),
+    "memory_mb": ("number of megabytes (10^6 bytes)", 0),
+    "latency_ms": ("number of milliseconds", 0),
+    "speedup": ("number of times faster", 1),
+}
+
+
+def check_settings(settings: PruneSettings) -> None:
+    """Checks that every figure of the settings means something.
+
+    Raises:
+        UsageError: one does not; or there is no budget.
+    """
+    budget = asked_for(settings.budget)
+    if not budget:
+        names = ", ".join(asdict(BudgetSettings()))
+        raise UsageError(f"budget: expected at least one of {names}, each the most that may be left; got none")
+    shares = {name: value for name, value in budget.items() if name in SHARES}
+    shares |= {f"ratios[{k!r}]": v for k, v in settings.ratios.items()}
+    problems = [
+        f"{name}: expected a share above 0 and at most 1, got {share!r}"
+        for name, share in shares.items()
+        if not (isinstance(share, (int, float)) and 0 < share <= 1)
+    ]
+    problems += [
+        f"{name}: expected a {what} above {least}, got {budget[name]!r}"
+        for name, (what, least) in _NUMBERS.items()
+        if name in budget and not (isinstance(budget[name], (int, float)) and least < budget[name] < np.inf)
+    ]
+    problems += [
+        f"{name}: expected a whole number of at least 1, got {value!r}"
+        for name, value in (("round_to", settings.round_to), ("min_channels", settings.min_channels))
+        if not isinstance(value, int) or value < 1
+    ]
+    if settings.scope not in get_args(Scope):
+        problems.append(f"scope: expected one of {', '.join(get_args(Scope))}, got {settings.scope!r}")
+    if problems:
+        raise UsageError("; ".join(problems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,19 +13,22 @@ import torch
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
-from prunekit.errors import NonFiniteError, PlanError, UsageError
-from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, in_words
+from prunekit.errors import NonFiniteError, PlanError
+from prunekit.planning.budgets import Budgets, as_given, budgets_of, in_words
 from prunekit.planning.exchange import Worth, are_few, improved
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
-from prunekit.planning.reach import NOTHING_FREE, cheapest, check_met
+from prunekit.planning.reach import NOTHING_FREE, check_met, check_settings, fastest
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
-from prunekit.planning.settings import SHARES, BudgetSettings, PruneSettings, Scope
+from prunekit.planning.settings import SHARES, PruneSettings, Scope
 
 GRID = 4096
 """Steps of the uniform share that the search may choose from."""
+
+TRIED = 129
+"""Steps of a ladder that are tried at once where costs may fall as widths grow."""
 
 STARTS = 2
 """Of the plans that prices lead to, so many are improved: the best. All of them where there are few widths."""
@@ -63,7 +66,7 @@ def make_plan(
         NonFiniteError: a score is NaN.
         UsageError: a setting is out of range.
     """
-    _check(settings)
+    check_settings(settings)
     _check_scores(channel_map, scores)
     parts = free_parts(channel_map, scores, settings, between)
     if not parts:
@@ -81,32 +84,40 @@ def make_plan(
 def _chosen(parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
     """Counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found.
 
-    Raises:
-        PlanError: none were found, though each budget can be met.
+    Where another kernel makes only plans fast enough that a scope's own do not come to, the fastest.
     """
-    cheap = cheapest(parts, budgets)
-    if scope == "per_mac":
-        worth = Worth.of(parts, scores)
-        found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
-        found += by_multipliers(parts, worth, budgets)
-        found += [_highest(parts, *_uniform(parts), budgets), *cheap]
-        distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
-        starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
-        found = [improved(parts, worth, budgets, counts) for counts in starts]
-        found.sort(key=worth, reverse=True)
+    if scope == "uniform":
+        found = [_highest(parts, *_uniform(parts), budgets)]
+    elif scope == "global":
+        found = [_highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)]
     else:
-        ladder = _uniform(parts) if scope == "uniform" else _global(parts, [scores[part.labels] for part in parts])
-        found = [counts for counts in (_highest(parts, *ladder, budgets), *cheap) if budgets.fits(counts)]
-    if not found:
-        raise PlanError(
-            f"budget {_in_words(budgets)}: each can be met by itself, but no plan was found that meets all; raise one"
-        )
-    return found[0]
+        found = _most_worth(parts, scores, budgets)
+    return next((counts for counts in found if budgets.fits(counts)), fastest(parts, budgets))
+
+
+def _most_worth(parts: list[Part], scores: Scores, budgets: Budgets) -> list[Labels]:
+    """Counts within the budgets from several starts, those of the highest sum of kept scores first."""
+    worth = Worth.of(parts, scores)
+    found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+    found += by_multipliers(parts, worth, budgets)
+    found += [_highest(parts, *_uniform(parts), budgets), fastest(parts, budgets)]
+    distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
+    starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
+    return sorted((improved(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
 
 
 def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> Labels:
-    """The highest step of a ladder that fits, and what more of single parts does."""
+    """The highest step of a ladder that fits, and what more of single parts does.
+
+    Where costs may fall as widths grow, steps are tried all along the ladder first: some that fit may lie above others
+    that do not.
+    """
     low, high = 0, top
+    if budgets.turning:
+        tried = np.unique(np.linspace(0, top, TRIED).round().astype(np.int64))
+        fits = np.flatnonzero(budgets.fits(np.stack([ladder(int(step)) for step in tried])))
+        at = int(fits[-1]) if fits.size else 0
+        low, high = int(tried[at]), int(tried[min(at + 1, tried.size - 1)])
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if budgets.fits(ladder(middle)) else (low, middle - 1)
@@ -114,57 +125,18 @@ def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> L
 
 
 def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
+    asked = ", ".join(
+        f"{name} {as_given(name, value):.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True)
+    )
     whole = "".join(
         f" (which has {in_words(name, float(dense))})"
         for name, dense in zip(budgets.names, budgets.dense, strict=True)
         if name not in (*SHARES, "speedup")
     )
     return (
-        f"the plan removes nothing: budget {_in_words(budgets)} leaves the whole model{whole}, or "
+        f"the plan removes nothing: budget {asked} leaves the whole model{whole}, or "
         f"round_to {settings.round_to} and min_channels {settings.min_channels} allow no smaller width"
     )
-
-
-def _in_words(budgets: Budgets) -> str:
-    return ", ".join(
-        f"{name} {as_given(name, value):.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True)
-    )
-
-
-_NUMBERS = {
-    "size_mb": ("number of megabytes (10^6 bytes)", 0),
-    "memory_mb": ("number of megabytes (10^6 bytes)", 0),
-    "latency_ms": ("number of milliseconds", 0),
-    "speedup": ("number of times faster", 1),
-}
-
-
-def _check(settings: PruneSettings) -> None:
-    budget = asked_for(settings.budget)
-    if not budget:
-        names = ", ".join(asdict(BudgetSettings()))
-        raise UsageError(f"budget: expected at least one of {names}, each the most that may be left; got none")
-    shares = {name: value for name, value in budget.items() if name in SHARES}
-    shares |= {f"ratios[{k!r}]": v for k, v in settings.ratios.items()}
-    problems = [
-        f"{name}: expected a share above 0 and at most 1, got {share!r}"
-        for name, share in shares.items()
-        if not (isinstance(share, (int, float)) and 0 < share <= 1)
-    ]
-    problems += [
-        f"{name}: expected a {what} above {least}, got {budget[name]!r}"
-        for name, (what, least) in _NUMBERS.items()
-        if name in budget and not (isinstance(budget[name], (int, float)) and least < budget[name] < np.inf)
-    ]
-    problems += [
-        f"{name}: expected a whole number of at least 1, got {value!r}"
-        for name, value in (("round_to", settings.round_to), ("min_channels", settings.min_channels))
-        if not isinstance(value, int) or value < 1
-    ]
-    if settings.scope not in get_args(Scope):
-        problems.append(f"scope: expected one of {', '.join(get_args(Scope))}, got {settings.scope!r}")
-    if problems:
-        raise UsageError("; ".join(problems))
 
 
 def _check_scores(channel_map: ChannelMap, scores: Scores) -> None:

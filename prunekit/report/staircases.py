@@ -105,7 +105,7 @@ def together(layers: Sequence[Layer]) -> list[Alike]:
 def _main(layer: Layer) -> int:
     full = np.array([width["channels"] for width in layer["widths"]], dtype=float)
     narrow = np.where(np.eye(len(full), dtype=bool), 1.0, full)
-    return int(np.argmin(fitted(layer, narrow)))
+    return int(np.argmax(np.abs(fitted(layer, narrow) - fitted(layer, full[None]))))
 
 
 def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:

@@ -186,7 +186,8 @@ class _Widths:
 
 def _turns(layer: LayerLatency) -> set[int]:
     """Widths from which on another fit holds."""
-    return {int(span.low) for term in layer.terms for span in term.spans if span.low > 0}
+    ends = {end for term in layer.terms for span in term.spans for end in (span.low, span.high)}
+    return {int(end) for end in ends if 0 < end < np.inf}
 
 
 def _name(module: str, width: Labels, model: nn.Module, channel_map: ChannelMap) -> str:

@@ -123,7 +123,7 @@ def test_kernels_that_are_slower_at_these_widths_name_both() -> None:
     assert found is not None
     assert found.ms == pytest.approx(4.0 * (1 - 3 / 4) + 4.0 * (1 - 2 / 4))
     assert found.modules == ("a", "b")  # that which is as fast as it was is not one of them
-    assert "2 layers do fewer" in found.evidence
+    assert "in 2 layers: a 256→256" in found.evidence
     assert "a 256→256 2 ms, 512→512 4 ms for 4 times as many" in found.evidence
     assert "prune.budget.speedup" in found.fix
 

@@ -92,6 +92,33 @@ def test_where_another_kernel_takes_over_is_found(share: float) -> None:
             assert ratio * truth.at(channel_map) / found.dense_ms == pytest.approx(1, rel=0.03)
 
 
+def test_a_module_that_is_never_so_wide_has_no_such_kernel() -> None:
+    channel_map = trace(Chain([64, 24, 64], [3, 3, 3], shortcut=True), (torch.zeros(1, 3, 16, 16),))
+    alike = [one for one in features_of(channel_map) if one.module in ("layers.1", "layers.2")]
+    assert alike[0].signature == alike[1].signature
+    truth = random_table(channel_map, (1,), 1)
+    inputs = {one.module: one.products[-1].factors[0][0] for one in alike}
+    assert {path: width.size for path, width in inputs.items()} == {"layers.1": 64, "layers.2": 24}
+    layers = [
+        replace(
+            layer,
+            terms=tuple(
+                replace(term, ms=term.ms * factor, spans=(Span(inputs[layer.module], *bounds),))
+                for term in layer.terms
+                for factor, bounds in ((1.0, (0, 40)), (0.6, (40, np.inf)))
+            ),
+        )
+        if layer.module in inputs
+        else layer
+        for layer in truth.layers
+    ]
+    found = fit(channel_map, made_up(channel_map, replace(truth, layers=tuple(layers)), 60, noise=0.01), {})
+    cut = {layer.module: [span for term in layer.terms for span in term.spans] for layer in found.layers}
+    assert cut["layers.1"]
+    assert cut["layers.2"] == []
+    assert next(layer for layer in found.layers if layer.module == "layers.2").terms
+
+
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_hardly_any_kernel_is_made_up_from_noise_or_a_network_that_was_disturbed(disturbed: bool) -> None:
     channel_map = chain([40, 48, 40], shortcut=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
-from prunekit.planning.reach import least_left
+from prunekit.planning.reach import least_left, require_met_untimed
 from prunekit.planning.settings import Scope
 
 
@@ -96,8 +98,7 @@ def test_the_fastest_plan_may_not_be_the_narrowest(scope: Scope) -> None:
     channel_map = chain([8, 12], shortcut=False)
     factor = channel_map.traced.trace.labels["layers.1.weight"][0]
     assert factor is not None
-    slow, fast = (LatencyTerm(ms, (), (), (span,)) for ms, span in from_ten(factor))
-    table = LatencyTable({}, (LayerLatency("layers.1", 0.0, (slow, fast)),), 0.0, 1.0, 0.0)
+    table = turning_at_ten(factor)
     group = next(group for group in channel_map.groups if group.labels.size == 12)
     wanted = PruneSettings(BudgetSettings(latency_ms=0.15, macs=0.7), scope=scope)
     assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.1)
@@ -107,20 +108,121 @@ def test_the_fastest_plan_may_not_be_the_narrowest(scope: Scope) -> None:
     assert plan.provenance["budgets"]["macs"]["left"] <= 0.7
 
 
-def test_budgets_that_exclude_each_other_are_named_together() -> None:
+def test_a_budget_that_another_excludes_names_it() -> None:
     channel_map = chain([8, 12], shortcut=False)
     factor = channel_map.traced.trace.labels["layers.1.weight"][0]
     assert factor is not None
-    slow, fast = (LatencyTerm(ms, (), (), (span,)) for ms, span in from_ten(factor))
-    table = LatencyTable({}, (LayerLatency("layers.1", 0.0, (slow, fast)),), 0.0, 1.0, 0.0)
+    table = turning_at_ten(factor)
     wanted = PruneSettings(BudgetSettings(latency_ms=0.15, channels=0.2), scope="per_mac")
-    with pytest.raises(PlanError, match=r"budget channels 0\.2, latency_ms 0\.15: each can be met by itself"):
+    message = (
+        r"budget latency_ms: at most 0\.15 ms .* leave no less than 0\.2 ms \(predicted\) "
+        r"\(it contradicts budget channels, without which 0\.1 ms can be had\)"
+    )
+    with pytest.raises(PlanError, match=message):
         make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
+    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.2)
+
+
+class Beside(nn.Module):
+    """Two convolutions side by side, whose channels one input takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(3, 16, 3, padding=1)
+        self.reads = nn.Conv2d(32, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reads(torch.cat([self.left(x), self.right(x)], 1))
+
+
+@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+def test_a_width_that_two_groups_decide_may_turn_too(scope: Scope) -> None:
+    """20 us a channel below 24 inputs, and 10 from there: at 24, what 12 take before."""
+    channel_map = trace(Beside(), (torch.zeros(1, 3, 8, 8),))
+    inputs = channel_map.traced.trace.labels["reads.weight"][1]
+    assert inputs is not None
+    terms = tuple(LatencyTerm(ms, (inputs,), (1,), (span,)) for ms, span in from_width(inputs, 24, 0.02, 0.01))
+    table = LatencyTable({}, (LayerLatency("reads", 0.0, terms),), 0.0, 1.0, 0.0)
+    wanted = PruneSettings(BudgetSettings(latency_ms=0.25), min_channels=10, scope=scope)
+    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.24)
+    plan = make_plan(channel_map, random_scores(channel_map, 0), wanted, latency=table)
+    left = sum(np.count_nonzero(plan.keep[channel_map.labels[f"{side}.weight"][0]]) for side in ("left", "right"))
+    assert 24 <= left <= 25
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
+    budgets = budgets_of(channel_map, parts, wanted, table)
+    assert (budgets.turning, budgets.smooth, [*budgets.turns]) == (True, False, [()] * len(parts))
+
+
+@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+def test_the_widest_plan_that_is_fast_enough_may_lie_beyond_some_that_are_not(scope: Scope) -> None:
+    """10 us a channel below 60, 5 from there: 0.45 ms are 45 channels, and 90."""
+    channel_map = chain([100, 4], shortcut=False)
+    factor = channel_map.traced.trace.labels["layers.0.weight"][0]
+    assert factor is not None
+    terms = tuple(LatencyTerm(ms, (factor,), (1,), (span,)) for ms, span in from_width(factor, 60, 0.01, 0.005))
+    table = LatencyTable({}, (LayerLatency("layers.0", 0.0, terms),), 0.0, 1.0, 0.0)
+    wanted = PruneSettings(BudgetSettings(latency_ms=0.45), scope=scope)
+    plan = make_plan(channel_map, random_scores(channel_map, 0), wanted, latency=table)
+    assert np.count_nonzero(plan.keep[channel_map.labels["layers.0.weight"][0]]) == 90
+    parts = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
+    assert (60,) in budgets_of(channel_map, parts, wanted, table).turns
+
+
+@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+def test_the_least_time_is_that_within_the_other_budgets(scope: Scope) -> None:
+    """Both wide take the least, and too many channels; one of them wide is what can be had."""
+    channel_map = chain([64, 64], shortcut=False)
+    layers = []
+    for index in (0, 1):
+        factor = channel_map.traced.trace.labels[f"layers.{index}.weight"][0]
+        assert factor is not None
+        terms = tuple(LatencyTerm(ms, (), (), (span,)) for ms, span in from_width(factor, 48, 0.2, 0.1))
+        layers.append(LayerLatency(f"layers.{index}", 0.0, terms))
+    table = LatencyTable({}, tuple(layers), 0.0, 1.0, 0.0)
+    wanted = PruneSettings(BudgetSettings(latency_ms=0.3, channels=0.6), scope=scope)
+    if scope == "uniform":  # a share of every group there
+        wanted = replace(wanted, budget=BudgetSettings(latency_ms=0.3, macs=0.5))
+    assert least_left(channel_map, wanted, table)["latency_ms"] == pytest.approx(0.3)
+    plan = make_plan(channel_map, np.ones(channel_map.n_labels), wanted, latency=table)
+    assert table.at(channel_map, plan.keep) == pytest.approx(0.3)
+    with pytest.raises(PlanError, match=r"no less than 0\.3 ms .* contradicts budget (channels|macs)"):
+        make_plan(
+            channel_map,
+            np.ones(channel_map.n_labels),
+            replace(wanted, budget=replace(wanted.budget, latency_ms=0.25)),
+            latency=table,
+        )
+
+
+def test_the_other_budgets_are_checked_without_a_table() -> None:
+    channel_map = chain([8, 12])
+    for budget, changed, error, message in (
+        ({"macs": 1e-6}, {}, PlanError, "budget macs: at most 1e-06"),
+        ({"macs": 0.5}, {"exclude": ("*",)}, PlanError, "no channel is free"),
+        ({"macs": -1.0}, {}, UsageError, "macs: expected a share above 0"),
+    ):
+        with pytest.raises(error, match=message):
+            require_met_untimed(channel_map, PruneSettings(BudgetSettings(speedup=1.5, **budget), **changed))
+    for fine in ({}, {"macs": 1.0}, {"macs": 0.5, "size_mb": 1.0}):
+        require_met_untimed(channel_map, PruneSettings(BudgetSettings(speedup=1.5, **fine)))
+
+
+def turning_at_ten(factor: Labels) -> LatencyTable:
+    """0.2 ms below ten of the labels, 0.1 from there on."""
+    terms = tuple(LatencyTerm(ms, (), (), (span,)) for ms, span in from_ten(factor))
+    return LatencyTable({}, (LayerLatency("layers.1", 0.0, terms),), 0.0, 1.0, 0.0)
 
 
 def from_ten(factor: Labels) -> tuple[tuple[float, Span], tuple[float, Span]]:
     """0.2 ms below ten of the labels, 0.1 from there on."""
-    return (0.2, Span(factor, 0, 10)), (0.1, Span(factor, 10, np.inf))
+    return from_width(factor, 10, 0.2, 0.1)
+
+
+def from_width(
+    factor: Labels, width: int, before: float, beyond: float
+) -> tuple[tuple[float, Span], tuple[float, Span]]:
+    """Milliseconds below a width, and from it on."""
+    return (before, Span(factor, 0, width)), (beyond, Span(factor, width, np.inf))
 
 
 def test_a_speedup_out_of_reach_names_the_best_that_is_predicted() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from little_time import time_little
@@ -13,8 +15,12 @@ from torchvision.models import VisionTransformer
 
 from prunekit.channels import trace
 from prunekit.errors import RunError
+from prunekit.measure.profile import LayerTimes, Sample
 from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.settings import TargetSettings
+from prunekit.report.staircases import fitted
+from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
 
 WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=TargetSettings(block=1))
@@ -55,3 +61,31 @@ def test_a_network_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, t
     model, example, target = OneAtATime().eval(), (torch.randn(1, 8),), replace(WANTED.target, batch=2)
     with pytest.raises(RunError, match=r"dense: does not run in eager: ValueError: one at a time"):
         profile(model, trace(model, example), [example], target, WANTED, cache=tmp_path, log=lambda text: None)
+
+
+def test_where_kernels_change_is_told_and_drawn() -> None:
+    """Also where a layer takes nothing beyond, so that only the end of what it takes before says so."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    chart = trace(model, (torch.randn(1, 8),))
+    inputs = chart.traced.trace.labels["2.weight"][1]
+    assert inputs is not None
+    before, beyond = Span(inputs, 0, 20), Span(inputs, 20, np.inf)
+    terms = LatencyTerm(0.03, (inputs,), (8,), (before,)), LatencyTerm(0.01, (inputs,), (8,), (beyond,))
+    layers = LayerLatency("0", 0.1, terms[:1]), LayerLatency("2", 0.2, terms)
+    table, dense = LatencyTable({}, layers, 0.0, 1.0, 1.0), np.ones(chart.n_labels, dtype=bool)
+    narrow = dense.copy()
+    narrow[chart.traced.final[inputs][12:]] = False
+    samples = [
+        Sample(keep, LayerTimes(1.0, 1.0, {layer.module: layer.at(keep[chart.traced.final]) for layer in layers}, 0.0))
+        for keep in (dense, narrow)
+    ]
+    found = Profile(chart, table, (), tuple(samples), (), 1.0)
+    assert {row["module"]: (row["changes_at"], row["steps"]) for row in found.rows()} == {
+        "2": ("20", "8"),
+        "0": ("20", "8"),
+    }
+    fits = {fit["module"]: fit for fit in json.loads(json.dumps(found.fits(model), allow_nan=False))}
+    assert [term["spans"] for term in fits["2"]["terms"]] == [[[0, 0, 20]], [[0, 20, None]]]
+    kept = np.array([[32.0], [20.0], [19.0], [8.0]])
+    assert fitted(fits["2"], kept) == pytest.approx([0.2 + 0.32, 0.2 + 0.24, 0.2 + 0.72, 0.2 + 0.24])
+    assert [row["ms"] for row in fits["2"]["measured"]] == pytest.approx(fitted(fits["2"], np.array([[32.0], [12.0]])))

@@ -58,8 +58,8 @@ def slower_kernels(times: Iterable[KernelTimes], pruned_ms: float) -> Cause | No
         name="slower kernels at these widths",
         ms=saved,
         evidence=(
-            f"{plural(len(layers), 'layer')} do fewer multiply-accumulates in a second, alone, than at the dense "
-            f"model's widths: {_shown(layers)}"
+            f"fewer multiply-accumulates in a second than at the dense model's widths, each alone, in "
+            f"{plural(len(layers), 'layer')}: {_shown(layers)}"
         ),
         fix=(
             "name the time and not the multiply-accumulates: prune.budget.speedup with this prune.target; such plans "

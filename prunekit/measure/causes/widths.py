@@ -100,7 +100,7 @@ def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | No
     return Cause(
         name="widths off the hardware's steps",
         ms=saved,
-        evidence=f"{plural(len(layers), 'layer')} run no slower with widths rounded up to {step}: {_shown(layers)}",
+        evidence=f"widths rounded up to {step} make {plural(len(layers), 'layer')} no slower: {_shown(layers)}",
         fix=f"prune.round_to={step} (prunekit.prune(..., round_to={step}))",
         modules=tuple(layer.module for layer in layers),
     )

@@ -157,18 +157,24 @@ def _solved(
     group: list[ModuleFeatures], steps: _Steps, counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
 ) -> tuple[Numbers, float]:
     """Coefficients that modules which do the same share, and the squared error."""
-    design = np.concatenate([counts.design(one, steps) * weights[:, None] for one in group])
-    wanted = np.concatenate([took[one.module] * weights for one in group])
+    design, wanted = _stacked(group, steps, counts, took, weights)
     found = non_negative(design, wanted)
     return found, float(((design @ found - wanted) ** 2).sum())
+
+
+def _stacked(
+    group: list[ModuleFeatures], steps: _Steps, counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Of all modules, one after the other, and their networks: what times are fitted to, and the times."""
+    design = np.concatenate([counts.design(one, steps) * weights[:, None] for one in group])
+    return design, np.concatenate([took[one.module] * weights for one in group])
 
 
 def _layers(
     group: list[ModuleFeatures], steps: _Steps, counts: _Counts, took: Mapping[str, Numbers], weights: Numbers
 ) -> dict[str, LayerLatency]:
     cut_at = _widths(group)
-    design = np.concatenate([counts.design(one, steps) * weights[:, None] for one in group])
-    wanted = np.concatenate([took[one.module] * weights for one in group])
+    design, wanted = _stacked(group, steps, counts, took, weights)
     widths = [np.concatenate([counts.width(factor) for factor in alike]) for alike in cut_at]
     leaves = grown(design, wanted, widths, np.tile(np.arange(len(counts.kept)), len(group)))
     constant = min(float(leaf.coefficients[0]) for leaf in leaves)
@@ -176,8 +182,10 @@ def _layers(
     for number, one in enumerate(group):
         terms: list[LatencyTerm] = []
         for leaf in leaves:
-            spans = tuple(Span(cut_at[index][number], *bounds) for index, bounds in leaf.bounds.items())
-            terms += _terms(one, leaf.coefficients, constant, steps, spans)
+            spans = [Span(cut_at[index][number], *bounds) for index, bounds in leaf.bounds.items()]
+            if all(span.low <= span.factor.size for span in spans):
+                within = tuple(span for span in spans if span.low > 0 or span.high <= span.factor.size)
+                terms += _terms(one, leaf.coefficients, constant, steps, within)
         layer, measured = LayerLatency(one.module, constant, tuple(terms)), took[one.module]
         found = np.array([layer.at(kept) for kept in counts.kept])
         error = float(np.median(np.abs(found / measured - 1))) if (measured > 0).all() else None

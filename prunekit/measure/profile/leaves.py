@@ -21,7 +21,8 @@ LEAST = 2
 """Points for each coefficient on either side of a cut."""
 CUTS = 64
 """That are tried of each width, spread over those that there are."""
-
+EPSILON = 1e-9
+"""Of all that is fitted to: a smaller error is rounding."""
 
 Points = NDArray[np.bool_]
 Cut = tuple[int, float, Points]
@@ -101,7 +102,7 @@ def _predicts(design: Numbers, wanted: Numbers, widths: Sequence[Labels], networ
     """
     folds = [networks % FOLDS == fold for fold in range(FOLDS)]
     most = (1 - CLEARLY) * sum(_off(design, wanted, held_out, None) for held_out in folds)
-    if sum(_off(design, wanted, held_out, cut[2]) for held_out in folds) >= most:
+    if most <= EPSILON * np.abs(wanted).sum() or sum(_off(design, wanted, out, cut[2]) for out in folds) >= most:
         return False
     error = 0.0
     for held_out in folds:
