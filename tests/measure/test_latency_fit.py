@@ -57,7 +57,7 @@ def test_steps_are_found_where_there_are_some_and_none_where_there_are_none() ->
 
 @pytest.mark.parametrize("share", [0.6, 1.5])
 def test_where_another_kernel_takes_over_is_found(share: float) -> None:
-    """As of a convolution of oneDNN, which takes less time with 432 input channels than with 416."""
+    """As of a convolution of oneDNN, which takes less time with 448 input channels than with 416."""
     channel_map = chain([64, 64, 64], shortcut=False)
     truth = random_table(channel_map, (1,), 1)
     inner = next(one for one in features_of(channel_map) if one.module == "layers.1")
