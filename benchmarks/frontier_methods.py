@@ -18,7 +18,7 @@ from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 from prunekit.planning.select import Scores
 
 METHODS = "time-elimination,macs-elimination,time-l2,macs-l2,tp-l2"
-HALVINGS = 12
+SHARES, HALVINGS = 16, 8
 LEAST = 0.02
 """Of MACs or channels."""
 
@@ -77,21 +77,29 @@ def turned(bench: Bench, settings: PruneSettings, plan: Callable[[float], Plan])
     Raises:
         PlanError: none is.
     """
-    wanted, best, fastest, low, high = settings.budget.speedup, None, 1.0, LEAST, 1.0
+    wanted, best, fastest = settings.budget.speedup, None, 1.0
     assert wanted is not None
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
+
+    def met(share: float) -> Plan | None:
+        nonlocal fastest
         try:
-            made = plan(middle)
+            made = plan(share)
         except PlanError:  # so little is out of reach
-            low = middle
-            continue
+            return None
         speedup = bench.speedup(made)
         fastest = max(fastest, speedup)
-        if speedup >= wanted:
-            best, low = made, middle
-        else:
-            high = middle
+        return made if speedup >= wanted else None
+
+    low, *shares = np.linspace(1.0, LEAST, SHARES + 1).tolist()
+    for share in shares:  # from above: where kernels change, some that are not fast enough may lie below others
+        low, high = share, low
+        best = met(low)
+        if best is not None:
+            break
+    for _ in range(HALVINGS if best is not None else 0):
+        middle = (low + high) / 2
+        made = met(middle)
+        best, low, high = (best, low, middle) if made is None else (made, middle, high)
     if best is None:
         raise PlanError(f"no share is predicted to be {wanted:.3g}x as fast; the fastest plan found is, {fastest:.3g}x")
     return best
