@@ -38,6 +38,7 @@ from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.select import Part
 from prunekit.planning.settings import TargetSettings
+from prunekit.planning.solve import keep_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import NETWORKS, as_latency, layer_setting
 from prunekit.workflow.pruning import Planned, plan_model
@@ -119,10 +120,7 @@ def downhill(case: Case, whole: Plan, settings: PruneSettings) -> Plan | None:
         least, counts = ms.min(), trials[ms.argmin()]
     if least == np.inf:
         return None
-    keep = np.ones(chart.n_labels, dtype=bool)
-    for part, count in zip(parts, counts, strict=True):
-        keep[part.labels[count:]] = False
-    return Plan(chart, chart.completed(keep), {})
+    return Plan(chart, keep_of(chart, parts, counts), {})
 
 
 def steps(parts: list[Part], counts: Labels, number: int) -> Labels:

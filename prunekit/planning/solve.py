@@ -74,7 +74,7 @@ def make_plan(
     budgets = budgets_of(channel_map, parts, settings, latency)
     check_met(channel_map, scores, parts, budgets, settings, latency)
     counts = _chosen(parts, scores, budgets, settings.scope)
-    keep = _keep(channel_map, parts, counts)
+    keep = keep_of(channel_map, parts, counts)
     if keep.all() and between.most is None:
         raise PlanError(_removes_nothing(budgets, settings))
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
@@ -92,7 +92,8 @@ def _chosen(parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -
         found = [_highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)]
     else:
         found = _most_worth(parts, scores, budgets)
-    return next((counts for counts in found if budgets.fits(counts)), fastest(parts, budgets))
+    fitting = [counts for counts in found if budgets.fits(counts)]
+    return fitting[0] if fitting else fastest(parts, budgets)
 
 
 def _most_worth(parts: list[Part], scores: Scores, budgets: Budgets) -> list[Labels]:
@@ -156,7 +157,8 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def _keep(channel_map: ChannelMap, parts: list[Part], counts: Labels) -> Keep:
+def keep_of(channel_map: ChannelMap, parts: list[Part], counts: Labels) -> Keep:
+    """What counts (parts,) of the parts keep: bool (n_labels,)."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
     for part, count in zip(parts, counts, strict=True):
         keep[part.labels[count:]] = False

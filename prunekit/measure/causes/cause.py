@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 from prunekit.measure.breakdown import OperatorRow, Side
 
@@ -80,6 +81,23 @@ class Ran:
     def modules(self) -> tuple[str, ...]:
         """Paths of the modules that run them."""
         return tuple(dict.fromkeys(row.module for row in self.rows))
+
+
+class Saving(Protocol):
+    """A layer and what it would save another way."""
+
+    @property
+    def saved_ms(self) -> float:
+        """Milliseconds of a forward pass of the pruned model."""
+
+
+L = TypeVar("L", bound=Saving)
+
+
+def worth_naming(layers: Iterable[L], pruned_ms: float) -> list[L]:
+    """Layers by what they would save, the most first; none where all together are not worth a sentence."""
+    found = sorted(layers, key=lambda layer: -layer.saved_ms)
+    return found if sum(layer.saved_ms for layer in found) >= LEAST * pruned_ms else []
 
 
 def some(names: Sequence[str], shown: int = NAMED) -> str:

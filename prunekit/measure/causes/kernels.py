@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prunekit.measure.causes.cause import LEAST, Cause
+from prunekit.measure.causes.cause import Cause, worth_naming
 from prunekit.measure.causes.widths import text
 from prunekit.measure.evidence import Estimate
 from prunekit.measure.layers import Widths
@@ -50,13 +50,12 @@ class KernelTimes:
 
 def slower_kernels(times: Iterable[KernelTimes], pruned_ms: float) -> Cause | None:
     """Layers that do fewer multiply-accumulates in a second than at the dense model's widths."""
-    layers = sorted((layer for layer in times if layer.slower), key=lambda layer: -layer.saved_ms)
-    saved = sum(layer.saved_ms for layer in layers)
-    if saved < LEAST * pruned_ms:
+    layers = worth_naming((layer for layer in times if layer.slower), pruned_ms)
+    if not layers:
         return None
     return Cause(
         name="slower kernels at these widths",
-        ms=saved,
+        ms=sum(layer.saved_ms for layer in layers),
         evidence=(
             f"fewer multiply-accumulates in a second than at the dense model's widths, each alone, in "
             f"{plural(len(layers), 'layer')}: {_shown(layers)}"

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prunekit.measure.causes.cause import LEAST, Cause
+from prunekit.measure.causes.cause import Cause, worth_naming
 from prunekit.measure.evidence import Estimate
 from prunekit.measure.layers import Widths
 from prunekit.measure.wording import plural
@@ -92,14 +92,13 @@ def off_step_widths(times: Iterable[WidthTimes], pruned_ms: float) -> Cause | No
             by_step[layer.step].append(layer)
     if not by_step:
         return None
-    step, layers = max(by_step.items(), key=lambda item: sum(layer.saved_ms for layer in item[1]))
-    saved = sum(layer.saved_ms for layer in layers)
-    if saved < LEAST * pruned_ms:
+    step, most = max(by_step.items(), key=lambda item: sum(layer.saved_ms for layer in item[1]))
+    layers = worth_naming(most, pruned_ms)
+    if not layers:
         return None
-    layers = sorted(layers, key=lambda layer: -layer.saved_ms)
     return Cause(
         name="widths off the hardware's steps",
-        ms=saved,
+        ms=sum(layer.saved_ms for layer in layers),
         evidence=f"widths rounded up to {step} make {plural(len(layers), 'layer')} no slower: {_shown(layers)}",
         fix=f"prune.round_to={step} (prunekit.prune(..., round_to={step}))",
         modules=tuple(layer.module for layer in layers),
