@@ -92,7 +92,7 @@ def profile(
     table = fit(channel_map, samples, asdict(setting))
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:
-        were = "network was" if doubtful == 1 else "networks were"
+        were = "was" if doubtful == 1 else "were"
         notes.append(f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure")
     predictions = _predicted(channel_map, samples, table.setting)
     return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
