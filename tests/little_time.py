@@ -22,8 +22,7 @@ def time_little(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
 
 def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is measured once, in this process: to start another takes longer than what it measures."""
-    monkeypatch.setattr(delivering, "REPEATS", 5)
-    monkeypatch.setattr(delivering, "LAST_REPEATS", 5)
+    monkeypatch.setattr(timed, "REPEATS", 5)
     monkeypatch.setattr(timed, "ROUNDS_MS", 0.0)
     monkeypatch.setattr(timed, "PROCESSES", 1)
     monkeypatch.setattr(timed, "TRIES", 1)

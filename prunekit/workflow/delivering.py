@@ -23,7 +23,7 @@ from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
-from prunekit.workflow.timed import LAST_REPEATS, REPEATS, rounds_of, timed
+from prunekit.workflow.timed import LAST_PROCESSES, MOST_PROCESSES, rounds_of, timed
 
 ATTEMPTS = 8
 Planner = Callable[[PruneSettings, ChannelMap], Planned]
@@ -56,8 +56,9 @@ def delivered(frozen: Frozen, handed_over: nn.Module, *, log: Log) -> Delivered:
         RunError: the target cannot run it.
     """
     first, goal = frozen.attempts[0].timing, frozen.goal
-    rounds = rounds_of(LAST_REPEATS, first.ms * first.speedup)
-    found = Delivered(frozen, timed(goal.dense, handed_over, goal.inputs, goal.settings, rounds))
+    rounds = rounds_of(first.ms * first.speedup)
+    final = timed(goal.dense, handed_over, goal.inputs, goal.settings, rounds, LAST_PROCESSES)
+    found = Delivered(frozen, final)
     log(f"latency: measured last: {found.final}: {100 * found.excess:.1f} % of the time asked for")
     return found
 
@@ -115,8 +116,8 @@ def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> Non
 
 
 def _timed(goal: LatencyGoal, compact: nn.Module) -> Timing:
-    rounds = rounds_of(REPEATS, goal.table.dense_ms)
-    return timed(goal.dense, goal.transform(compact), goal.inputs, goal.settings, rounds)
+    rounds = rounds_of(goal.table.dense_ms)
+    return timed(goal.dense, goal.transform(compact), goal.inputs, goal.settings, rounds, MOST_PROCESSES)
 
 
 def aiming(settings: PruneSettings, share: float) -> PruneSettings:

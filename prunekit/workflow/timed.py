@@ -17,30 +17,40 @@ from prunekit.workflow.attempts import Timing
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import as_latency
 
-PROCESSES, MOST_PROCESSES = 3, 7
-"""That measure a plan one after the other: more while their median is uncertain."""
-CERTAIN = 0.0075
-"""The standard error of the median over processes that is small enough, as a share of it. Beside a tolerance of 3 %."""
+PROCESSES, MOST_PROCESSES, LAST_PROCESSES = 3, 7, 15
+"""That measure a plan one after the other: more while their median is uncertain, most for the figure that counts."""
+CERTAIN = 0.0125
+"""Half of the 95 % interval of the median over processes that is small enough, as a share of it. Beside a tolerance of
+3 %."""
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
+"""97.5 % of Student's distribution (1908) lie below, for 1, 2, ... degrees of freedom: a standard deviation of three
+processes is often too small by half."""
 TRIES = 2
 """How often a plan is measured at most, with twice the rounds each time, while it is unstable in most processes."""
-REPEATS, LAST_REPEATS = 15, 31
-"""Rounds of each attempt, and of the figure that counts, in each process, at least."""
+REPEATS = 15
+"""Rounds in each process, at least."""
 ROUNDS_MS = 2000.0
-"""That an attempt's rounds take together, at least: a machine's speed wavers over tenths of a second."""
+"""That they take together, at least: a machine's speed wavers over tenths of a second."""
 MOST_ROUNDS = 999
 
 
-def rounds_of(least: int, dense_ms: float) -> int:
-    """As many, but more of a model that is quick: as many times `ROUNDS_MS` as `least` is `REPEATS`."""
-    return min(max(least, round(ROUNDS_MS * least / REPEATS / dense_ms)), MOST_ROUNDS)
+def rounds_of(dense_ms: float) -> int:
+    """As many as are wanted in each process, of a dense model that takes so long."""
+    return min(max(REPEATS, round(ROUNDS_MS / dense_ms)), MOST_ROUNDS)
 
 
-def timed(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, repeats: int) -> Timing:
+def timed(
+    model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneSettings, rounds: int, most: int
+) -> Timing:
     """Measures a compact model beside the dense one on the target of the settings, in several processes of their own.
 
     The same model differs by some percent from process to process, whatever its interval in one of them: where its
     memory lies is a matter of chance, and what else the machine does changes. The less they agree, the more of them
     measure.
+
+    Args:
+        rounds: in each process.
+        most: processes.
 
     Raises:
         RunError: it cannot be measured there.
@@ -48,23 +58,24 @@ def timed(model: nn.Module, compact: nn.Module, inputs: Inputs, settings: PruneS
     wanted, models = as_latency(settings.target), {"dense": model, "pruned": compact}
     with ready(models, inputs, wanted, devices(settings.target.device, wanted)) as measured:
         for tried in range(TRIES):
-            rounds = repeats * 2**tried
             each: list[Timing] = []
-            while len(each) < PROCESSES or (len(each) < MOST_PROCESSES and _error(each, settings) > CERTAIN):
-                each.append(_timing(measured(rounds)))
+            while len(each) < PROCESSES or (len(each) < most and _uncertainty(each, settings) > CERTAIN):
+                each.append(_timing(measured(rounds * 2**tried)))
             found = _median(each)
             if found.stable:
                 break
     return found
 
 
-def _error(found: Sequence[Timing], settings: PruneSettings) -> float:
-    """The standard error of what counts, the median over processes, as a share of it; as of a normal distribution."""
+def _uncertainty(found: Sequence[Timing], settings: PruneSettings) -> float:
+    """Half of the 95 % interval of what counts, the median over processes, as a share of it; as of a normal
+    distribution."""
     if len(found) < 2:
         return 0.0
     in_ms = settings.budget.latency_ms is not None
     figures = np.array([one.ms if in_ms else one.speedup for one in found])
-    return float(math.sqrt(math.pi / 2 / len(found)) * figures.std(ddof=1) / np.median(figures))
+    error = math.sqrt(math.pi / 2 / len(found)) * figures.std(ddof=1)
+    return float(STUDENT_T[min(len(found) - 1, len(STUDENT_T)) - 1] * error / np.median(figures))
 
 
 def _median(found: Sequence[Timing]) -> Timing:
