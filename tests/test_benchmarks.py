@@ -313,7 +313,7 @@ def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
     assert met["versions"] == f"torch {version('torch')}"
     assert refused["refused"] is True
     assert "delivered" not in refused
-    assert "the best that can be had" in refused["reason"]
+    assert "no other is predicted to be faster" in refused["reason"]
     assert "2 requests: 1 delivered" in done.stderr
     before = file.read_text()
     again = run("latency_budget.py", *arguments, "--asked", "1.5,900")

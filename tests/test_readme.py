@@ -1,4 +1,4 @@
-"""Every command and every line of Python in the README that needs no network runs as it is written there."""
+"""Every command and every line of Python in README and guides that needs no network runs as it is written there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
 from prunekit.cli import cli
+from prunekit.planning.settings import TargetSettings
 from prunekit.recipe import load
 from prunekit.training import feature_paths
+from prunekit.workflow.settings import JobSettings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = ROOT / "prunekit" / "guide"
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(GUIDE.glob("*.md")))}
 SHORTER = (
     ("  name: resnet34\n  arguments:\n    zero_init_residual: true", "  name: resnet8\n  zoo: cifar"),
     ("image_size: 32", "image_size: 8"),
@@ -31,11 +35,12 @@ SHORTER = (
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+    """Those of the README first; what is in Python goes on from it."""
+    return [block for page in PAGES.values() for block in re.findall(rf"```{language}\n(.*?)```", page, re.S)]
 
 
 def commands() -> list[list[str]]:
-    """All `prunekit ...` commands of the README, in order, as argument lists without the program's name."""
+    """All `prunekit ...` commands, in order, as argument lists without the program's name."""
     lines = [line for block in blocks("sh") for line in block.splitlines()]
     found = [re.search(r"(?:^|/)prunekit ([^#]*)", line) for line in lines]
     return [shlex.split(match.group(1).replace("<", "{").replace(">", "}")) for match in found if match]
@@ -120,16 +125,25 @@ def test_examples_for_clusters_are_what_torchrun_takes() -> None:
     assert f"--nproc-per-node={pods['containers'][0]['resources']['limits']['nvidia.com/gpu']} " in lines[1]
 
 
-def test_links_of_the_readme_exist() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_links_exist_and_lead_to_every_guide() -> None:
+    found = {(path.parent / to).resolve() for path, page in PAGES.items() for to in re.findall(r"\]\(([^)#]+)\)", page)}
+    assert found >= {path for path in PAGES if path.parent == GUIDE}
+    assert all(path.exists() for path in found), found
+
+
+def shown(block: str, folder: Path) -> JobSettings:
+    """The job of a recipe that has what a page shows."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"name: shown\nmodel: {{name: resnet34, weights: IMAGENET1K_V1}}\n{block}", encoding="utf-8")
+    return load(recipe)
 
 
 def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
-    (block,) = (block for block in blocks("yaml") if "kind: Job" not in block)
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"name: shown\nmodel: {{name: resnet34, weights: IMAGENET1K_V1}}\n{block}", encoding="utf-8")
-    job = load(recipe)
+    latency, training = (block for block in blocks("yaml") if "kind: Job" not in block)
+    prune = shown(latency, tmp_path).prune
+    assert prune.budget.measured
+    assert prune.target == TargetSettings("onnxruntime")
+    job = shown(training, tmp_path)
     assert job.sparsify is not None
     assert job.finetune.distill is not None
     assert job.finetune.distill.features is not None

@@ -13,6 +13,7 @@ from torch import nn
 from prunekit.measure.evidence import Contention, Estimate, paired_ratio
 from prunekit.measure.machine import Load
 from prunekit.measure.operators import Key, OperatorCalls, OperatorTimer, floor, record
+from prunekit.measure.placing import placements
 from prunekit.measure.timing import Timer, alternate, warm_up
 
 
@@ -117,15 +118,16 @@ def break_down(
     nothing = floor(device)
     clocks = [OperatorTimer(model, inputs, device, nothing.clock_ms) for model in (dense, pruned)]
     with torch.no_grad():
-        plain = [Timer(_forward(model, inputs), device) for model in (dense, pruned)]
+        forwards = [_forward(model, inputs) for model in (dense, pruned)]
+        plain = [Timer(forward, device) for forward in forwards]
         runs: list[Callable[[], float]] = [*plain, *clocks]
         for run in runs:
             warm_up(run, device.type)
         for clock in clocks:
             clock.passes.clear()
         load = Load()
-        with load.watched():
-            times = alternate(runs, rounds)
+        with load.watched(), placements(dense, pruned) as moves:
+            times = alternate(runs, rounds, [*moves, *forwards] if device.type == "cpu" else [])
     sides = [_sides(found, clock.passes, batch) for found, clock in zip(calls, clocks, strict=True)]
     dense_ms, pruned_ms = (float(np.median(row)) for row in times[:2])
     macs = [sum(side.macs or 0 for side in side_by_key.values()) for side_by_key in sides]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +115,15 @@ def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
     calls = tuple(warm_up(timer, timer.device.type) for timer in timers)
     load = Load()
     with load.watched():
-        times = alternate(timers, job.repeats)
+        times = alternate(timers, job.repeats, laid_out_anew(*sessions))
         clock = clock_mhz(setting.device)
     contention = load.contention(setting.threads) if setting.device == "cpu" else None
     return Timed(setting, times, calls, tuple(taken), contention, clock)
+
+
+def laid_out_anew(*sessions: Session) -> list[Callable[[], object]]:
+    """What moves the weights of sessions that do not lay them out themselves, and makes them warm again, in order."""
+    return [again for one in sessions if one.move is not None for again in (one.move, one.run)]
 
 
 def check(name: str, session: Session, setting: Setting, expected: list[Tensor]) -> None:

@@ -72,8 +72,13 @@ def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:
     return calls + len(times)
 
 
-def alternate(runs: Sequence[Callable[[], float]], rounds: int) -> np.ndarray[Any, Any]:
+def alternate(
+    runs: Sequence[Callable[[], float]], rounds: int, moves: Sequence[Callable[[], object]] = ()
+) -> np.ndarray[Any, Any]:
     """Runs each once a round, the order turned round every time, with the garbage collector off.
+
+    Args:
+        moves: are called before every other round, in order: they lay out models anew, and make them warm again.
 
     Returns:
         Milliseconds, (runs, rounds).
@@ -81,6 +86,9 @@ def alternate(runs: Sequence[Callable[[], float]], rounds: int) -> np.ndarray[An
     times = np.empty((len(runs), rounds))
     with paused_garbage_collection():
         for turn in range(rounds):
+            if turn % 2 == 0:
+                for move in moves:
+                    move()
             order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
             for index in order:
                 times[index, turn] = runs[index]()

@@ -169,6 +169,6 @@ def _as_asked(planned: Planned, goal: LatencyGoal) -> Planned:
 def _out_of_reach(goal: LatencyGoal, timing: Timing) -> str:
     return (
         f"budget {in_words_all(goal.asked)}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
-        f"{timing.speedup:.3g}x the dense model's speed (measured), and that is the best that can be had; raise the "
+        f"{timing.speedup:.3g}x the dense model's speed (measured), and no other is predicted to be faster; raise the "
         "budget, or relax exclude, ratios, min_channels and round_to"
     )

@@ -186,7 +186,7 @@ def test_processes_that_disagree_are_joined_by_more(
 
 @pytest.mark.parametrize("processes", [3, 5, 8, 15])
 def test_the_interval_over_processes_holds_the_true_speedup(processes: int) -> None:
-    """In 95 of 100 draws, as it says; one from the normal distribution alone does in fewer than 85 where n is 3."""
+    """In 95 of 100 draws, as it says; by the normal distribution in place of Student's it would in 85 where n is 3."""
     draws = 2.0 * (1 + 0.02 * np.random.default_rng(0).standard_normal((2000, processes)))
     held = 0
     for speedups in draws:

@@ -22,8 +22,8 @@ from prunekit.measure.machine import cpu_name
 from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting
 
-WAY = 4
-"""Of measuring; raised whenever the same network would be measured otherwise."""
+WAY, WAY_MOVED = 4, 5
+"""Of measuring, the second where weights are moved; raised whenever the same network would be measured otherwise."""
 
 
 def cache_folder() -> Path:
@@ -37,8 +37,9 @@ def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]
     """What every network of a profile has in common: setting, machine, versions, inputs and repeats."""
     packages = ("torch", *RUNTIMES[setting.runtime].packages)
     device = torch.device(setting.device)
+    moved = RUNTIMES[setting.runtime].carrier == "module" and device.type == "cpu"
     return asdict(setting) | {
-        "way": WAY,
+        "way": WAY_MOVED if moved else WAY,
         "sample_shape": inputs.described(),
         "repeats": repeats,
         "cpu": cpu_name(),

@@ -16,7 +16,7 @@ from prunekit.context import threads as with_threads
 from prunekit.measure.beside import ready
 from prunekit.measure.evidence import Contention, Times, doubts
 from prunekit.measure.machine import Load
-from prunekit.measure.measuring import Failed, check, line_of
+from prunekit.measure.measuring import Failed, check, laid_out_anew, line_of
 from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
@@ -46,7 +46,7 @@ class Pair:
     setting: Setting
     repeats: int
     least_ms: float = 0.0
-    dense_timer: Timer | None = None
+    dense_session: Session | None = None
 
     def __call__(self, network: Ready) -> LayerTimes | Failed:
         """The network's times, or what it failed of."""
@@ -59,20 +59,20 @@ class Pair:
             gc.collect()
 
     def _measure(self, network: Ready) -> LayerTimes:
-        if self.dense_timer is None:
-            self.dense_timer = Timer(self._open(self.dense).run, torch.device(self.setting.device))
-            warm_up(self.dense_timer, self.dense_timer.device.type)
+        device = torch.device(self.setting.device)
+        if self.dense_session is None:
+            self.dense_session = self._open(self.dense)
+            warm_up(Timer(self.dense_session.run, device), device.type)
         session = self._open(network)
         assert session.layers is not None
         clock = session.layers()
-        whole, layers = (Timer(run, torch.device(self.setting.device)) for run in (session.run, clock.run))
-        for timer in (whole, layers):
+        timers = [Timer(run, device) for run in (self.dense_session.run, session.run, clock.run)]
+        for timer in timers[1:]:
             ready(timer)
-        timers = [self.dense_timer, whole, layers]
         rounds = max(self.repeats, ceil(self.least_ms / sum(timer() for timer in timers)))
         load = Load()
         with load.watched():
-            times = alternate(timers, rounds)
+            times = alternate(timers, rounds, laid_out_anew(self.dense_session, session))
         contention = load.contention(self.setting.threads) if self.setting.device == "cpu" else None
         return _together(times, clock.passes(rounds), contention)
 

@@ -141,11 +141,13 @@ class Session:
         run: runs one forward.
         tensors: what a forward returned, as tensors nested as the model nests them; outside the timed part.
         layers: the same model on the same sample, timed layer by layer; None where the runtime cannot tell.
+        move: lays its weights elsewhere in memory, see `placing`; None where the runtime lays them out itself.
     """
 
     run: Callable[[], Any]
     tensors: Callable[[Any], Any] = lambda output: output
     layers: Callable[[], LayerClock] | None = None
+    move: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from prunekit.layout import lies_channels_last
+from prunekit.measure.placing import Placement
 from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source, in_dtype
 
 CAPTURE_RUNS = 3
@@ -24,9 +25,13 @@ def eager() -> Runtime:
 
     def start(source: Source, sample: Sample, setting: Setting) -> Session:
         module, placed = _placed(source, sample, setting)
-        return Session(lambda: module(*placed), layers=lambda: _layers(module, placed))
+        return Session(lambda: module(*placed), layers=lambda: _layers(module, placed), move=_move(module, setting))
 
     return Runtime(start, "module", ("cpu", "cuda", "mps"), times_layers=True)
+
+
+def _move(module: nn.Module, setting: Setting) -> Placement | None:
+    return Placement(module) if setting.device == "cpu" else None
 
 
 def _layers(module: nn.Module, placed: Sample) -> LayerClock:
@@ -57,7 +62,7 @@ def compiled() -> Runtime:
         # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
         with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
             compiled(*placed)
-        return Session(lambda: compiled(*placed))
+        return Session(lambda: compiled(*placed), move=_move(module, setting))
 
     return Runtime(start, "module", ("cpu", "cuda"), measures_memory=False, forget=torch.compiler.reset)
 
