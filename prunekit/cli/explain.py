@@ -61,13 +61,12 @@ def explain_command(
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
     from prunekit import report
-    from prunekit.measure.runtimes import sample_of
     from prunekit.workflow.explain import explain
 
     with console.running():
         target = one_target(names, overrides, ModelOptions(**options))
         against = _dense(names[0], dense, overrides, ModelOptions(**options))
-        example = (sample_of(target.sample_shape, batch),)  # random: on zeros, activations would be zeros too
+        example = target.timed.sample(batch)  # random where it can be: on zeros, activations would be zeros too
         found = explain(
             against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log
         )

@@ -41,6 +41,7 @@ def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, toleran
     """Folds every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
 
     What is left computes the same in eval mode with one operator and one pass over the activations less for each norm.
+    Folded weights that would be subnormal in their dtype are 0.
     It is for inference: no statistics are left that training could update. Folders of folded models are written and
     read as others are; `prunekit.verify` compares with the masked model before folding, not after.
 
@@ -111,9 +112,14 @@ def _folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
         assert isinstance(norm, _BatchNorm)
         layer, (scale, shift) = model.get_submodule(pair.layer), _scale_and_shift(norm)
         weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
-        weight.copy_(_scaled(weight.double(), scale, transposed=pair.transposed))
-        bias.copy_(bias.double() * scale + shift)
+        weight.copy_(_flushed(_scaled(weight.double(), scale, transposed=pair.transposed), weight.dtype))
+        bias.copy_(_flushed(bias.double() * scale + shift, bias.dtype))
     return model
+
+
+def _flushed(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """With 0 for what would be subnormal in a dtype: small scales make such weights, which are slow."""
+    return torch.where(values.abs() < torch.finfo(dtype).tiny, 0.0, values)
 
 
 def _scaled(weight: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:

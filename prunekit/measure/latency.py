@@ -49,6 +49,7 @@ class LatencyReport:
         notes: what could not be measured here.
         failures: settings of which nothing is reported, because outputs differ or something failed, with a `reason`.
         machine: what it was measured on: see `machine.surroundings`, and `clock_mhz_after`.
+        not_apart: those of the notes that say that a runtime had no process of its own.
     """
 
     rows: tuple[Row, ...]
@@ -57,6 +58,7 @@ class LatencyReport:
     notes: tuple[str, ...]
     failures: tuple[Row, ...] = ()
     machine: Row = field(default_factory=dict)
+    not_apart: tuple[str, ...] = ()
 
     def sample_rows(self) -> Iterator[Row]:
         """Every sample as a row of its own: model, device, runtime, batch, threads, dtype, memory_format, ms."""
@@ -142,9 +144,11 @@ def ready(
 
             machine = surroundings()
             found = [apart(part) if isinstance(part, Job) else (part, "") for part in parts]
-            said = [*notes, *(note for _, note in found if note), *_cuda_note(devices)]
+            not_apart = tuple(note for _, note in found if note)
+            said = [*notes, *not_apart, *_cuda_note(devices)]
             outcomes = [outcome for some, _ in found for outcome in some]
-            return _report(copies, outcomes, said, machine | {"clock_mhz_after": clock_mhz()})
+            report = _report(copies, outcomes, said, machine | {"clock_mhz_after": clock_mhz()})
+            return replace(report, not_apart=not_apart)
 
         yield measured
 

@@ -98,8 +98,8 @@ class Load:
     """What kept a block from the cores while it ran.
 
     Attributes:
-        others: cores that other processes kept busy: their CPU time over the time that passed; time that the host of a
-            virtual machine took counts too.
+        others: of the cores that this process may use, those that others kept busy: their CPU time over the time that
+            passed; time that the host of a virtual machine took counts too.
         held_back: share of the time slices in which a CPU quota stopped this process.
         seconds: that passed; at least a third of one.
     """
@@ -125,8 +125,11 @@ class Load:
 
 
 def _system_seconds() -> float:
-    """CPU time that all processes have taken so far."""
-    return float(sum(value for name, value in psutil.cpu_times()._asdict().items() if name not in IDLE))
+    """CPU time that all processes have taken so far on the cores that this one may use."""
+    each = psutil.cpu_times(percpu=True)
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
+    ours = [each[core] for core in allowed if core < len(each)] if len(each) == os.cpu_count() else each
+    return float(sum(value for one in ours for name, value in one._asdict().items() if name not in IDLE))
 
 
 def _cpu_seconds() -> dict[int, tuple[str, float]]:

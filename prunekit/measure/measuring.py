@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunekit.context import on_device
 from prunekit.context import threads as with_threads
 from prunekit.errors import VerificationError
 from prunekit.measure.differing import largest_difference
@@ -83,7 +84,7 @@ def measure(job: Job, *, own_process: bool) -> Iterator[Timed | Failed]:
         _first_time(job)
     for setting in job.settings:
         try:
-            with with_threads(setting.threads), torch.inference_mode():
+            with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
                 yield _timed(job, setting, memory)
         except Exception as error:  # a runtime's own errors, and whatever a model's code makes of another dtype
             yield Failed(setting, line_of(error))
@@ -95,7 +96,7 @@ def _first_time(job: Job) -> None:
     """Builds and runs one session: what a library loads on first use belongs to no model."""
     setting = job.settings[0]
     try:
-        with with_threads(setting.threads), torch.inference_mode():
+        with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
             source = next(iter(job.sources.values()))
             RUNTIMES[setting.runtime].open(source, job.inputs.sample(setting.batch), setting).run()
     except Exception:  # the same happens again where it is reported

@@ -88,6 +88,17 @@ def check_met(
     raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these")
 
 
+def in_the_way(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable) -> str:
+    """What alone makes a budget of time impossible, as predicted, with what could be had without it; may be empty."""
+    scores = np.zeros(channel_map.n_labels)
+    parts = free_parts(channel_map, scores, settings)
+    budgets = budgets_of(channel_map, parts, settings, latency)
+    figures = zip(budgets.names, least_of(parts, budgets).tolist(), budgets.asked.tolist(), strict=True)
+    missed = [(name, asked) for name, least, asked in figures if name in LATENCIES and least > asked]
+    found = (_in_the_way(channel_map, scores, settings, name, asked, latency) for name, asked in missed)
+    return "".join(dict.fromkeys(text for texts in found for text in texts))
+
+
 def _in_the_way(
     channel_map: ChannelMap,
     scores: Scores,
@@ -107,7 +118,9 @@ def _in_the_way(
             budgets = budgets_of(channel_map, parts, relaxed, latency)
             least = float(least_of(parts, budgets)[budgets.names.index(name)])
             if least <= asked:
-                yield f" (it contradicts {limit}, without which {in_words(name, least)} can be had)"
+                blocks = limit == "round_to" and settings.budget.measured and settings.target.block > 1
+                shown = "round_to or target.block" if blocks else limit
+                yield f" (it contradicts {shown}, without which {in_words(name, least)} can be had)"
 
 
 def _without(settings: PruneSettings, names: Iterable[str]) -> BudgetSettings:

@@ -28,6 +28,7 @@ class Timing:
             that holds the 95 % intervals of all.
         speedup, speedup_low, speedup_high: over the dense model, pair by pair; the same.
         stable: whether the figures support a claim; if not, `doubts` says why.
+        notes: that it was not measured in processes of its own after all, with the reason.
     """
 
     ms: float
@@ -38,6 +39,7 @@ class Timing:
     speedup_high: float
     stable: bool
     doubts: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def excess(self, asked: dict[str, float]) -> float:
         """The time it takes over the time asked for: the largest over the budgets of time."""

@@ -156,7 +156,10 @@ def _memory_format(search: Search) -> Iterator[Cause | None]:
 def _larger_batch(search: Search) -> Iterator[Cause | None]:
     found = search.found
     times = next((times for times in LARGER if times * found.dense_ms <= LONG_MS), LARGER[-1])
-    larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, times, search.device)
+    try:
+        larger = experiments.with_larger_batch(search.dense, search.pruned, search.inputs, times, search.device)
+    except Exception:  # a model's own code may take one batch only, and memory may not last
+        return
     yield causes.small_batch(found.speedup, found.pruned_ms, larger, search.batch, times * search.batch)
 
 

@@ -62,6 +62,7 @@ class Delivered:
             texts.append(f"budget {asked}: delivered {found}: {100 * (1 - self.excess):.1f} % faster than asked for")
         if not self.final.stable:
             texts.append(f"budget {asked}: the figure is unstable: {'; '.join(self.final.doubts)}")
+        texts += [f"budget {asked}: {note}" for note in self.final.notes]
         return texts
 
     def summary(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.context import paused_garbage_collection, resolve_device, seeded, training_mode
+from prunekit.context import on_device, paused_garbage_collection, resolve_device, seeded, training_mode
 from prunekit.context import threads as with_threads
 from prunekit.errors import ModelError, UsageError
 from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
@@ -101,7 +101,7 @@ def explain(
     dense, pruned = _placed(dense, place), _placed(pruned, place)
     with (
         training_mode(dense, False), training_mode(pruned, False), with_threads(threads), seeded(0),
-        paused_garbage_collection(), torch.no_grad(),
+        paused_garbage_collection(), on_device(place), torch.no_grad(),
     ):  # fmt: skip
         _try("dense", dense, inputs)
         _try("pruned", pruned, inputs)

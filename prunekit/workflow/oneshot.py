@@ -97,8 +97,8 @@ def prune(
     Given images, none of which needs a label, channels go in the order of an optimal brain surgeon on the patches that
     their consumers read, the budget is spent where the error is least for each multiply-accumulate saved
     (`criterion="elimination"`, `scope="per_mac"`), and what stays is refitted to what the dense model computes.
-    Given an example alone, the filters of least norm go (`criterion="l2"`; `scope="uniform"` for all but elimination),
-    and nothing is refitted.
+    Given an example alone, the filters of least norm go (`criterion="l2"`), and nothing is refitted. All criteria but
+    elimination have `scope="uniform"`, but for budgets of time, which are spent where they cost least.
 
     Args:
         model: any module that runs on `data`; not changed.
@@ -140,11 +140,12 @@ def prune(
         VerificationError: masked and compact model differ.
     """
     criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
+    budget = BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup, memory_mb)
     settings = PruneSettings(
-        budget=BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup, memory_mb),
+        budget=budget,
         target=target or TargetSettings(),
         criterion=criterion,
-        scope=scope or ("per_mac" if criterion == "elimination" else "uniform"),
+        scope=scope or ("per_mac" if criterion == "elimination" or budget.measured else "uniform"),
         round_to=round_to,
         min_channels=min_channels,
         exclude=tuple(exclude),

@@ -13,7 +13,7 @@ from prunekit.measure.latency import LatencyReport, ready
 from prunekit.measure.runtimes import Inputs
 from prunekit.measure.wording import failed
 from prunekit.planning import PruneSettings
-from prunekit.workflow.attempts import Timing
+from prunekit.workflow.attempts import TOLERANCE, Timing
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import as_latency
 
@@ -61,7 +61,7 @@ def timed(
             each: list[Timing] = []
             while len(each) < PROCESSES or (len(each) < most and _uncertainty(each, settings) > CERTAIN):
                 each.append(_timing(measured(rounds * 2**tried)))
-            found = _median(each)
+            found = _median(each, _uncertainty(each, settings))
             if found.stable:
                 break
     return found
@@ -78,10 +78,15 @@ def _uncertainty(found: Sequence[Timing], settings: PruneSettings) -> float:
     return float(STUDENT_T[min(len(found) - 1, len(STUDENT_T)) - 1] * error / np.median(figures))
 
 
-def _median(found: Sequence[Timing]) -> Timing:
-    """The medians over processes, with intervals that hold those of all; stable where most are."""
-    doubts = tuple(dict.fromkeys(doubt for one in found for doubt in one.doubts))
-    stable = sum(one.stable for one in found) > len(found) / 2
+def _median(found: Sequence[Timing], uncertainty: float = 0.0) -> Timing:
+    """The medians over processes, with intervals that hold those of all; stable where most are, and agree."""
+    most = sum(one.stable for one in found) > len(found) / 2
+    doubts = [] if most else [doubt for one in found for doubt in one.doubts]
+    if uncertainty > TOLERANCE:
+        doubts.append(
+            f"{len(found)} processes differ: the 95 % interval of their median is {100 * uncertainty:.1f} % wide to "
+            f"either side, at most {100 * TOLERANCE:.0f} % supports a claim; to settle it: an idle machine"
+        )
     return Timing(
         ms=float(np.median([one.ms for one in found])),
         ms_low=min(one.ms_low for one in found),
@@ -89,8 +94,9 @@ def _median(found: Sequence[Timing]) -> Timing:
         speedup=float(np.median([one.speedup for one in found])),
         speedup_low=min(one.speedup_low for one in found),
         speedup_high=max(one.speedup_high for one in found),
-        stable=stable,
-        doubts=() if stable else doubts,
+        stable=not doubts,
+        doubts=tuple(dict.fromkeys(doubts)),
+        notes=tuple(dict.fromkeys(note for one in found for note in one.notes)),
     )
 
 
@@ -100,4 +106,4 @@ def _timing(found: LatencyReport) -> Timing:
     row, ratio = found.rows[1], found.speedup[0]
     doubts = tuple(dict.fromkeys([*row["doubts"], *ratio["doubts"]]))
     ms = (row["median_ms"], row["low_ms"], row["high_ms"])
-    return Timing(*ms, ratio["median"], ratio["low"], ratio["high"], not doubts, doubts)
+    return Timing(*ms, ratio["median"], ratio["low"], ratio["high"], not doubts, doubts, found.not_apart)

@@ -18,7 +18,7 @@ import prunekit
 from prunekit.artifacts import sha256
 from prunekit.channels import trace
 from prunekit.compaction import compact, load, read_manifest, save
-from prunekit.deploy import fold_batchnorm
+from prunekit.deploy import count_subnormals, fold_batchnorm
 from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import ArtifactError, VerificationError
@@ -151,6 +151,18 @@ def test_every_norm_behind_a_convolution_of_torchvision(name: str, norms: int, l
     assert len(folded.norms) == norms - left
     assert len(folded.kept) == left
     assert folded.max_relative_difference < 1e-9
+
+
+def test_small_scales_leave_no_subnormal_numbers() -> None:
+    model = chain(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6))
+    with torch.no_grad():
+        model.norm.weight[:3] = 2e-38  # type: ignore[union-attr, index]
+    example = image(size=8, batch=2)
+    assert not count_subnormals(model)
+    folded = prunekit.fold_batchnorm(model, example).model
+    assert not count_subnormals(folded)
+    assert (folded.get_parameter("layer.weight")[:3] == 0).any()
+    assert difference(outputs(model, example), outputs(folded, example)) < 1e-6
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True), (False, False)])

@@ -26,6 +26,16 @@ def test_others_are_what_the_system_took_beyond_this_process(monkeypatch: pytest
     assert (load.seconds, load.others) == (2.0, 0.75)
 
 
+def test_cores_that_this_process_may_not_use_make_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = [SimpleNamespace(_asdict=lambda n=n: {"user": 10.0**n, "idle": 5.0}) for n in range(4)]
+    monkeypatch.setattr(machine.psutil, "cpu_times", lambda percpu: times)
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {1, 3}, raising=False)
+    assert machine._system_seconds() == 1010.0
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)  # some are switched off: which is which is not known
+    assert machine._system_seconds() == 1111.0
+
+
 def test_this_machine_is_described() -> None:
     found = machine.surroundings()
     assert json.loads(json.dumps(found)) == found

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.measuring import Failed
 from prunekit.measure.profile import LayerTimes, Network, cache_folder, has_layer_clock, networks, time_networks
+from prunekit.measure.profile.cache import structure
 from prunekit.measure.profile.pair import Pair, Ready
 from prunekit.measure.runtimes import RUNTIMES, LayerClock, Sample, Session, Setting, Source, inputs_of
 
@@ -78,6 +79,25 @@ def test_an_interrupted_profile_measures_only_what_is_missing(spy: Spy, tmp_path
     assert again[:2] == first
     assert [line.rpartition(", ")[2] for line in lines] == ["measured before"] * 2 + ["measured"] * 2
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_code_of_the_user_that_changed_makes_another_network() -> None:
+    def before() -> nn.Module:
+        class Own(nn.Linear):
+            pass
+
+        return Own(4, 4)
+
+    def after() -> nn.Module:
+        class Own(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x).relu()
+
+        return Own(4, 4)
+
+    assert repr(before()) == repr(after())
+    assert structure(before()) == structure(before())
+    assert structure(before()) != structure(after())
 
 
 def test_nothing_is_started_where_all_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,16 @@ def test_threads_that_wait_for_cores_end_the_search(monkeypatch: pytest.MonkeyPa
     assert torch.get_num_threads() == 1
 
 
+class OneBatch(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(2, -1)
+
+
+def test_a_model_that_takes_one_batch_only_is_explained_without_a_larger_one() -> None:
+    found = prunekit.explain(OneBatch(8, 4), OneBatch(8, 2), (torch.ones(2, 8),), threads=1, rounds=5)
+    assert "batch too small" not in {cause.name for cause in found.causes}
+
+
 class Dictionary(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.layout import lies_channels_last
+from prunekit.measure import latency
+from prunekit.measure.isolated import measure_apart
 from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
@@ -155,6 +158,30 @@ def test_the_median_process_counts_and_the_interval_holds_all() -> None:
     assert noisy.doubts == ("wide",)
 
 
+def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed, "TRIES", 1)
+    processes_say(monkeypatch, map(took, itertools.cycle([2.0, 2.4, 1.7])))
+    none = nn.Identity()
+    found = timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15)
+    assert not found.stable
+    assert found.doubts[0].startswith("15 processes differ: the 95 % interval of their median is ")
+
+
+def test_a_model_that_no_other_process_can_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Local(nn.Linear):  # of a function: pickle does not find it
+        pass
+
+    monkeypatch.setattr(latency, "measure_apart", measure_apart)
+    monkeypatch.setattr(timed, "PROCESSES", 1)
+    monkeypatch.setattr(timed, "TRIES", 1)
+    wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
+    timing = timed.timed(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
+    (note,) = timing.notes
+    assert note.startswith("eager: timed in this process, not in one of its own")
+    found = frozen_on(Machine(1.0), monkeypatch, speedup=2.0)
+    assert Delivered(found.frozen, replace(took(2.0), notes=timing.notes)).shortfalls == [f"budget speedup 2x: {note}"]
+
+
 def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
     """In the place of processes that measure, each once."""
     monkeypatch.setattr(timed, "ready", lambda *_: nullcontext(lambda rounds: next(figures)))
@@ -177,6 +204,7 @@ def test_processes_that_disagree_are_joined_by_more(
     speedups: tuple[float, ...], latency_ms: float | None, most: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, none = iter(speedups), nn.Identity()
+    monkeypatch.setattr(timed, "TRIES", 1)
     processes_say(monkeypatch, map(took, left))
     budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
     found = timed.timed(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
@@ -197,6 +225,7 @@ def test_the_interval_over_processes_holds_the_true_speedup(processes: int) -> N
 
 def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
+    monkeypatch.setattr(timed, "TRIES", 1)
     processes_say(monkeypatch, figures)
     none = nn.Identity()
     timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
@@ -220,6 +249,41 @@ def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypat
     with pytest.raises(PlanError, match=r"predicted to be fastest .* relax exclude"):
         require_reachable(goal(wanted), EXAMPLE)
     require_reachable(goal(PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE)), EXAMPLE)
+
+
+def test_what_is_predicted_to_be_just_possible_is_measured_before_it_is_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, channel_map, table = net()
+    most = table.at(channel_map) / table.at(channel_map, channel_map.completed(narrow(channel_map)))
+    for share, machine, times in ((0.97, Machine(0.9), 1), (0.9, Machine(0.9), 0), (0.97, Machine(1.0), 1)):
+        monkeypatch.setattr(delivering, "timed", machine)
+        wanted = goal(PruneSettings(BudgetSettings(speedup=share * most), target=ONE_BY_ONE))
+        if times and machine.bias < 1:
+            with pytest.raises(PlanError, match="is predicted to be faster; raise the budget"):
+                require_reachable(wanted, EXAMPLE)
+        else:
+            require_reachable(wanted, EXAMPLE)
+        assert machine.measured == times
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"exclude": ("layers.0",)}, "it contradicts exclude, without which"),
+        ({"min_channels": 10}, "it contradicts min_channels, without which"),
+        ({"target": TargetSettings(block=16)}, "it contradicts round_to or target.block, without which"),
+    ],
+)
+def test_a_refusal_names_what_a_budget_of_time_contradicts(
+    changed: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, channel_map, table = net()
+    most = table.at(channel_map) / table.at(channel_map, channel_map.completed(narrow(channel_map)))
+    monkeypatch.setattr(delivering, "timed", Machine(1.0))
+    wanted = PruneSettings(BudgetSettings(speedup=0.94 * most), **({"target": ONE_BY_ONE} | changed))
+    with pytest.raises(PlanError, match=rf"\(measured\).* is predicted to be faster \({named} .* can be had\); raise"):
+        require_reachable(goal(wanted), EXAMPLE)
 
 
 def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

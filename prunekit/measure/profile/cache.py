@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
@@ -24,6 +26,9 @@ from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting
 
 WAY, WAY_MOVED = 4, 5
 """Of measuring, the second where weights are moved; raised whenever the same network would be measured otherwise."""
+
+OF_LIBRARIES = ("builtins", "torch", "torchvision", "prunekit")
+"""Whose code does not change by itself."""
 
 
 def cache_folder() -> Path:
@@ -49,10 +54,26 @@ def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]
 
 
 def structure(network: nn.Module) -> str:
-    """A hash of all modules with their settings, and of the names, shapes and layout of all parameters and buffers."""
+    """A hash of all modules with their settings, of the names, shapes and layout of all parameters and buffers, and of
+    the code of the user's own classes, and of other packages'."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in network.state_dict(keep_vars=True).items()]
     layout = "\nchannels last" if lies_channels_last(network) else ""
-    return hashlib.sha256(f"{network!r}\n{shapes}{layout}".encode()).hexdigest()
+    return hashlib.sha256(f"{network!r}\n{shapes}{layout}{''.join(_code(network))}".encode()).hexdigest()
+
+
+def _code(network: nn.Module) -> Iterator[str]:
+    classes = dict.fromkeys(kind for module in network.modules() for kind in type(module).__mro__)
+    for kind in classes:
+        if kind.__module__.partition(".")[0] not in OF_LIBRARIES:
+            yield _source(kind)
+
+
+@cache
+def _source(kind: type) -> str:
+    try:
+        return f"\n{inspect.getsource(kind)}"
+    except (OSError, TypeError):  # typed into a console
+        return ""
 
 
 def key_of(network: str, dense: str, common: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prunekit.context import on_device
 from prunekit.context import threads as with_threads
 from prunekit.measure.beside import ready
 from prunekit.measure.evidence import Contention, Times, doubts
@@ -51,7 +52,7 @@ class Pair:
     def __call__(self, network: Ready) -> LayerTimes | Failed:
         """The network's times, or what it failed of."""
         try:
-            with with_threads(self.setting.threads), torch.inference_mode():
+            with with_threads(self.setting.threads), on_device(self.setting.device), torch.inference_mode():
                 return self._measure(network)
         except Exception as error:  # a runtime's own errors, and whatever a model's code raises
             return Failed(self.setting, line_of(error))

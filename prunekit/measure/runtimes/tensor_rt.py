@@ -40,7 +40,18 @@ class _Engine:
     def __init__(self, file: Path, device: torch.device) -> None:
         import tensorrt
 
-        logger = tensorrt.Logger(tensorrt.Logger.ERROR)
+        class Logger(tensorrt.ILogger):  # type: ignore[misc]
+            """Keeps what goes wrong, for the message: a process of its own has no terminal."""
+
+            def __init__(self) -> None:
+                tensorrt.ILogger.__init__(self)
+                self.said: list[str] = []
+
+            def log(self, severity: Any, message: str) -> None:
+                if severity in (tensorrt.ILogger.ERROR, tensorrt.ILogger.INTERNAL_ERROR):
+                    self.said.append(message)
+
+        self.logger = logger = Logger()
         builder = tensorrt.Builder(logger)
         network = builder.create_network(1 << int(tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         parser = tensorrt.OnnxParser(network, logger)
@@ -48,7 +59,7 @@ class _Engine:
             raise RunError(f"tensorrt: cannot read the exported model: {parser.get_error(0).desc()}")
         built = builder.build_serialized_network(network, builder.create_builder_config())
         if built is None:
-            raise RunError("tensorrt: no engine could be built; what it said of that is above")
+            raise RunError(f"tensorrt: no engine could be built: {'; '.join(logger.said) or 'it does not say why'}")
         self.input_names = [network.get_input(index).name for index in range(network.num_inputs)]
         names = [network.get_output(index).name for index in range(network.num_outputs)]
         self.runtime = tensorrt.Runtime(logger)
@@ -87,5 +98,5 @@ class _Engine:
         around = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(around)
         if not self.context.execute_async_v3(self.stream.cuda_stream):
-            raise RunError("tensorrt: a forward failed; what it said of that is above")
+            raise RunError(f"tensorrt: a forward failed: {'; '.join(self.logger.said) or 'it does not say why'}")
         around.wait_stream(self.stream)
