@@ -132,7 +132,9 @@ def probe(target: Target) -> Any:
     except Exception as error:  # a model's own code may raise anything
         shape = "x".join(map(str, (1, *target.sample_shape)))
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise ModelError(f"{target.name}: the model does not run on an input of {shape}: {reason}") from error
+        told = target.splits is not None or target.inputs is not None
+        cure = "" if told else "; --input-shape gives another, and a recipe has models of other inputs than one image"
+        raise ModelError(f"{target.name}: the model does not run on an input of {shape}: {reason}{cure}") from error
 
 
 def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Target:
