@@ -104,5 +104,7 @@ def mean_excess(attempts: Sequence[Attempt], plan: int) -> float:
 
 
 def distance(excess: float) -> float:
-    """From the goal; being slower than asked for counts as more than any other within the tolerance."""
-    return abs(excess - GOAL) + (TOLERANCE if excess > 1 else 0.0)
+    """From the goal; slower than asked for counts as more than any other within the tolerance, and what is beyond the
+    tolerance as more than all that is within it."""
+    beyond = abs(excess - 1) > TOLERANCE
+    return abs(excess - GOAL) + (TOLERANCE if excess > 1 else 0.0) + (2 * TOLERANCE if beyond else 0.0)

@@ -36,7 +36,7 @@ from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import TargetSettings
 from prunekit.workflow import delivering, profiling, timed
 from prunekit.workflow import goal as goals
-from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, mean_excess, next_share
+from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
 from prunekit.workflow.goal import LatencyGoal, goal_for
@@ -119,6 +119,11 @@ def test_what_is_delivered_is_what_was_asked_for_however_wrong_the_prediction(
     assert not found.shortfalls
     assert found.frozen.planned.plan.provenance["prune"]["budget"].items() >= budget.items()
     assert found.frozen.attempts[-1].plan == found.frozen.attempts[-2].plan  # what is taken was measured twice
+
+
+def test_of_attempts_those_within_the_tolerance_come_first_and_of_these_those_that_are_not_slower() -> None:
+    best_first = [0.99, 0.985, 1.0, 0.975, 0.9701, 1.004, 1.0299, 0.9699, 0.95, 1.0301, 1.05]
+    assert sorted(sorted(best_first), key=distance) == best_first
 
 
 def test_every_attempt_is_kept_and_noise_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
