@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,12 @@ def cpu_name() -> str:
 
 def cores() -> int:
     """Logical cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(_allowed())
+
+
+def _allowed() -> Collection[int]:
+    """Numbers of the cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def clock_mhz(device: str = "cpu") -> float | None:
@@ -126,9 +131,11 @@ class Load:
 
 def _system_seconds() -> float:
     """CPU time that all processes have taken so far on the cores that this one may use."""
-    each = psutil.cpu_times(percpu=True)
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
-    ours = [each[core] for core in allowed if core < len(each)] if len(each) == os.cpu_count() else each
+    each, allowed = psutil.cpu_times(percpu=True), _allowed()
+    numbered = len(each) == os.cpu_count() and max(allowed) < len(
+        each
+    )  # in some containers a list has other numbers than affinity
+    ours = [each[core] for core in allowed] if numbered else each
     return float(sum(value for one in ours for name, value in one._asdict().items() if name not in IDLE))
 
 

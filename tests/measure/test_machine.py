@@ -34,6 +34,9 @@ def test_cores_that_this_process_may_not_use_make_no_load(monkeypatch: pytest.Mo
     assert machine._system_seconds() == 1010.0
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)  # some are switched off: which is which is not known
     assert machine._system_seconds() == 1111.0
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {12, 13})  # the host's, in a container of four
+    assert machine._system_seconds() == 1111.0
 
 
 def test_this_machine_is_described() -> None:
