@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from chains import Chain, random_table
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from little_time import time_little
+from timings import DENSE_MS, took
 from torch import nn
 
 import prunekit
@@ -28,15 +24,13 @@ from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.layout import lies_channels_last
-from prunekit.measure import latency
-from prunekit.measure.isolated import measure_apart
-from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
+from prunekit.measure.runtimes import Inputs, inputs_like
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.settings import TargetSettings
-from prunekit.workflow import delivering, profiling, timed
+from prunekit.workflow import delivering, profiling
 from prunekit.workflow import goal as goals
-from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Attempt, Timing, distance, mean_excess, next_share
+from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Timing
 from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.delivering import delivered, freeze, require_reachable
 from prunekit.workflow.goal import LatencyGoal, goal_for
@@ -46,7 +40,6 @@ from prunekit.workflow.profiling import profile
 from prunekit.workflow.pruning import plan_model
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
-DENSE_MS = 10.0
 ONE_BY_ONE = TargetSettings(block=1)
 
 
@@ -59,11 +52,6 @@ def net() -> tuple[nn.Module, ChannelMap, LatencyTable]:
     scale = DENSE_MS / table.at(channel_map)
     scaled = replace(table, outside=scale * table.outside, factor=scale * table.factor, dense_ms=DENSE_MS)
     return model, channel_map, scaled
-
-
-def took(speedup: float) -> Timing:
-    ms = DENSE_MS / speedup
-    return Timing(ms, ms * 0.99, ms * 1.01, speedup, speedup * 0.99, speedup * 1.01, True, ())
 
 
 class Machine:
@@ -121,11 +109,6 @@ def test_what_is_delivered_is_what_was_asked_for_however_wrong_the_prediction(
     assert found.frozen.attempts[-1].plan == found.frozen.attempts[-2].plan  # what is taken was measured twice
 
 
-def test_of_attempts_those_within_the_tolerance_come_first_and_of_these_those_that_are_not_slower() -> None:
-    best_first = [0.99, 0.985, 1.0, 0.975, 0.9701, 1.004, 1.0299, 0.9699, 0.95, 1.0301, 1.05]
-    assert sorted(sorted(best_first), key=distance) == best_first
-
-
 def test_every_attempt_is_kept_and_noise_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(1.3, noise=0.05)
     found = frozen_on(machine, monkeypatch, speedup=2.0)
@@ -150,91 +133,8 @@ def test_what_is_slower_than_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert not unbound.shortfalls
     noisy = Delivered(found.frozen, replace(took(2.0), stable=False, doubts=("too wide",)))
     assert noisy.shortfalls == ["budget speedup 2x: the figure is unstable: too wide"]
-
-
-def test_the_median_process_counts_and_the_interval_holds_all() -> None:
-    found = timed._median([took(1.9), took(2.3), replace(took(2.0), stable=False, doubts=("wide",))])
-    assert (found.ms, found.speedup) == (DENSE_MS / 2.0, 2.0)
-    assert (found.speedup_low, found.speedup_high) == (1.9 * 0.99, 2.3 * 1.01)
-    assert found.stable
-    assert not found.doubts
-    noisy = timed._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
-    assert not noisy.stable
-    assert noisy.doubts == ("wide",)
-
-
-def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed, "TRIES", 1)
-    processes_say(monkeypatch, map(took, itertools.cycle([2.0, 2.4, 1.7])))
-    none = nn.Identity()
-    found = timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15)
-    assert not found.stable
-    assert found.doubts[0].startswith("15 processes differ: the 95 % interval of their median is ")
-
-
-def test_a_model_that_no_other_process_can_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Local(nn.Linear):  # of a function: pickle does not find it
-        pass
-
-    monkeypatch.setattr(latency, "measure_apart", measure_apart)
-    monkeypatch.setattr(timed, "PROCESSES", 1)
-    monkeypatch.setattr(timed, "TRIES", 1)
-    wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
-    timing = timed.timed(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
-    (note,) = timing.notes
-    assert note.startswith("eager: timed in this process, not in one of its own")
-    found = frozen_on(Machine(1.0), monkeypatch, speedup=2.0)
-    assert Delivered(found.frozen, replace(took(2.0), notes=timing.notes)).shortfalls == [f"budget speedup 2x: {note}"]
-
-
-def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
-    """In the place of processes that measure, each once."""
-    monkeypatch.setattr(timed, "ready", lambda *_: nullcontext(lambda rounds: next(figures)))
-    monkeypatch.setattr(timed, "_timing", lambda found: found)
-
-
-@pytest.mark.parametrize(
-    ("speedups", "latency_ms", "most", "processes"),
-    [
-        ((2.0, 2.01, 2.0), None, 7, 3),
-        ((2.0, 2.2, 2.0, 2.0, 2.0, 2.0, 2.0), None, 7, 7),
-        ((2.0, 2.02, 2.0, 2.02), None, 7, 4),
-        ((2.0, 2.04, 2.0, 2.02, 2.0, 2.0), None, 7, 6),
-        ((2.0, 2.2) * 5, None, 7, 7),
-        ((2.0, 2.2) * 8, None, 15, 15),
-        ((2.0, 2.01, 2.0), 50.0, 15, 3),
-    ],
-)
-def test_processes_that_disagree_are_joined_by_more(
-    speedups: tuple[float, ...], latency_ms: float | None, most: int, processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, none = iter(speedups), nn.Identity()
-    monkeypatch.setattr(timed, "TRIES", 1)
-    processes_say(monkeypatch, map(took, left))
-    budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
-    found = timed.timed(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
-    assert len(speedups) - len(list(left)) == processes
-    assert found.speedup == np.median(speedups[:processes])
-
-
-@pytest.mark.parametrize("processes", [3, 5, 8, 15])
-def test_the_interval_over_processes_holds_the_true_speedup(processes: int) -> None:
-    """In 95 of 100 draws, as it says; by the normal distribution in place of Student's it would in 85 where n is 3."""
-    draws = 2.0 * (1 + 0.02 * np.random.default_rng(0).standard_normal((2000, processes)))
-    held = 0
-    for speedups in draws:
-        within = timed._uncertainty([took(one) for one in speedups], PruneSettings(BudgetSettings(speedup=2.0)))
-        held += abs(np.median(speedups) - 2.0) <= within * np.median(speedups)
-    assert 0.93 < held / len(draws) < 0.985
-
-
-def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
-    monkeypatch.setattr(timed, "TRIES", 1)
-    processes_say(monkeypatch, figures)
-    none = nn.Identity()
-    timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
-    assert not list(figures)
+    here = Delivered(found.frozen, replace(took(2.0), notes=("eager: timed in this process",)))
+    assert here.shortfalls == ["budget speedup 2x: eager: timed in this process"]
 
 
 def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,51 +207,6 @@ def narrow(channel_map: ChannelMap) -> Any:
     for group in channel_map.groups:
         keep[group.labels[1:]] = False
     return keep
-
-
-@settings(max_examples=200)
-@given(st.floats(0.5, 2.0), st.floats(-0.4, 0.4), st.floats(-0.3, 0.3))
-def test_the_search_ends_at_the_goal_for_any_smooth_machine(first: float, slope: float, bend: float) -> None:
-    def excess(share: float) -> float:
-        at = math.log(share)
-        return math.exp(math.log(first) + (1 + slope) * at + bend * math.tanh(at))
-
-    attempts: list[Attempt] = []
-    share = 1.0
-    for number in range(8):
-        attempts.append(Attempt(number, share, 1.0, 1.0, excess(share), took(2.0)))
-        if abs(mean_excess(attempts, number) - GOAL) <= NEAR:
-            return
-        share = next_share(attempts)
-    pytest.fail(str([(one.share, one.excess) for one in attempts]))
-
-
-def tried(*points: tuple[float, float]) -> list[Attempt]:
-    """Attempts for some shares, with what each took."""
-    return [Attempt(number, share, 1.0, 1.0, excess, took(2.0)) for number, (share, excess) in enumerate(points)]
-
-
-def test_where_kernels_change_the_search_goes_on_beyond_what_was_tried() -> None:
-    """As resnet34 in eager was measured: wider plans were faster, until they were not."""
-    found = next_share(tried((1.0, 0.963), (1.031, 0.879), (1.155, 1.039), (1.055, 0.890)))
-    assert 1.055 < found < 1.155
-
-
-@given(
-    st.floats(0.2, 0.98), st.floats(1.0, 5.0), st.dictionaries(st.floats(0.21, 4.9), st.floats(0.2, 5.0), max_size=6)
-)
-def test_what_is_tried_next_lies_between_neighbours_on_either_side_of_the_goal(
-    fast: float, slow: float, between: dict[float, float]
-) -> None:
-    took_for = {0.2: fast, **between, 5.0: slow}
-    sides = {share: excess > GOAL for share, excess in took_for.items()}
-    assert not sides[0.2]
-    assert sides[5.0]
-    assume(all(abs(excess / GOAL - 1) > 1e-6 for excess in took_for.values()))
-    found = next_share(tried(*took_for.items()))
-    low = max(share for share in sides if share <= found * (1 + 1e-9))
-    high = min(share for share in sides if share >= found * (1 - 1e-9))
-    assert (not sides[low] and sides[high]) or low >= high  # these as near to each other as rounding goes
 
 
 def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: pytest.MonkeyPatch) -> None:
