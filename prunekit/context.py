@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -109,12 +109,10 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def on_device(device: str | torch.device) -> Iterator[None]:
+def on_device(device: str | torch.device) -> AbstractContextManager[object]:
     """Makes a CUDA device the current one, whose streams and graphs are those that are meant where none is named."""
     found = torch.device(device)
-    with torch.cuda.device(found) if found.type == "cuda" else nullcontext():
-        yield
+    return torch.cuda.device(found) if found.type == "cuda" else nullcontext()
 
 
 def resolve_device(name: str) -> torch.device:

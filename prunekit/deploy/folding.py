@@ -17,6 +17,7 @@ from prunekit.channels.doubled import doubled, to_double
 from prunekit.compaction.folded import FoldedNorm, set_folds
 from prunekit.context import seeded
 from prunekit.deploy.foldable import Foldable, Pair, foldable
+from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
 
 
@@ -112,14 +113,11 @@ def _folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
         assert isinstance(norm, _BatchNorm)
         layer, (scale, shift) = model.get_submodule(pair.layer), _scale_and_shift(norm)
         weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
-        weight.copy_(_flushed(_scaled(weight.double(), scale, transposed=pair.transposed), weight.dtype))
-        bias.copy_(_flushed(bias.double() * scale + shift, bias.dtype))
+        weight.copy_(_scaled(weight.double(), scale, transposed=pair.transposed))
+        bias.copy_(bias.double() * scale + shift)
+        for tensor in (weight, bias):  # small scales make subnormal numbers, which are slow
+            tensor.masked_fill_(is_subnormal(tensor), 0)
     return model
-
-
-def _flushed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """With 0 for what would be subnormal in a dtype: small scales make such weights, which are slow."""
-    return torch.where(values.abs() < torch.finfo(dtype).tiny, 0.0, values)
 
 
 def _scaled(weight: Tensor, scale: Tensor, *, transposed: bool) -> Tensor:

@@ -22,7 +22,10 @@ gaps between them small ones would need more pages than they do."""
 
 
 class Placement:
-    """Called, it lays a module's parameters and buffers elsewhere in memory; nothing but their addresses changes."""
+    """Called, it lays a module's parameters and buffers elsewhere in memory; nothing but their addresses changes.
+
+    The gap before them stays until the next call: that the next ones lie elsewhere is up to it.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.random, self.gap = module, random.Random(), torch.empty(0)
@@ -43,7 +46,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def placements(*modules: nn.Module) -> Iterator[list[Placement]]:
-    """Of modules that are not the caller's own: their tensors are back where they were when it is left."""
+    """Of a user's own modules: their tensors are back where they were when it is left, as others may share them."""
     before = {tensor: tensor.data for module in modules for tensor in _movable(module)}
     try:
         yield [Placement(module) for module in modules]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning.budgets import Budgets, asked_for, budgets_of, in_words
+from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, in_words
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.settings import LATENCIES, SHARES, BudgetSettings, PruneSettings, Scope
@@ -90,13 +90,11 @@ def check_met(
 
 def in_the_way(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable) -> str:
     """What alone makes a budget of time impossible, as predicted, with what could be had without it; may be empty."""
-    scores = np.zeros(channel_map.n_labels)
-    parts = free_parts(channel_map, scores, settings)
-    budgets = budgets_of(channel_map, parts, settings, latency)
-    figures = zip(budgets.names, least_of(parts, budgets).tolist(), budgets.asked.tolist(), strict=True)
-    missed = [(name, asked) for name, least, asked in figures if name in LATENCIES and least > asked]
-    found = (_in_the_way(channel_map, scores, settings, name, asked, latency) for name, asked in missed)
-    return "".join(dict.fromkeys(text for texts in found for text in texts))
+    scores, least = np.zeros(channel_map.n_labels), least_left(channel_map, settings, latency)
+    asked = {name: as_given(name, value) for name, value in asked_for(settings.budget).items() if name in LATENCIES}
+    missed = [(name, value) for name, value in asked.items() if least[name] > value]
+    found = (_in_the_way(channel_map, scores, settings, name, value, latency) for name, value in missed)
+    return "".join(text for texts in found for text in texts)
 
 
 def _in_the_way(

@@ -108,14 +108,12 @@ def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> Non
         PlanError: they cannot be met; with the best that can be.
     """
     narrowest = _least_share(goal)
-    if narrowest <= 1 - DOUBT:
-        feasible(goal.channel_map, in_blocks(goal.settings), goal.table)
-        return
-    by_norm = replace(aiming(goal.settings, narrowest), criterion="l2", scope="global")
-    planned = plan_model(goal.model, example_inputs, by_norm, channel_map=goal.channel_map, latency=goal.table)
-    timing = _timed(goal, planned.compact)
-    if timing.excess(goal.asked) > 1:
-        raise PlanError(_out_of_reach(goal, timing))
+    if narrowest > 1 - DOUBT:
+        by_norm = replace(aiming(goal.settings, narrowest), criterion="l2", scope="global")
+        planned = plan_model(goal.model, example_inputs, by_norm, channel_map=goal.channel_map, latency=goal.table)
+        timing = _timed(goal, planned.compact)
+        if timing.excess(goal.asked) > 1:
+            raise PlanError(_out_of_reach(goal, timing))
     if narrowest <= 1:
         feasible(goal.channel_map, in_blocks(goal.settings), goal.table)
 

@@ -40,11 +40,10 @@ def cache_folder() -> Path:
 
 def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]:
     """What every network of a profile has in common: setting, machine, versions, inputs and repeats."""
-    packages = ("torch", *RUNTIMES[setting.runtime].packages)
-    device = torch.device(setting.device)
-    moved = RUNTIMES[setting.runtime].carrier == "module" and device.type == "cpu"
+    runtime, device = RUNTIMES[setting.runtime], torch.device(setting.device)
+    packages = ("torch", *runtime.packages)
     return asdict(setting) | {
-        "way": WAY_MOVED if moved else WAY,
+        "way": WAY_MOVED if runtime.moves_weights(setting) else WAY,
         "sample_shape": inputs.described(),
         "repeats": repeats,
         "cpu": cpu_name(),

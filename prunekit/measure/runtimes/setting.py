@@ -156,7 +156,7 @@ class Runtime:
 
     Attributes:
         open: a session from a source, a sample and a setting. It is called, and its sessions run, with the setting's
-            number of torch threads and in inference mode.
+            number of torch threads, in inference mode, and with its device as the current one.
         carrier: what it makes sessions from.
         devices: kinds of device that it runs on here.
         packages: that it needs, besides torch.
@@ -164,6 +164,7 @@ class Runtime:
         refuse: why it cannot run a setting on these devices; empty where it can.
         forget: drops what is kept of sessions, once a setting is done.
         times_layers: whether its sessions have a layer clock.
+        moves_weights: whether its sessions in a setting have a `move`.
         measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
         typed_files: whether it computes in the dtype of its file; others take files in float32.
     """
@@ -175,6 +176,7 @@ class Runtime:
     extra: str = ""
     refuse: Callable[[Setting], str] = lambda setting: ""
     times_layers: bool = False
+    moves_weights: Callable[[Setting], bool] = lambda setting: False
     measures_memory: bool = True
     typed_files: bool = False
     forget: Callable[[], object] = lambda: None

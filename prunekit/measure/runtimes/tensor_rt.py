@@ -28,8 +28,7 @@ def _refuse(setting: Setting) -> str:
 
 def _start(source: Source, sample: Sample, setting: Setting) -> Session:
     device = torch.device(setting.device)
-    with torch.cuda.device(device):
-        engine = _Engine(source.files[setting.batch, setting.dtype], device)
+    engine = _Engine(source.files[setting.batch, setting.dtype], device)
     engine.bind([one.to(device) for one in in_dtype(sample, setting.torch_dtype)])
     return Session(engine.run, lambda _: engine.outputs)
 

@@ -27,11 +27,15 @@ def eager() -> Runtime:
         module, placed = _placed(source, sample, setting)
         return Session(lambda: module(*placed), layers=lambda: _layers(module, placed), move=_move(module, setting))
 
-    return Runtime(start, "module", ("cpu", "cuda", "mps"), times_layers=True)
+    return Runtime(start, "module", ("cpu", "cuda", "mps"), times_layers=True, moves_weights=_on_cpu)
+
+
+def _on_cpu(setting: Setting) -> bool:
+    return setting.device == "cpu"
 
 
 def _move(module: nn.Module, setting: Setting) -> Placement | None:
-    return Placement(module) if setting.device == "cpu" else None
+    return Placement(module) if _on_cpu(setting) else None
 
 
 def _layers(module: nn.Module, placed: Sample) -> LayerClock:
@@ -64,7 +68,8 @@ def compiled() -> Runtime:
             compiled(*placed)
         return Session(lambda: compiled(*placed), move=_move(module, setting))
 
-    return Runtime(start, "module", ("cpu", "cuda"), measures_memory=False, forget=torch.compiler.reset)
+    forget, devices = torch.compiler.reset, ("cpu", "cuda")
+    return Runtime(start, "module", devices, measures_memory=False, moves_weights=_on_cpu, forget=forget)
 
 
 def cuda_graphs() -> Runtime:
