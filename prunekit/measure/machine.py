@@ -132,9 +132,8 @@ class Load:
 def _system_seconds() -> float:
     """CPU time that all processes have taken so far on the cores that this one may use."""
     each, allowed = psutil.cpu_times(percpu=True), _allowed()
-    numbered = len(each) == os.cpu_count() and max(allowed) < len(
-        each
-    )  # in some containers a list has other numbers than affinity
+    # In some containers the list is the container's own, and affinity has the numbers of the host.
+    numbered = len(each) == os.cpu_count() and max(allowed) < len(each)
     ours = [each[core] for core in allowed] if numbered else each
     return float(sum(value for one in ours for name, value in one._asdict().items() if name not in IDLE))
 
