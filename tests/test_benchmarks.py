@@ -328,12 +328,12 @@ def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(cache: str, monkeypat
     done = run("latency.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = {row["plan"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert list(rows) == ["uniform", "macs", "macs+time", "fastest"]
+    assert list(rows) == ["uniform", "macs", "macs+time", "capacity"]
     for row in rows.values():
         assert 0.97 * rows["uniform"]["macs"] <= row["macs"] <= rows["uniform"]["macs"]
         assert row["of_macs_ratio"] == pytest.approx(row["delivered"] / row["macs_ratio"])
     assert rows["macs+time"]["predicted"] >= rows["macs"]["predicted"]
-    assert rows["fastest"]["predicted"] >= rows["uniform"]["predicted"]
+    assert rows["capacity"]["predicted"] >= rows["uniform"]["predicted"]
 
 
 @pytest.mark.usefixtures("fewer")

@@ -216,7 +216,8 @@ def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]
         yield ("schedule", "score"), text
     elif schedule.get("score") == "movement" and prune.get("scope") == "per_mac":
         text = (
-            "expected 'uniform' or 'global', because prune.schedule.score is 'movement', whose scores may be negative"
+            "expected 'uniform', 'global' or 'capacity', because prune.schedule.score is 'movement', whose scores may "
+            "be negative"
         )
         yield ("scope",), text
 

@@ -118,8 +118,9 @@ def prune(
             until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
             collected from them; gradients need labels, and are given.
-        scope: `uniform`, the same share of every group; `global`, ranked over all of them; or `per_mac`, ranked by
-            score for each multiply-accumulate, or whatever else the budget counts.
+        scope: `uniform`, the same share of every group; `global`, ranked over all of them; `per_mac`, ranked by score
+            for each multiply-accumulate, or whatever else the budget counts; or `capacity`, as many
+            multiply-accumulates as the budget allows, where scores only say which channels of a group go.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
         exclude: globs over module paths whose output channels stay.

@@ -148,5 +148,5 @@ def feasible(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyT
     Raises:
         PlanError: they cannot.
     """
-    scope: Scope = "global" if settings.scope == "per_mac" else settings.scope  # as wide, and quicker
+    scope: Scope = "uniform" if settings.scope == "uniform" else "global"  # as wide, and quicker
     return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)

@@ -121,7 +121,7 @@ def left(plan: Plan) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("scope", ["uniform", "global", "per_mac"])
+@pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_plan_meets_all_its_budgets_and_the_one_that_binds_is_said(scope: str, seed: int) -> None:
     dense_mb = count_bytes(model_and_chart("mixed")[0]) / 1e6

@@ -93,7 +93,7 @@ def test_a_term_counts_only_within_its_spans() -> None:
         assert table.at(channel_map, keep) == pytest.approx(0.5 + ms)
 
 
-@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+@pytest.mark.parametrize("scope", ["per_mac", "capacity", "global", "uniform"])
 def test_the_fastest_plan_may_not_be_the_narrowest(scope: Scope) -> None:
     channel_map = chain([8, 12], shortcut=False)
     factor = channel_map.traced.trace.labels["layers.1.weight"][0]
@@ -135,7 +135,7 @@ class Beside(nn.Module):
         return self.reads(torch.cat([self.left(x), self.right(x)], 1))
 
 
-@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+@pytest.mark.parametrize("scope", ["per_mac", "capacity", "global", "uniform"])
 def test_a_width_that_two_groups_decide_may_turn_too(scope: Scope) -> None:
     """20 us a channel below 24 inputs, and 10 from there: at 24, what 12 take before."""
     channel_map = trace(Beside(), (torch.zeros(1, 3, 8, 8),))
@@ -153,7 +153,7 @@ def test_a_width_that_two_groups_decide_may_turn_too(scope: Scope) -> None:
     assert (budgets.turning, budgets.smooth, [*budgets.turns]) == (True, False, [()] * len(parts))
 
 
-@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+@pytest.mark.parametrize("scope", ["per_mac", "capacity", "global", "uniform"])
 def test_the_widest_plan_that_is_fast_enough_may_lie_beyond_some_that_are_not(scope: Scope) -> None:
     """10 us a channel below 60, 5 from there: 0.45 ms are 45 channels, and 90."""
     channel_map = chain([100, 4], shortcut=False)
@@ -168,7 +168,7 @@ def test_the_widest_plan_that_is_fast_enough_may_lie_beyond_some_that_are_not(sc
     assert (60,) in budgets_of(channel_map, parts, wanted, table).turns
 
 
-@pytest.mark.parametrize("scope", ["per_mac", "global", "uniform"])
+@pytest.mark.parametrize("scope", ["per_mac", "capacity", "global", "uniform"])
 def test_the_least_time_is_that_within_the_other_budgets(scope: Scope) -> None:
     """Both wide take the least, and too many channels; one of them wide is what can be had."""
     channel_map = chain([64, 64], shortcut=False)

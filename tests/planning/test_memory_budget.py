@@ -82,7 +82,7 @@ def resnet(scores_seed: int = 0) -> tuple[torch.nn.Module, ChannelMap, Scores]:
     return model, chart, scored(chart, np.random.default_rng(scores_seed))
 
 
-@pytest.mark.parametrize("scope", ["uniform", "global", "per_mac"])
+@pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])
 def test_resnet18_uses_its_memory_up(scope: str) -> None:
     model, chart, scores = resnet()
     half = record(model, EXAMPLE, 8).peak_bytes / 2e6

@@ -152,7 +152,7 @@ def chart() -> ChannelMap:
     return trace(torchvision.models.resnet18(num_classes=4), (zeros(1, 3, 32, 32),))
 
 
-@pytest.mark.parametrize("scope", ["uniform", "global", "per_mac"])
+@pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])
 @hypothesis_settings(max_examples=5)
 @given(
     kind=st.sampled_from(("linear", "exponential", "cubic")),
