@@ -18,6 +18,7 @@ HOW = ("widths step by", "kernel changes at")
 @click.argument("recipe", metavar="RECIPE.yaml")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--networks", type=click.IntRange(min=10), default=40, show_default=True, help="How many to measure.")
+@click.option("--again", is_flag=True, help="Measure anew what was timed on a machine too noisy.")
 @own_options
 @seed_option
 @output_option("runs.  [default: runs]")
@@ -26,6 +27,7 @@ def profile_command(
     recipe: str,
     overrides: tuple[str, ...],
     networks: int,
+    again: bool,
     factory: str | None,
     data: str | None,
     task: str | None,
@@ -53,6 +55,7 @@ def profile_command(
         run = profile_job(
             job,
             networks=networks,
+            again=again,
             log=console.log,
             resolved=dump(job),
             finish=partial(report.write_profile, state="finished"),

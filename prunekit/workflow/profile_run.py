@@ -44,6 +44,7 @@ def profile_job(
     job: JobSettings,
     *,
     networks: int = NETWORKS,
+    again: bool = False,
     log: Log,
     resolved: str = "",
     finish: Callable[[Path], object] | None = None,
@@ -56,6 +57,7 @@ def profile_job(
     Args:
         job: the settings.
         networks: to measure, at least 10.
+        again: measures those of the cache anew that were timed on a machine too noisy.
         log: gets a line for each network.
         resolved: the recipe's text, kept in the folder.
         finish: called with the folder at the end, before the run counts as finished (the report).
@@ -80,6 +82,7 @@ def profile_job(
             job.prune.target,
             job.prune,
             networks=networks,
+            again=again,
             transform=transform,
             log=run.log,
         )

@@ -50,6 +50,7 @@ def profile(
     *,
     networks: int | None = None,
     cache: Path | None = None,
+    again: bool = False,
     transform: Transform = AS_IT_IS,
     log: Log,
 ) -> Profile:
@@ -68,6 +69,7 @@ def profile(
         prune: what may go: exclusions, roundings, least widths.
         networks: to measure, at least 10; 40 where it is not given.
         cache: a folder; None: the user's own.
+        again: measures those networks of the cache anew that were timed on a machine too noisy.
         transform: what is done to every network, the dense one too, before it is timed.
         log: gets a line for each network.
 
@@ -87,13 +89,17 @@ def profile(
     log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
     made = _networks(model, channel_map, keeps, transform)
     kept_in = cache or cache_folder()
-    times = time_networks(transform(model), made, inputs, setting, repeats=REPEATS, cache=kept_in, log=log)
+    dense = transform(model)
+    times = time_networks(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in, again=again, log=log)
     samples = tuple(Sample(keep, found) for keep, found in zip(keeps, times, strict=True))
     table = fit(channel_map, samples, asdict(setting))
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:
         were = "was" if doubtful == 1 else "were"
-        notes.append(f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure")
+        cure = "when it is quiet, `prunekit profile RECIPE --again` measures such networks anew"
+        notes.append(
+            f"of {len(samples)} networks {doubtful} {were} timed on a machine too noisy to trust that figure; {cure}"
+        )
     predictions = _predicted(channel_map, samples, table.setting)
     return Profile(channel_map, table, predictions, samples, tuple(notes), time.perf_counter() - start)
 

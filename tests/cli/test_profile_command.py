@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from prunekit.cli import cli
-from prunekit.measure.profile import networks
+from prunekit.measure.profile import LayerTimes, networks
+from prunekit.measure.profile.cache import load, store
 
 RECIPE = """
 name: small
@@ -30,6 +32,12 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def times_in(file: Path) -> LayerTimes:
+    times = load(file)
+    assert times is not None
+    return times
+
+
 def invoke(recipe: Path, *arguments: str) -> Result:
     output = str(recipe.parent / "runs")
     return CliRunner().invoke(cli, ["profile", str(recipe), *arguments, "--networks", "10", "--output", output])
@@ -48,6 +56,21 @@ def test_layers_and_the_error_of_their_sum(recipe: Path) -> None:
     assert metrics["setting"]["batch"] == 2
     assert (Path(metrics["folder"]) / "profile.csv").exists()
     assert "latency profile" in (Path(metrics["folder"]) / "report.html").read_text()
+
+
+def test_noisy_networks_are_told_and_measured_again(recipe: Path) -> None:
+    assert invoke(recipe).exit_code == 0
+    cached = list((recipe.parent / "cache" / "latency").iterdir())
+    for index, file in enumerate(cached):  # the machine that tests run on may itself be noisy
+        store(file, replace(times_in(file), doubts=("another process used the cores",) if index < 2 else ()))
+    noted = invoke(recipe)
+    assert "of 10 networks 2 were timed on a machine too noisy" in noted.output
+    assert "`prunekit profile RECIPE --again`" in noted.output
+    assert noted.output.count("measured before") == 10
+    again = invoke(recipe, "--again")
+    assert again.exit_code == 0, again.output
+    assert again.output.count("measured before") == 8
+    assert not any("another process used the cores" in times_in(file).doubts for file in cached)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.measuring import Failed
 from prunekit.measure.profile import LayerTimes, Network, cache_folder, has_layer_clock, networks, time_networks
-from prunekit.measure.profile.cache import structure
+from prunekit.measure.profile.cache import load, store, structure
 from prunekit.measure.profile.pair import Pair, Ready
 from prunekit.measure.runtimes import RUNTIMES, LayerClock, Sample, Session, Setting, Source, inputs_of
 
@@ -79,6 +79,19 @@ def test_an_interrupted_profile_measures_only_what_is_missing(spy: Spy, tmp_path
     assert again[:2] == first
     assert [line.rpartition(", ")[2] for line in lines] == ["measured before"] * 2 + ["measured"] * 2
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_there_are_doubts_about_is_measured_again_where_that_is_asked_for(spy: Spy, tmp_path: Path) -> None:
+    profile((4, 5), tmp_path)
+    sure = LayerTimes(3.0, 9.0, {"0": 0.25}, 0.125, ())
+    files = {file: load(file) for file in tmp_path.iterdir()}
+    store(next(file for file, found in files.items() if found is not None and found.whole_ms == 1.0), sure)
+    spy.asked.clear()
+    assert [found.whole_ms for found in profile((4, 5), tmp_path)] == [3.0, 2.0]
+    assert spy.asked == []
+    assert [found.whole_ms for found in profile((4, 5), tmp_path, again=True)] == [3.0, 1.0]
+    assert spy.asked == ["of width 5"]
+    assert [found.whole_ms for found in profile((4, 5), tmp_path)] == [3.0, 1.0]  # which the new figure is kept for
 
 
 def test_code_of_the_user_that_changed_makes_another_network() -> None:

@@ -54,6 +54,7 @@ def time_networks(
     *,
     repeats: int,
     cache: Path | None,
+    again: bool = False,
     log: Log = lambda text: None,
 ) -> Iterator[LayerTimes]:
     """Measures networks one after the other, whole and layer by layer, each alternated with the dense one.
@@ -66,6 +67,7 @@ def time_networks(
         inputs: what they take: the shape of one input without the batch, or `Inputs`.
         repeats: how often each is run, at least 5; more often where they take less than 1.5 seconds together.
         cache: folder to keep measurements in and to take them from; see `cache_folder`. None keeps nothing.
+        again: measures what there are doubts about once more, in place of taking it from the cache.
         log: gets a line for each network.
 
     Yields:
@@ -85,7 +87,7 @@ def time_networks(
             key = key_of(structure(network.outline), dense_structure, common)
             file = cache / f"{key}.json" if cache is not None else None
             found, origin = load(file) if file is not None else None, "measured before"
-            if found is None:
+            if found is None or (again and found.doubts):
                 found, origin = bench.measure(network.name, network.build()), "measured"
                 if file is not None:
                     store(file, found)
