@@ -45,7 +45,7 @@ def freeze(goal: LatencyGoal, planner: Planner, *, log: Log) -> Frozen:
     attempts, made = _searched(goal, planner, log)
     best = min(range(len(attempts)), key=lambda index: distance(mean_excess(attempts, attempts[index].plan)))
     log(f"latency: attempt {best + 1} is taken")
-    return Frozen(goal, _as_asked(made[best], goal), tuple(attempts), _time_binds(made[best]))
+    return Frozen(goal, as_asked(made[best], goal), tuple(attempts), _time_binds(made[best]))
 
 
 def delivered(frozen: Frozen, handed_over: nn.Module, *, log: Log) -> Delivered:
@@ -71,7 +71,7 @@ def _searched(goal: LatencyGoal, planner: Planner, log: Log) -> tuple[list[Attem
     widest = _whole_share(goal)
     attempts: list[Attempt] = []
     made: list[Planned] = []
-    share, again = max(1.0, narrowest), False
+    share, again = _first_share(goal), False
     while len(attempts) < ATTEMPTS:
         planned = made[-1] if again else planner(aiming(goal.settings, share), channel_map)
         channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
@@ -123,6 +123,11 @@ def _timed(goal: LatencyGoal, compact: nn.Module) -> Timing:
     return timed(goal.dense, goal.transform(compact), goal.inputs, goal.settings, rounds, MOST_PROCESSES)
 
 
+def first_aim(goal: LatencyGoal) -> PruneSettings:
+    """What is planned for before anything was measured: what is asked for, or the fastest that is predicted."""
+    return aiming(goal.settings, _first_share(goal))
+
+
 def aiming(settings: PruneSettings, share: float) -> PruneSettings:
     """Settings in blocks whose budgets of time are multiplied: plans take that share of the time, as predicted."""
     budget = settings.budget
@@ -131,6 +136,10 @@ def aiming(settings: PruneSettings, share: float) -> PruneSettings:
     if budget.speedup is not None:
         budget = replace(budget, speedup=budget.speedup / share)
     return replace(in_blocks(settings), budget=budget)
+
+
+def _first_share(goal: LatencyGoal) -> float:
+    return max(1.0, _least_share(goal))
 
 
 def _least_share(goal: LatencyGoal) -> float:
@@ -159,7 +168,7 @@ def _time_binds(planned: Planned) -> bool:
     return planned.plan.provenance["binding"] in LATENCIES
 
 
-def _as_asked(planned: Planned, goal: LatencyGoal) -> Planned:
+def as_asked(planned: Planned, goal: LatencyGoal) -> Planned:
     """The plan with settings and budgets of time as they were given, not as they were aimed at; left is predicted."""
     budgets = {
         name: found | {"asked": goal.asked.get(name, found["asked"])}

@@ -9,12 +9,12 @@ from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
+from prunekit.workflow.delivering import as_asked, first_aim, require_reachable
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.goal import goal_for
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.scheduling import require_schedule, schedule_rows
@@ -25,7 +25,8 @@ from prunekit.workflow.tables import layer_rows
 def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, Any]:
     """Plans a job without training: data, model, budget and globs are checked, and the widths shown.
 
-    Budgets of time are predicted from a profile, which is measured unless it is in the cache.
+    Budgets of time are predicted from a profile, which is measured unless it is in the cache; what is predicted to be
+    out of reach, or only just within it, is measured before it is refused, as a run does.
 
     Without weights and without a cached baseline the scores are those of random weights, which the result says; under
     scope `uniform` the widths do not depend on them.
@@ -40,9 +41,10 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     chart = trace(prepared.model, prepared.example_inputs)
     transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
     goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
-    latency = None if goal is None else goal.table
-    wanted = job.prune if goal is None else in_blocks(job.prune)
-    feasible(chart, wanted, latency)
+    if goal is None:
+        feasible(chart, job.prune)
+    else:
+        require_reachable(goal, prepared.example_inputs)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if job.sparsify is not None:
         log("dry run: scores are those before `sparsify`, which is training")
@@ -54,14 +56,15 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     planned = plan_model(
         prepared.model,
         prepared.example_inputs,
-        wanted,
+        job.prune if goal is None else first_aim(goal),
         stats=stats,
         gradients=loss_gradients(prepared, prepared.model, log=log),
         patches=job_patches(prepared, prepared.model, chart, log=log),
         seed=job.seed,
         channel_map=chart,
-        latency=latency,
+        latency=None if goal is None else goal.table,
     )
+    planned = planned if goal is None else as_asked(planned, goal)
     settled = planned.plan.channel_map
     return {
         "trained": trained,

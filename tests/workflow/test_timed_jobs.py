@@ -115,9 +115,20 @@ def test_a_dry_run_predicts(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_had_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"budget speedup 500x: the plan predicted to be fastest takes"):
-        prune_job(job(tmp_path, 500.0), log=lambda text: None)
+    for refusing in (prune_job, dry_run):
+        with pytest.raises(PlanError, match=r"budget speedup 500x: the plan predicted to be fastest takes"):
+            refusing(job(tmp_path, 500.0), log=lambda text: None)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_shows_the_fastest_plan_where_only_the_table_holds_more_for_impossible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = Timing(1.0, 0.9, 1.1, 501.0, 500.0, 502.0, True, ())
+    monkeypatch.setattr(delivering, "timed", lambda *_: met)
+    found = dry_run(job(tmp_path, 500.0), log=lambda text: None)["budgets"]["speedup"]
+    assert found["asked"] == 500
+    assert 1 < found["left"] < 500
 
 
 def test_a_profile_keeps_its_layers_and_how_well_it_predicts(tmp_path: Path) -> None:
