@@ -1,8 +1,8 @@
 """Speedups asked for and delivered: each network profiled once on each runtime, then planned, measured and corrected.
 
 A row is one request. `asked` and `delivered` are speedups over the dense network; `delivered` is of the network that is
-handed over, compacted by the frozen plan, measured last in a fresh process alternated with the dense one, and `ci95`
-its interval. `macs_ratio` is the dense MACs over those left; `excess` the time taken over the time asked for; `within`
+handed over, compacted by the frozen plan, measured last in fresh processes alternated with the dense one, and `ci95`
+holds the intervals of all of these: the more there are, the wider. `macs_ratio` is the dense MACs over those left; `excess` the time taken over the time asked for; `within`
 whether that is within 3 %; `notes` what prunekit itself says of a figure that is slower than asked for, off, or
 unstable; `attempts` how many plans were measured on the way, `attempts_excess` the excess of each. A request that
 cannot be met is a row with `refused` and a `reason`; one that failed has a reason alone, and is tried again.
