@@ -1,14 +1,14 @@
 """How much of a cut of MACs becomes speed: a network at the MACs of a uniform half of its channels.
 
 Plans, all within the MACs that half of every group's channels leave: `uniform`, that half itself; `macs`, what MACs
-alone lead to, filters by L2 norm (scope `per_mac`); `macs+time`, by MACs and time together: the highest speedup, as the
-runtime's profile predicts, with which the plan still uses nearly all (98 %) of the MACs, so that it is no smaller a
-network but a better cut one; and `capacity`, the same by the scope of that name, which leaves as many MACs as that time
-allows, whatever the filters are worth. `delivered` is the measured speedup over the dense network, all alternated in
-one process of the runtime, `ci95` its interval, `macs_ratio` the dense MACs over those left, `of_macs_ratio` the one
-over the other (1: all of the cut became speed). `asked` is the speedup that was planned for, `predicted` what the table
-says of the plan. Where there is a CUDA device, it is measured too: fp16 and bf16, channels-last, batches 1 and 256.
-Weights are random: time does not depend on them, but which filters go in `macs` and `macs+time` does.
+alone lead to, filters by L2 norm (scope `per_mac`); `macs+time`, by MACs and time together: the highest speedup, as
+the runtime's profile predicts, with which the plan still uses nearly all (98 %) of the MACs, so that it is no smaller
+a network but a better cut one; and `capacity`, the same by the scope of that name, which goes by widths alone.
+`delivered` is the measured speedup over the dense network, all alternated in one process of the runtime, `ci95` its
+interval, `macs_ratio` the dense MACs over those left, `of_macs_ratio` the one over the other (1: all of the cut became
+speed). `asked` is the speedup that was planned for, `predicted` what the table says of the plan. Where there is a CUDA
+device, it is measured too: fp16 and bf16, channels-last, batches 1 and 256. Weights are random: time does not depend
+on them, but which filters go in `macs` and `macs+time` does.
 
     python benchmarks/latency.py [--model resnet34] [--size 224] [--runtimes eager,onnxruntime,openvino] [--threads 1]
         [--networks N] [--repeats 61] [--device auto] [--out FILE] [--json] [--keep]

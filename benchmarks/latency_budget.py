@@ -1,15 +1,15 @@
 """Speedups asked for and delivered: each network profiled once on each runtime, then planned, measured and corrected.
 
-A row is one request. `asked` and `delivered` are speedups over the dense network; `delivered` is of the network that is
-handed over, compacted by the frozen plan, measured last in fresh processes alternated with the dense one, and `ci95`
-holds the intervals of all of these: the more there are, the wider. `macs_ratio` is the dense MACs over those left; `excess` the time taken over the time asked for; `within`
-whether that is within 3 %; `notes` what prunekit itself says of a figure that is slower than asked for, off, or
-unstable; `attempts` how many plans were measured on the way, `attempts_excess` the excess of each. A request that
-cannot be met is a row with `refused` and a `reason`; one that failed has a reason alone, and is tried again.
-`profile_error` is the median relative error of the table on networks that it was not fitted to, `profile_seconds` what
-the profile took in the run that made it, of whose `profile_networks` so many as `profile_cached` were measured before;
-`plan_seconds` is the longest that scoring, planning and the trial of one plan took, `seconds` the whole request, and
-`versions` what it was measured with.
+A row is one request. `asked` and `delivered` are speedups over the dense network; `delivered` is of the network that
+is handed over, compacted by the frozen plan, measured last in fresh processes alternated with the dense one, and
+`ci95` holds the intervals of all of these: the more there are, the wider. `macs_ratio` is the dense MACs over those
+left; `excess` the time taken over the time asked for; `within` whether that is within 3 %; `notes` what prunekit
+itself says of a figure that is slower than asked for, off, or unstable; `attempts` how many plans were measured on the
+way, `attempts_excess` the excess of each. A request that cannot be met is a row with `refused` and a `reason`; one
+that failed has a reason alone, and is tried again. `profile_error` is the median relative error of the table on
+networks that it was not fitted to, `profile_seconds` what the profile took in the run that made it, of whose
+`profile_networks` so many as `profile_cached` were measured before; `plan_seconds` is the longest that scoring,
+planning and the trial of one plan took, `seconds` the whole request, and `versions` what it was measured with.
 
 Filters go by L2 norm, in the order of what they cost (scope `per_mac`, which with a budget of time is the time that
 they take). Weights are random unless `--weights` is a folder with `MODEL.pth`: time does not depend on them, but which

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets import Budgets
-from prunekit.planning.select import Part
+from prunekit.planning.select import Part, Scores
 from prunekit.planning.terms import Numbers
-from prunekit.planning.worth import EPSILON, Worth
 
 STEPS = (-16, -8, -4, -3, -2, -1, 1, 2, 3, 4, 8, 16)
 """By how many of its allowed counts a part is tried narrower and wider, where all of all parts are more than `FEW`."""
@@ -24,6 +23,35 @@ SHORTLIST = 256
 MARGIN = 0.02
 """Of a budget: what neighbours' widths, which multiply, may save beyond the sum of two steps' own costs."""
 ROUNDS = 2000
+EPSILON = 1e-12
+"""Of all scores: a smaller gain is rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Worth:
+    """What counts keep: the sum of the scores.
+
+    Attributes:
+        kept: for each part (size + 1,) the sum of its first so many scores.
+        total: the sum of all scores, without their signs.
+    """
+
+    kept: tuple[Numbers, ...]
+    total: float
+
+    @classmethod
+    def of(cls, parts: list[Part], scores: Scores) -> Worth:
+        """Of parts; a label with an infinite score is worth more than all others together."""
+        own = [scores[part.labels] for part in parts]
+        finite = np.concatenate(own)
+        most = float(np.abs(finite[np.isfinite(finite)]).sum()) + 1.0
+        bounded = [np.nan_to_num(values, posinf=most, neginf=-most) for values in own]
+        kept = tuple(np.concatenate([[0.0], np.cumsum(values)]) for values in bounded)
+        return cls(kept, float(sum(np.abs(values).sum() for values in bounded)))
+
+    def __call__(self, counts: Labels) -> float:
+        """The sum of what counts (parts,) keep."""
+        return float(sum(values[count] for values, count in zip(self.kept, counts, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +81,7 @@ def improved(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) 
     """
     for _ in range(ROUNDS):
         steps = _steps(parts, worth, budgets, counts)
-        better = next((found for found in _neighbours(steps, worth, budgets, counts)), None)
+        better = next((found for found in _neighbours(steps, budgets, counts, worth.total)), None)
         if better is None:
             break
         counts = better
@@ -77,11 +105,8 @@ def _steps(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) ->
     owner, change = np.array(rows, dtype=np.int64).reshape(-1, 2).T
     trials = np.repeat(counts[None], len(rows), axis=0)
     trials[np.arange(len(rows)), owner] += change
-    gain = np.zeros(len(rows))
-    for index in np.unique(owner):
-        own = owner == index
-        kept = worth.along(counts, index, counts[index] + np.append(change[own], 0))
-        gain[own] = kept[:-1] - kept[-1]
+    now = [values[count] for values, count in zip(worth.kept, counts, strict=True)]
+    gain = np.array([worth.kept[index][counts[index] + by] - now[index] for index, by in rows])
     return _Steps(owner, change, gain, budgets.limited(trials) - budgets.limited(counts))
 
 
@@ -96,37 +121,37 @@ def _edges(part: Part, count: int, steps: tuple[int, ...], turns: tuple[int, ...
         yield from (min(at, last), max(at - 1, 0))
 
 
-def _neighbours(steps: _Steps, worth: Worth, budgets: Budgets, counts: Labels) -> Iterator[Labels]:
+def _neighbours(steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
     """The best counts by one step; else by two at a time; else by three or four."""
-    yield from _best_of(_several(steps, 1), steps, worth, budgets, counts)
+    yield from _best_of(_several(steps, 1), steps, budgets, counts, total)
     slack = budgets.limits - budgets.limited(counts)
-    yield from _best_of(_pairs(steps, slack, budgets.limits, worth.total), steps, worth, budgets, counts)
+    yield from _best_of(_pairs(steps, slack, budgets.limits, total), steps, budgets, counts, total)
     for size in (3, 4):
-        yield from _best_of(_several(steps, size), steps, worth, budgets, counts)
+        yield from _best_of(_several(steps, size), steps, budgets, counts, total)
 
 
-def _best_of(group: Labels, steps: _Steps, worth: Worth, budgets: Budgets, counts: Labels) -> Iterator[Labels]:
+def _best_of(group: Labels, steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
     """The counts by the best steps of a group of them that fit, where one keeps more."""
     if len(group):
         gain = steps.gain[group].sum(axis=1)
         order = np.argsort(-gain, kind="stable")
-        group = group[order[gain[order] > EPSILON * worth.total]]
+        group = group[order[gain[order] > EPSILON * total]]
         trials = np.repeat(counts[None], len(group), axis=0)
         for column in group.T:
             trials[np.arange(len(group)), steps.part[column]] += steps.change[column]
-        trials = worth.better(trials[budgets.fits(trials)], counts)
+        trials = trials[budgets.fits(trials)]
         if len(trials):
-            yield _together(trials, counts, worth, budgets)
+            yield _together(trials, counts, budgets)
 
 
-def _together(trials: Labels, counts: Labels, worth: Worth, budgets: Budgets) -> Labels:
-    """The first of some changed counts, and of the others what changes other parts, still fits, and keeps more."""
+def _together(trials: Labels, counts: Labels, budgets: Budgets) -> Labels:
+    """The first of some changed counts, and of the others what changes other parts and still fits."""
     found: Labels = trials[0]
     for trial in trials[1:SHORTLIST]:
         moved = trial != counts
         if not (moved & (found != counts)).any():
             both = np.where(moved, trial, found)
-            found = both if budgets.fits(both) and worth(both) > worth(found) else found
+            found = both if budgets.fits(both) else found
     return found
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets import Budgets
+from prunekit.planning.exchange import Worth
 from prunekit.planning.select import Part
 from prunekit.planning.terms import Numbers
-from prunekit.planning.worth import Worth, parabolic, replaced
 
 SWEEPS = 3
 """Over all parts, at one price: what a part costs depends on its neighbours' widths."""
@@ -30,7 +30,7 @@ def by_multipliers(parts: list[Part], worth: Worth, budgets: Budgets) -> Iterato
     """The counts that keep the most, of those within the budgets that were found, for each blend of them.
 
     Args:
-        worth: best where it is concave in each part's count, as scores are, by which the labels of a part go.
+        worth: concave in each part's count: the labels of a part go by their scores.
     """
     several = np.bincount(budgets.owner, minlength=budgets.asked.size)
     for weights in _blends(budgets.asked.size):
@@ -87,7 +87,7 @@ def _at_price(parts: list[Part], worth: Worth, budgets: Budgets, price: Numbers,
             if part.counts.size > 1:
                 wanted = part.counts if budgets.smooth else _spread(part, budgets.turns[index])
                 cost = _cost_at(wanted, index, counts, budgets, price)
-                counts[index] = wanted[int(np.argmax(worth.along(counts, index, wanted) - cost))]
+                counts[index] = wanted[int(np.argmax(worth.kept[index][wanted] - cost))]
         if np.array_equal(before, counts):
             break
     return counts
@@ -102,10 +102,17 @@ def _spread(part: Part, turns: tuple[int, ...]) -> Labels:
 
 
 def _cost_at(wanted: Labels, index: int, counts: Labels, budgets: Budgets, price: Numbers) -> Numbers:
-    """What each count of one part costs at a price."""
+    """What each count of one part costs at a price: a parabola where costs are smooth, as a width meets itself once."""
+    points = wanted if wanted.size < 3 or not budgets.smooth else wanted[[0, wanted.size // 2, -1]]
+    trials = np.repeat(counts[None], points.size, axis=0)
+    trials[:, index] = points
+    cost: Numbers = budgets.limited(trials) @ price
+    return cost if points.size == wanted.size else _parabola(points, cost, wanted)
 
-    def cost(at: Labels) -> Numbers:
-        result: Numbers = budgets.limited(replaced(counts, index, at)) @ price
-        return result
 
-    return parabolic(wanted, cost) if budgets.smooth else cost(wanted)
+def _parabola(points: Labels, values: Numbers, at: Labels) -> Numbers:
+    """Through three points, by Newton's divided differences."""
+    (a, b, c), (u, v, w) = points.astype(float), values
+    first, second = (v - u) / (b - a), (w - v) / (c - b)
+    result: Numbers = u + (at - a) * (first + (at - b) * (second - first) / (c - a))
+    return result

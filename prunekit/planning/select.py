@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +36,6 @@ class Part:
         """The largest allowed count that is not above `wanted`; the smallest one where none is."""
         index = int(np.searchsorted(self.counts, wanted + 1e-9, side="right")) - 1
         return int(self.counts[max(index, 0)])
-
-    def coarser(self) -> Part:
-        """The same with every second of the allowed counts, the last among them."""
-        return replace(self, counts=self.counts[::-1][::2][::-1])
 
     def at_least(self, wanted: int) -> int:
         """The smallest allowed count that is not below `wanted`."""

@@ -34,10 +34,10 @@ Milliseconds = Annotated[float, Gt(0)]
 Speedup = Annotated[float, Gt(1)]
 Scope = Literal["uniform", "global", "per_mac", "capacity"]
 """Of each group the same share; the lowest scores of all groups; or the lowest for what they cost: MACs, where the
-budget is one of MACs, and else whatever the budget that binds counts. `capacity` leaves as many MACs as the budgets
-allow, at whatever widths; scores say only which channels of a group go. Trained for long, what a network comes to
-depends on its widths more than on the weights it began with (Rethinking the Value of Network Pruning, Liu et al. 2019).
-"""
+budget is one of MACs, and else whatever the budget that binds counts. `capacity` goes by widths alone: layers keep as
+much of their MACs as the budgets allow, by the mean of its logarithm, and scores say only which channels of a group go.
+Trained for long, what a network comes to depends on its widths more than on the weights it began with (Rethinking the
+Value of Network Pruning, Liu et al. 2019)."""
 SHARES = ("channels", "macs", "params")
 """Budgets that are shares of the dense model."""
 LATENCIES = ("latency_ms", "speedup")

@@ -15,7 +15,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError
 from prunekit.planning.budgets import Budgets, as_given, budgets_of, in_words
-from prunekit.planning.exchange import are_few, improved
+from prunekit.planning.exchange import Worth, are_few, improved
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
@@ -23,16 +23,13 @@ from prunekit.planning.prices import priced
 from prunekit.planning.reach import NOTHING_FREE, check_met, check_settings, fastest
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
 from prunekit.planning.settings import SHARES, PruneSettings, Scope
-from prunekit.planning.worth import MacsKept, ScoresKept, Worth
+from prunekit.planning.widths import worth_of_widths
 
 GRID = 4096
 """Steps of the uniform share that the search may choose from."""
 
 TRIED = 129
 """Steps of a ladder that are tried at once where costs may fall as widths grow."""
-
-WIDE = 64
-"""Allowed counts of a part that starts are improved among when MACs are kept, and half as many; then finer."""
 
 STARTS = 2
 """Of the plans that prices lead to, so many are improved: the best. All of them where there are few widths."""
@@ -86,7 +83,8 @@ def make_plan(
 
 
 def _chosen(channel_map: ChannelMap, parts: list[Part], scores: Scores, budgets: Budgets, scope: Scope) -> Labels:
-    """Counts within the budgets; those that keep the most that is found of the scores, or for `capacity` of the MACs.
+    """Counts within the budgets; under scope `per_mac` those of the highest sum of kept scores that is found, under
+    `capacity` of what widths are worth.
 
     Where another kernel makes only plans fast enough that a scope's own do not come to, the fastest.
     """
@@ -95,43 +93,22 @@ def _chosen(channel_map: ChannelMap, parts: list[Part], scores: Scores, budgets:
     elif scope == "global":
         found = [_highest(parts, *_global(parts, [scores[part.labels] for part in parts]), budgets)]
     elif scope == "per_mac":
-        by_price = priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))
-        found = _most_worth(parts, ScoresKept.of(parts, scores), budgets, by_price)
+        found = _most_worth(parts, scores, budgets)
     else:
-        found = _most_macs(parts, MacsKept.of(parts, channel_map), budgets)
+        found = _most_worth(parts, worth_of_widths(channel_map, parts), budgets)
     fitting = [counts for counts in found if budgets.fits(counts)]
     return fitting[0] if fitting else fastest(parts, budgets)
 
 
-def _most_worth(parts: list[Part], worth: Worth, budgets: Budgets, starts: list[Labels]) -> list[Labels]:
-    """Counts within the budgets from several starts, those that keep the most first."""
-    found = _starts(parts, worth, budgets, starts)
-    best = sorted(found, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
-    return sorted((improved(parts, worth, budgets, counts) for counts in best), key=worth, reverse=True)
-
-
-def _most_macs(parts: list[Part], worth: MacsKept, budgets: Budgets) -> list[Labels]:
-    """The same, but every start is improved, among few counts first: where fewer plans lie between, more are reached.
-
-    As widths multiply and kernels turn, one start may lead to a tenth fewer than another, whichever begins with more.
-    """
-    grids = [parts]
-    while max(part.counts.size for part in grids[-1]) > WIDE:
-        grids.append([part.coarser() for part in grids[-1]])
-    grids.append([part.coarser() for part in grids[-1]])
-    found: list[Labels] = []
-    for level, grid in reversed(list(enumerate(grids))):
-        starts = _starts(grid, worth, budgets, []) if level >= len(grids) - 2 else []
-        found = sorted((improved(grid, worth, budgets, counts) for counts in found + starts), key=worth, reverse=True)
-        found = found[:STARTS]
-    return found
-
-
-def _starts(parts: list[Part], worth: Worth, budgets: Budgets, others: list[Labels]) -> list[Labels]:
-    """Counts within the budgets, each once: the same share of every part, by multipliers, the fastest, and others."""
-    found = [*others, *by_multipliers(parts, worth, budgets)]
+def _most_worth(parts: list[Part], scores: Scores, budgets: Budgets) -> list[Labels]:
+    """Counts within the budgets from several starts, those of the highest sum of kept scores first."""
+    worth = Worth.of(parts, scores)
+    found = [*priced(parts, scores, budgets, lambda ranks: _highest(parts, *_global(parts, ranks), budgets))]
+    found += by_multipliers(parts, worth, budgets)
     found += [_highest(parts, *_uniform(parts), budgets), fastest(parts, budgets)]
-    return list({tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values())
+    distinct = {tuple(counts.tolist()): counts for counts in found if budgets.fits(counts)}.values()
+    starts = sorted(distinct, key=worth, reverse=True)[: None if are_few(parts) else STARTS]
+    return sorted((improved(parts, worth, budgets, counts) for counts in starts), key=worth, reverse=True)
 
 
 def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> Labels:

@@ -119,8 +119,8 @@ def prune(
         criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
             collected from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; `per_mac`, ranked by score
-            for each multiply-accumulate, or whatever else the budget counts; or `capacity`, as many
-            multiply-accumulates as the budget allows, where scores only say which channels of a group go.
+            for each multiply-accumulate, or whatever else the budget counts; or `capacity`, the widest layers that
+            the budget allows, where scores only say which channels of a group go.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
         exclude: globs over module paths whose output channels stay.

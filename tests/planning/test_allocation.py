@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from prunekit.channels import ChannelMap, trace
 from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
 from prunekit.planning.budgets import budgets_of
-from prunekit.planning.exchange import improved
+from prunekit.planning.exchange import Worth, improved
 from prunekit.planning.select import Scores
-from prunekit.planning.worth import ScoresKept
 
 
 def optimum(channel_map: ChannelMap, scores: Scores, wanted: PruneSettings) -> float:
@@ -64,7 +63,7 @@ def two_budgets() -> tuple[ChannelMap, Scores, PruneSettings]:
 def test_exchange_only_ever_keeps_more_and_stops_where_no_exchange_helps() -> None:
     channel_map, scores, wanted = two_budgets()
     parts = free_parts(channel_map, scores, wanted)
-    worth, limits = ScoresKept.of(parts, scores), budgets_of(channel_map, parts, wanted)
+    worth, limits = Worth.of(parts, scores), budgets_of(channel_map, parts, wanted)
     narrow = np.array([part.counts[0] for part in parts])
     found = improved(parts, worth, limits, narrow)
     assert limits.fits(found)
