@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from prunekit.channels import ChannelMap, trace
 from prunekit.measure.profile.features import features_of
 from prunekit.planning import Plan
+from prunekit.planning.budgets import Budgets
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
-from prunekit.planning.select import Scores
+from prunekit.planning.select import Part, Scores
 
 
 class Chain(nn.Module):
@@ -48,6 +49,18 @@ def kept(plan: Plan, scores: Scores) -> float:
 
 def chain(widths: list[int], *, shortcut: bool = True) -> ChannelMap:
     return trace(Chain(widths, [3] * len(widths), shortcut), (torch.zeros(1, 3, 16, 16),))
+
+
+def random_chain(widths: list[int], shortcut: bool, generator: np.random.Generator) -> ChannelMap:
+    kernels = [int(kernel) for kernel in generator.choice([1, 3], len(widths))]
+    return trace(Chain(widths, kernels, shortcut), (torch.zeros(1, 3, 32, 32),))
+
+
+def most_kept(parts: list[Part], worth: Scores, budgets: Budgets) -> float:
+    """The most of what labels are worth that any plan keeps within the budgets, by trying them all; 0 where none is."""
+    every = np.stack(np.meshgrid(*[part.counts for part in parts], indexing="ij"), -1).reshape(-1, len(parts))
+    each = sum(np.r_[0, np.cumsum(worth[part.labels])][every[:, i]] for i, part in enumerate(parts))
+    return float((each * budgets.fits(every)).max())
 
 
 def random_table(channel_map: ChannelMap, steps: tuple[int, ...], seed: int, turning: bool = False) -> LatencyTable:

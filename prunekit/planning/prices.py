@@ -9,6 +9,7 @@ import numpy as np
 from prunekit.channels.labels import Labels
 from prunekit.planning.budgets import Budgets
 from prunekit.planning.select import Part, Scores
+from prunekit.planning.terms import Numbers
 
 ROUNDS = 3
 """How often a budget is spent per price: what a channel costs depends on its neighbours' widths in the plan before."""
@@ -42,9 +43,18 @@ def _in_units_of(
 
 def _prices(parts: list[Part], budgets: Budgets, counts: Labels) -> Scores:
     """What a label costs, on average over those of its part: (parts, budgets)."""
+    sizes = np.array([part.labels.size for part in parts])
+    prices: Scores = costs_of_parts(parts, budgets.left, counts) / sizes[:, None]
+    return np.maximum(prices, 1e-12)
+
+
+def costs_of_parts(parts: list[Part], cost: Callable[[Labels], Numbers], counts: Labels) -> Numbers:
+    """What each part costs as a whole beside counts (parts,) of the others: (parts, resources).
+
+    Args:
+        cost: of counts (trials, parts): (trials, resources).
+    """
     whole, none = (np.repeat(counts[None], len(parts), axis=0) for _ in range(2))
     np.fill_diagonal(whole, [part.labels.size for part in parts])
     np.fill_diagonal(none, 0)
-    sizes = np.array([part.labels.size for part in parts])
-    prices: Scores = (budgets.left(whole) - budgets.left(none)) / sizes[:, None]
-    return np.maximum(prices, 1e-12)
+    return cost(whole) - cost(none)

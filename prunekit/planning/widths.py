@@ -6,6 +6,7 @@ import numpy as np
 
 from prunekit.channels import ChannelMap
 from prunekit.planning.costs import cost_model
+from prunekit.planning.prices import costs_of_parts
 from prunekit.planning.select import Part, Scores
 from prunekit.planning.terms import terms_of
 
@@ -19,9 +20,7 @@ def worth_of_widths(channel_map: ChannelMap, parts: list[Part]) -> Scores:
     """
     model = cost_model(channel_map, parts, [terms_of(channel_map, parts, "macs")])
     whole = np.array([part.labels.size for part in parts])
-    without = np.repeat(whole[None], len(parts), axis=0)
-    np.fill_diagonal(without, 0)
-    weights = (model(whole) - model(without))[:, 0] / channel_map.macs()
+    weights = costs_of_parts(parts, model, whole)[:, 0] / channel_map.macs()
     scores = np.zeros(channel_map.n_labels)
     for part, weight in zip(parts, weights, strict=True):
         scores[part.labels] = weight * np.log1p(1 / np.arange(1, part.labels.size + 1))
