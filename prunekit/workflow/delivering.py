@@ -10,16 +10,17 @@ import numpy as np
 from torch import nn
 
 from prunekit.channels import ChannelMap
+from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError
 from prunekit.planning import PruneSettings
-from prunekit.planning.budgets import as_given
-from prunekit.planning.reach import in_the_way, least_left
+from prunekit.planning.reach import in_the_way
 from prunekit.planning.settings import LATENCIES
 from prunekit.planning.solve import plain
 from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
-from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow.goal import LatencyGoal, goal_for
 from prunekit.workflow.planned import Planned
+from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
@@ -67,7 +68,7 @@ def delivered(frozen: Frozen, handed_over: nn.Module, *, log: Log) -> Delivered:
 
 def _searched(goal: LatencyGoal, planner: Planner, log: Log) -> tuple[list[Attempt], list[Planned]]:
     """Attempts, and the plan of each: until one is near the goal when it is measured twice, or none is left to try."""
-    channel_map, narrowest = goal.channel_map, _least_share(goal)
+    channel_map, narrowest = goal.channel_map, goal.least_share
     widest = _whole_share(goal)
     attempts: list[Attempt] = []
     made: list[Planned] = []
@@ -97,6 +98,27 @@ def _number(planned: Planned, made: Sequence[Planned]) -> int:
     return next(same, len(made))
 
 
+def reachable_goal(prepared: Prepared, channel_map: ChannelMap, *, log: Log) -> LatencyGoal | None:
+    """What a job asks of time, once its budgets are known to be within reach; None where none is one of time.
+
+    Args:
+        channel_map: of the job's model.
+        log: gets a line for each network of the profile.
+
+    Raises:
+        UsageError: as for `goal_for`.
+        PlanError: a budget cannot be met; with the best that can be.
+    """
+    example, prune = prepared.example_inputs, prepared.job.prune
+    transform = transform_of(prepared.model, example, prepared.job.deploy)
+    goal = goal_for(prepared.model, example, channel_map, prune, transform=transform, log=log)
+    if goal is None:
+        feasible(channel_map, prune)
+    else:
+        require_reachable(goal, example)
+    return goal
+
+
 def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> None:
     """Refuses budgets that cannot be met; where that is predicted for budgets of time, or nearly, the fastest plan is
     measured.
@@ -107,7 +129,7 @@ def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> Non
     Raises:
         PlanError: they cannot be met; with the best that can be.
     """
-    narrowest = _least_share(goal)
+    narrowest = goal.least_share
     if narrowest > 1 - DOUBT:
         by_norm = replace(aiming(goal.settings, narrowest), criterion="l2", scope="global")
         planned = plan_model(goal.model, example_inputs, by_norm, channel_map=goal.channel_map, latency=goal.table)
@@ -139,14 +161,7 @@ def aiming(settings: PruneSettings, share: float) -> PruneSettings:
 
 
 def _first_share(goal: LatencyGoal) -> float:
-    return max(1.0, _least_share(goal))
-
-
-def _least_share(goal: LatencyGoal) -> float:
-    """The least time that any plan is predicted to take, over what was asked for."""
-    least = least_left(goal.channel_map, in_blocks(goal.settings), goal.table)
-    shares = [least[name] / as_given(name, value) for name, value in goal.asked.items()]
-    return max(shares) * (1 + 1e-9)
+    return max(1.0, goal.least_share)
 
 
 def _whole_share(goal: LatencyGoal) -> float:

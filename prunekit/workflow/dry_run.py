@@ -6,16 +6,14 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
-from prunekit.deploy.transform import transform_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
-from prunekit.workflow.delivering import as_asked, first_aim, require_reachable
+from prunekit.workflow.delivering import as_asked, first_aim, reachable_goal
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
-from prunekit.workflow.goal import goal_for
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.pruning import feasible, plan_model
+from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.scheduling import require_schedule, schedule_rows
 from prunekit.workflow.settings import JobSettings
@@ -39,12 +37,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     require_deployable(prepared)
     line = require_schedule(prepared, training=True)
     chart = trace(prepared.model, prepared.example_inputs)
-    transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
-    goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
-    if goal is None:
-        feasible(chart, job.prune)
-    else:
-        require_reachable(goal, prepared.example_inputs)
+    goal = reachable_goal(prepared, chart, log=log)
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if job.sparsify is not None:
         log("dry run: scores are those before `sparsify`, which is training")

@@ -9,18 +9,15 @@ from typing import Any
 
 from prunekit.channels import trace
 from prunekit.context import threads
-from prunekit.deploy.transform import transform_of
 from prunekit.distributed.exchange import from_main, wait_for_all
 from prunekit.distributed.failing import one_for_all
 from prunekit.distributed.group import is_main
 from prunekit.workflow.bench import devices
-from prunekit.workflow.delivering import require_reachable
+from prunekit.workflow.delivering import reachable_goal
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
-from prunekit.workflow.goal import goal_for
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
-from prunekit.workflow.pruning import feasible
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
 from prunekit.workflow.scheduling import require_schedule
@@ -120,16 +117,11 @@ def _run(
     require_schedule(prepared, training=training)
     identity = identity_of(prepared, training=training)
     chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    transform = transform_of(prepared.model, prepared.example_inputs, job.deploy)
     again = goal = None
     with one_for_all():
         if is_main():
             again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
-            goal = goal_for(prepared.model, prepared.example_inputs, chart, job.prune, transform=transform, log=log)
-            if goal is None:
-                feasible(chart, job.prune)
-            else:
-                require_reachable(goal, prepared.example_inputs)
+            goal = reachable_goal(prepared, chart, log=log)
         wait_for_all()
         with run_folder(job.output, job.name, log, resolved, finish, again) as run, one_for_all(), threads(job.threads):
             note(run, identity)

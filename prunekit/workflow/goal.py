@@ -14,8 +14,9 @@ from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import UsageError
 from prunekit.measure.runtimes import Inputs, inputs_like
 from prunekit.planning import PruneSettings
+from prunekit.planning.budgets import as_given
 from prunekit.planning.latency import LatencyTable
-from prunekit.planning.reach import require_met_untimed
+from prunekit.planning.reach import least_left, require_met_untimed
 from prunekit.planning.settings import LATENCIES
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import in_blocks, profile
@@ -52,6 +53,12 @@ class LatencyGoal:
         """The budgets of time that are given."""
         given = {name: getattr(self.settings.budget, name) for name in LATENCIES}
         return {name: value for name, value in given.items() if value is not None}
+
+    @cached_property
+    def least_share(self) -> float:
+        """The least time that any plan is predicted to take, over what was asked for."""
+        least = least_left(self.channel_map, in_blocks(self.settings), self.table)
+        return max(least[name] / as_given(name, value) for name, value in self.asked.items()) * (1 + 1e-9)
 
     @cached_property
     def dense(self) -> nn.Module:
