@@ -2,7 +2,8 @@
 
 A method is compiled once more from its own source with the expression replaced by an attribute, in a subclass that the
 compact module takes on. So a size has a name, which says where it stands and how it reads, and nothing but a number is
-ever stored: the code is always that of the class itself.
+ever stored: the code is always that of the class itself. Such a subclass is pickled as its original and the names of
+those places, and compiled anew where it is unpickled; prunekit and the original class have to be importable there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import __future__
 
 import ast
 import copy
+import copyreg
+from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import nn
 from prunekit.channels.places import Place
 from prunekit.channels.sites import definition, method_of
 from prunekit.channels.syntax import is_chunk, is_of_torch, is_unscaled_attention, rearranged_by
+from prunekit.errors import ArtifactError
 
 
 def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
@@ -39,11 +43,9 @@ def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
         if not all(type(size) is int and size >= 0 for size in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{name}: {value!r} is no size")
         places[place] = value
-    original = type(module)
-    known: frozenset[Place] = vars(original).get("_prunekit_places", frozenset())
+    known = _places(type(module))
     if not places.keys() <= known:
-        base = original.__bases__[0] if known else original
-        module.__class__ = _with_sizes(base, known.union(places))
+        module.__class__ = _with_sizes(original_of(type(module)), known.union(places))
         for name, value in vars(module).items():
             if isinstance(value, MethodType) and value.__self__ is module:  # as in `self.forward = self.forward_fast`
                 vars(module)[name] = getattr(module, value.__name__)
@@ -51,7 +53,18 @@ def set_expressions(module: nn.Module, sizes: dict[str, Any]) -> None:
         vars(module)[place.attribute] = value
 
 
+def original_of(cls: type) -> type:
+    """The class whose methods were compiled again with explicit sizes; the class itself where none were."""
+    return cls.__bases__[0] if _places(cls) else cls
+
+
+def _places(cls: type) -> frozenset[Place]:
+    found: frozenset[Place] = vars(cls).get("_prunekit_places", frozenset())
+    return found
+
+
 _SIZED: dict[tuple[type, frozenset[Place]], type] = {}
+_KINDS: dict[type, type] = {}
 
 
 _ORDERED = "_prunekit_ordered"
@@ -65,8 +78,69 @@ def _with_sizes(cls: type, places: frozenset[Place]) -> type:
             for name in sorted({place.function for place in places})
         }
         told = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_prunekit_places": places}
-        _SIZED[cls, places] = type(cls.__name__, (cls,), {**methods, **told})
+        if not _reduces_as_usual(cls):
+            methods["__reduce_ex__"] = _reduce_as_sized
+        _SIZED[cls, places] = _kind_of(type(cls))(cls.__name__, (cls,), {**methods, **told})
     return _SIZED[cls, places]
+
+
+def _kind_of(metaclass: type) -> type:
+    """A metaclass by which pickle knows classes with explicit sizes, which no module has under their name."""
+    if metaclass not in _KINDS:
+        kind = type(metaclass.__name__, (metaclass,), {})
+        copyreg.pickle(kind, _reduce_class)
+        _KINDS[metaclass] = kind
+    return _KINDS[metaclass]
+
+
+def _reduce_class(cls: type) -> tuple[Callable[..., type], tuple[type, list[str]]] | str:
+    places = _places(cls)
+    return (sized_class, (original_of(cls), sorted(map(str, places)))) if places else cls.__qualname__
+
+
+def sized_class(cls: type, names: list[str]) -> type:
+    """The class with explicit sizes in the places of these names: what unpickling one calls.
+
+    Raises:
+        ArtifactError: the Python of the class is not what it was, or cannot be read.
+    """
+    places = [Place.named(name) for name in names]
+    try:
+        return _with_sizes(cls, frozenset(place for place in places if place is not None))
+    except KeyError as error:
+        raise ArtifactError(
+            f"{cls.__module__}.{cls.__qualname__}: expected the Python that this model was pruned with, and there is "
+            f"no {error} in it; load the model where the class is as it was then"
+        ) from error
+
+
+def _reduces_as_usual(cls: type) -> bool:
+    """Whether instances are pickled by their class and state, so that an explicit class comes back by itself."""
+    return all(getattr(cls, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__"))
+
+
+def _reduce_as_sized(module: nn.Module, protocol: Any) -> Any:
+    """What a class's own way of pickling makes, with the class and the sizes that it doesn't know of."""
+    cls = type(module)
+    original: Any = original_of(_sized_in(cls))
+    made = original.__reduce_ex__(module, protocol)
+    if isinstance(made, str):
+        return made
+    names = {place.attribute for place in _places(_sized_in(cls))}
+    sizes = {name: value for name, value in vars(module).items() if name in names}
+    return (_as_sized, (cls, sizes, *made[:2]), *made[2:])
+
+
+def _sized_in(cls: type) -> type:
+    return next(base for base in cls.__mro__ if _places(base))
+
+
+def _as_sized(cls: type, sizes: dict[str, Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    made = function(*arguments)
+    if isinstance(made, original_of(_sized_in(cls))):
+        made.__class__ = cls
+        vars(made).update(sizes)
+    return made
 
 
 def _compiled(cls: type, name: str, places: list[Place]) -> FunctionType:
