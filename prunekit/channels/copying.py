@@ -31,6 +31,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield (f"{path}.{name}" if path else name), tensor
 
 
+def has_gradients(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a type that autograd knows: of floating-point or of complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def owners(model: nn.Module) -> dict[int, set[str]]:
     """Paths of the modules that have a parameter or buffer, by the tensor's id."""
     paths: dict[int, set[str]] = {}
@@ -56,8 +61,7 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
         if new is None:
             continue
         if isinstance(tensor, nn.Parameter):
-            trainable = tensor.requires_grad and new.is_floating_point()
-            new = nn.Parameter(new, requires_grad=trainable)
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad and has_gradients(new))
         memo[id(tensor)] = new
     try:
         clone: nn.Module = _clone(model, memo)

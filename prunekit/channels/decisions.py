@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from prunekit.channels.copying import has_gradients
 from prunekit.channels.differences import relative_difference
 from prunekit.nested import map_tensors, tensors_in
 
@@ -51,7 +52,7 @@ class Decision:
         pairs = zip(self.tensors, tensors_in(arguments), strict=True)
         if all(relative_difference(want, got, peak)[0] <= tolerance for want, got in pairs):
             for want, got in zip(self.outs, outs, strict=True):
-                if not want.is_floating_point():
+                if not has_gradients(want):
                     got.resize_(want.shape).copy_(want)
 
 
@@ -63,7 +64,7 @@ def settings(arguments: Any) -> Any:
 def decision(name: str, arguments: Any, outs: Sequence[torch.Tensor]) -> Decision | None:
     """A call as a decision; None where its results do not jump, or where it wrote over what it was given."""
     tensors = list(tensors_in(arguments))
-    jumps = any(tensor.is_floating_point() for tensor in tensors) and not all(out.is_floating_point() for out in outs)
+    jumps = any(map(has_gradients, tensors)) and not all(map(has_gradients, outs))
     if not jumps or name.endswith("_") or any(tensor.is_meta for tensor in [*tensors, *outs]):
         return None
     return Decision([tensor.clone() for tensor in tensors], settings(arguments), [out.clone() for out in outs])

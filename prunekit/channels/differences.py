@@ -31,6 +31,8 @@ def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: floa
         return float("inf"), f"shape {tuple(got.shape)}, expected {tuple(want.shape)}", peak
     if not want.numel() or want.is_meta:
         return 0.0, "", peak
+    if want.is_complex() and got.is_complex():
+        want, got = torch.view_as_real(want.resolve_conj()), torch.view_as_real(got.resolve_conj())
     if not want.is_floating_point():
         same = torch.equal(want, got)
         return (0.0, "", peak) if same else (float("inf"), "integer or boolean values differ", peak)

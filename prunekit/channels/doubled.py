@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.copying import has_gradients, named_tensors, with_tensors
 from prunekit.channels.slicing import KeptIndices, blank
 from prunekit.hooks import HookOwner
 from prunekit.nested import map_tensors
@@ -18,8 +18,9 @@ Convert = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def to_double(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor on the CPU, in float64 if it is a floating-point one."""
-    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None, copy=True)
+    """A copy of a tensor on the CPU, in float64 if it is a floating-point one; a complex one in complex128."""
+    wide = torch.float64.to_complex() if tensor.is_complex() else torch.float64
+    return tensor.detach().to("cpu", wide if has_gradients(tensor) else None, copy=True)
 
 
 def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,12 +49,13 @@ def as_double(
     """The example in float64, or in its own precision with None; constant tensors, which hide much, become noise."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
+        if not has_gradients(tensor):
             return tensor.cpu()
+        wanted = tensor.dtype if dtype is None else dtype.to_complex() if tensor.is_complex() else dtype
         constant = tensor.numel() > 1 and not tensor.is_meta and bool((tensor == tensor.reshape(-1)[0]).all())
         if tensor.is_meta or (constant and noise):
-            return torch.randn(tensor.shape, dtype=dtype or tensor.dtype, generator=torch.Generator().manual_seed(0))
-        return tensor.detach().to("cpu", dtype)
+            return torch.randn(tensor.shape, dtype=wanted, generator=torch.Generator().manual_seed(0))
+        return tensor.detach().to("cpu", wanted)
 
     return tuple(map_tensors(value, convert) for value in example)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.constraints import LockRecord
-from prunekit.channels.copying import named_tensors, owners, with_tensors
+from prunekit.channels.copying import has_gradients, named_tensors, owners, with_tensors
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
@@ -174,7 +174,7 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
 
 def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool, both_modes: bool) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        if meta and tensor.is_floating_point():
+        if meta and has_gradients(tensor):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return tensor.detach().clone()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prunekit.channels.copying import has_gradients
 from prunekit.diagnosis.findings import Finding, check, listed
 from prunekit.diagnosis.observation import Observation
 
@@ -32,7 +33,7 @@ def unused_parameter(seen: Observation) -> Iterator[Finding]:
 @check("frozen_parameter", "model")
 def frozen_parameter(seen: Observation) -> Iterator[Finding]:
     """Parameters that do not require a gradient."""
-    named = [(name, parameter) for name, parameter in seen.model.named_parameters() if parameter.is_floating_point()]
+    named = [(name, parameter) for name, parameter in seen.model.named_parameters() if has_gradients(parameter)]
     frozen = [name for name, parameter in named if not parameter.requires_grad]
     if frozen:
         share = sum(parameter.numel() for _, parameter in named if not parameter.requires_grad)

@@ -26,7 +26,7 @@ def apart(want: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
     if want.shape != got.shape:
         return inf, f"output of shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     if want.is_complex() and got.is_complex():
-        want, got = torch.view_as_real(want), torch.view_as_real(got)
+        want, got = torch.view_as_real(want.resolve_conj()), torch.view_as_real(got.resolve_conj())
     if not want.is_floating_point():
         return (0.0, "") if torch.equal(want, got) else (inf, "whole or boolean numbers in the output differ")
     if want.isnan().any() or got.isnan().any():

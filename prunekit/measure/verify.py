@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.comparing import check, following, record
-from prunekit.channels.copying import named_tensors
+from prunekit.channels.copying import has_gradients, named_tensors
 from prunekit.channels.differences import TOLERANCE
 from prunekit.channels.doubled import as_double, doubled, to_double
 from prunekit.channels.narrowed import NarrowNorms
@@ -158,7 +158,7 @@ def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: flo
     """The first tensor of the compact model that is not the kept entries of the masked one's; empty if none."""
     narrow = dict(named_tensors(compact))
     for name, tensor in named_tensors(masked):
-        if name in narrow and tensor.is_floating_point() and tensor.numel():
+        if name in narrow and has_gradients(tensor) and tensor.numel():
             difference, _ = apart(cut(tensor, plan.kept_indices.get(name, ())), narrow[name].detach())
             if not difference <= tolerance:
                 return f"{name} of the compact model is not what the plan keeps of the masked model's"

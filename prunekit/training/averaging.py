@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from prunekit.channels.copying import has_gradients
 from prunekit.data import Batches
 from prunekit.masking.targets import MaskedTensor, masked_tensors
 from prunekit.planning import Plan
@@ -58,7 +59,7 @@ class Average(Part):
         yield
 
     def _update(self, averages: Sequence[Tensor], current: Sequence[Tensor], _: Tensor | int) -> None:
-        if not averages[0].is_floating_point():
+        if not has_gradients(averages[0]):
             for average, value in zip(averages, current, strict=True):
                 average.copy_(value)
             return

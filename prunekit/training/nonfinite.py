@@ -40,7 +40,7 @@ def _blame(name: str, module: nn.Module, output: Any) -> str | None:
         if not torch.isfinite(parameter).all():
             return f"parameter {key!r} of module {name!r} ({type(module).__name__})"
     tensors = output if isinstance(output, (tuple, list)) else [output]
-    if any(isinstance(t, Tensor) and t.is_floating_point() and not torch.isfinite(t).all() for t in tensors):
+    if any(isinstance(t, Tensor) and not torch.isfinite(t).all() for t in tensors):
         return f"the output of module {name!r} ({type(module).__name__})"
     return None
 

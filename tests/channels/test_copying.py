@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from equivalence import Net, image
+from equivalence import TOLERANCE, Net, image, parity, randomised, settled_plan, zero_removed
 from torch import nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.slicing import RESIZERS, cut, narrow, resizer
-from prunekit.errors import ModelError
+from prunekit.compaction import compact
+from prunekit.errors import ModelError, VerificationError
+from prunekit.measure.verify import verify
 
 
 def copied(model: nn.Module) -> Any:
@@ -135,3 +138,28 @@ def test_subclasses_are_resized_and_a_second_resizer_is_refused() -> None:
 def test_functions_as_attributes_are_shared() -> None:
     model = Net(lambda net, x: net.a(x), a=nn.Linear(2, 2))
     assert copied(model).function is model.function
+
+
+def test_complex_parameters_stay_trainable_and_are_compared_to_rounding() -> None:
+    class Spectral(nn.Module):
+        """A filter of complex weights over the positions, and one buffer of phases."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 12), nn.Linear(12, 3)
+            self.filter = nn.Parameter(torch.randn(4, 1, dtype=torch.cfloat))
+            self.register_buffer("phase", torch.polar(torch.ones(4, 1), torch.arange(4.0)[:, None]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.down(self.up(x).relu())
+            return torch.fft.ifft(torch.fft.fft(y, dim=1) * self.filter * self.phase, dim=1)
+
+    model, example = randomised(Spectral()), (torch.randn(2, 4, 4),)
+    plan = settled_plan(model, example)
+    small: Any = compact(model, plan)
+    assert small.up.out_features < 12
+    assert all(parameter.requires_grad for parameter in small.parameters())
+    assert parity(model, plan, example) <= TOLERANCE
+    small.filter.data += 1e-3
+    with pytest.raises(VerificationError, match=r"first at aten\.mul in the top-level forward: values differ"):
+        verify(zero_removed(copy.deepcopy(model), plan), small, plan, [example])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from training_models import CPU, net, splits
 
 import prunekit
@@ -89,6 +90,19 @@ def test_ema_is_its_recursion_and_is_what_is_validated_and_kept() -> None:
     shown = history.rows[history.best_epoch - 1].validation_score
     assert accuracy(model, batches(splits().validation, 16, shuffle_seed=None), CPU).top1 == pytest.approx(shown)
     assert count_hooks(model) == 0
+
+
+def test_complex_weights_are_averaged_too() -> None:
+    average = Average(AverageSettings("ema", decay=0.5), lambda: None)
+    average.average = AveragedModel(nn.Linear(2, 2, dtype=torch.cfloat), multi_avg_fn=average._update)
+    first = average.average.module.weight.detach().clone()
+    average.average.update_parameters(nn.Linear(2, 2, dtype=torch.cfloat))
+    second = nn.Linear(2, 2, dtype=torch.cfloat)
+    before = average.average.module.weight.detach().clone()
+    average.average.update_parameters(second)
+    share = 1 - min(0.5, 2 / 11)
+    assert torch.allclose(average.average.module.weight, before + share * (second.weight - before))
+    assert not torch.equal(before, first)
 
 
 def test_training_goes_on_from_the_raw_weights() -> None:
