@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from prunekit.errors import ModelError
 from prunekit.nested import gather, map_tensors
 
+MASK = "attention_mask"
+"""The argument of `forward` that says which positions of a sequence are padding, in the convention of transformers."""
+
 
 def inputs_in(batch: Any) -> Any:
     """The inputs of a batch: the first entry of a tuple or list, such as (inputs, targets), else the batch itself."""
@@ -59,6 +62,12 @@ def count_of(inputs: Any) -> int:
     return next((len(tensor) for tensor in gather(inputs) if tensor.dim()), 0)
 
 
+def samples_in(inputs: Any) -> str:
+    """What samples are called in messages: images, where the first tensor is of the shape of some."""
+    first = next(iter(gather(inputs)), None)
+    return "images" if first is not None and first.dim() == 4 and first.is_floating_point() else "samples"
+
+
 def taken(inputs: Any, index: slice | Tensor) -> Any:
     """The same nesting with some of the samples, which lie on the first axis of every tensor."""
     return map_tensors(inputs, lambda tensor: tensor[index])
@@ -70,6 +79,53 @@ def joined(parts: Sequence[Any]) -> Any:
     return map_tensors(parts[0], lambda _: torch.cat(next(tensors)))
 
 
+def parameter_names(model: nn.Module) -> list[str]:
+    """Names of the arguments of a model's `forward`, in their order; none where its code does not tell."""
+    try:
+        return list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):  # of code that is not Python
+        return []
+
+
+def padding_mask(model: nn.Module, given: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
+    """What a model is given as `attention_mask`; None where that is nothing.
+
+    Args:
+        given: positional arguments of `forward`.
+        named: arguments by name.
+    """
+    if named and MASK in named:
+        return named[MASK]
+    names = parameter_names(model)
+    at = names.index(MASK) if MASK in names else len(given)
+    return given[at] if at < len(given) else None
+
+
+def counted_positions(model: nn.Module, given: Sequence[Any], named: Mapping[str, Any] | None = None) -> Tensor | None:
+    """(B, T) bool: which positions of each sample are no padding, by the model's `attention_mask`; None: all count.
+
+    A mask of zeros and ones (B, T) with a one for each sample is understood, as tokenizers of transformers give it.
+    Arguments are those of `padding_mask`.
+    """
+    mask = padding_mask(model, given, named)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex():
+        return None
+    counted = mask != 0
+    plain = bool(((mask == 0) | (mask == 1)).all()) and bool(counted.any(1).all())
+    return counted if plain and not bool(counted.all()) else None
+
+
+def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
+    """(N, ...) the positions that count of values (B, T, ..., channels); others as they are.
+
+    Args:
+        counted: see `counted_positions`.
+    """
+    if counted is None or values.dim() < 3 or values.shape[:2] != counted.shape:
+        return values
+    return values[counted.to(values.device)]
+
+
 def described(value: Any) -> str:
     """What came, for messages: `(float32 (8, 3, 32, 32), int64 (8,))`, `{input_ids: int64 (8, 16)}`."""
     if isinstance(value, Tensor):
@@ -77,6 +133,8 @@ def described(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {described(item)}" for name, item in value.items()) + "}"
     if isinstance(value, (tuple, list)):
+        if not gather(value) and any(isinstance(item, (tuple, list)) for item in value):
+            return f"nested {type(value).__name__}"  # of numbers, as of JSON
         items = [described(item) for item in value[:4]] + ["..."] * (len(value) > 4)
         return f"({', '.join(items)})" if isinstance(value, tuple) else f"[{', '.join(items)}]"
     return type(value).__name__

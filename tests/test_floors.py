@@ -39,6 +39,7 @@ WITHIN = {
     ("inputs", "nested"),
     ("tasks", "models"),
     ("data", "tasks"),
+    ("calibration", "tasks"),
     ("measure", "export"),
 }
 """Imports between rooms of one floor that are allowed."""

@@ -18,6 +18,7 @@ from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
 from prunekit.calibration.stats import ChannelStats
 from prunekit.errors import UsageError
 from prunekit.inputs import inputs_in, moved, taken
+from prunekit.tasks import Pairs, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ class Collectors:
 
 def collect(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Any,
     device: torch.device,
     *,
     modules: Sequence[str] | None = None,
@@ -61,26 +62,30 @@ def collect(
     moments_limit_mib: int = MOMENTS_LIMIT_MIB,
     moments_positions: int | None = None,
     ranks: bool = False,
+    task: Task | str | None = None,
 ) -> ChannelStats:
     """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
 
     Args:
         model: already on `device`; every module is afterwards in the mode it had.
-        batches: tensors, or mappings of them by the names of the model's arguments; or tuples and lists whose first
-            entry is that or a tuple of all arguments, such as (images, labels).
+        batches: as `prunekit.prune` takes them: tensors, or mappings of them by the names of the model's arguments; or
+            tuples and lists whose first entry is that or a tuple of all arguments, such as (images, labels). Or all
+            samples as one tensor or one mapping of tensors, or a data set of them.
         modules, inputs, outputs, fused: as for `StatsCollector`.
         moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
         moments_exclude, moments_limit_mib, moments_positions: its `exclude`, `limit_mib` and `positions`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
+        task: takes batches apart that come in another form; itself or its name.
 
     Raises:
         UsageError: `batches` is empty, and as for the collectors.
+        DataError: a batch comes in a form that is not known; a `UsageError`.
         NonFiniteError: as for `RankCollector`.
     """
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
-    second = None
+    second, pairs = None, iter(Pairs(model, batches, task))
     if moments == "full":
-        few, batches = few_samples(batches)
+        few, pairs = few_samples(pairs)
         second = MomentsCollector(
             model,
             moved(few, device),
@@ -88,7 +93,7 @@ def collect(
             limit_mib=moments_limit_mib,
             positions=moments_positions,
         )
-    return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, batches, device)
+    return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, device)
 
 
 def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:

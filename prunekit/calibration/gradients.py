@@ -16,8 +16,10 @@ from prunekit.calibration.layer_stats import FloatArray
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.inputs import arguments, moved
+from prunekit.inputs import described, moved
 from prunekit.nested import gather
+from prunekit.tasks import Pairs, Task, get_task
+from prunekit.tasks.batches import Pair
 
 Loss = Callable[[Any, Any], Tensor]
 """From what the model returned and the targets to one number, the mean over the batch."""
@@ -50,13 +52,14 @@ def _joined(ours: Mapping[Axis, FloatArray], theirs: Mapping[Axis, FloatArray]) 
 
 def collect_gradients(
     model: nn.Module,
-    batches: Iterable[tuple[Any, Any]],
+    batches: Any,
     device: torch.device,
-    loss: Loss,
+    loss: Loss | None = None,
     *,
     second_order: bool = False,
     seed: int = 0,
     dealt: tuple[int, int] = (0, 1),
+    task: Task | str | None = None,
 ) -> TaylorTerms:
     """Taylor terms of every axis of every parameter, batch by batch, in eval mode.
 
@@ -70,25 +73,32 @@ def collect_gradients(
     Args:
         model: already on `device`; modes, `requires_grad` and `grad` are afterwards what they were.
         batches: inputs, as `calibrate` takes them, and targets, such as images and labels.
-        loss: such as `torch.nn.functional.cross_entropy`, where the model returns its logits.
+        loss: such as `torch.nn.functional.cross_entropy`, where the model returns its logits; None: the task's.
         second_order: whether to collect `curvature` and `diagonal` too.
         seed: of the random signs.
         dealt: number, from 0, of the first batch and the step to the next, where they are a share of a data set's.
+        task: takes batches apart that come in another form; itself or its name.
 
     Raises:
-        UsageError: there are no batches, one is not images with labels, or the loss is not one number with a gradient;
-            or an operator of the model has no second derivative.
+        UsageError: there are no batches, one has no targets, neither loss nor task is given, or the loss is not one
+            number with a gradient; or an operator of the model has no second derivative.
         NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter and the batch.
     """
+    if loss is None and task is None:
+        raise UsageError(
+            "gradients: expected a loss, such as torch.nn.functional.cross_entropy, or a task; got neither"
+        )
+    wanted = get_task(task).loss if loss is None and task is not None else loss
+    assert wanted is not None
     rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
     with training_mode(model, False), torch.enable_grad(), plain, _all_trainable(model) as parameters:
         weights = list(parameters.values())
-        for index, batch in enumerate(batches):
+        for index, pair in enumerate(Pairs(model, batches, task)):
             number = 1 + dealt[0] + dealt[1] * index
-            _require_labels(batch, number)
-            inputs, targets = moved(tuple(batch[:2]), device)
-            value = _checked(loss(model(*arguments(model, inputs)), targets))
+            _require_targets(pair, number)
+            inputs, targets = moved(pair, device)
+            value = _checked(wanted(model(*inputs), targets))
             gradients = torch.autograd.grad(value, weights, allow_unused=True, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]
             if second_order:
@@ -97,21 +107,20 @@ def collect_gradients(
             for kind, factors in zip(rows, found, strict=False):
                 _add(kind, parameters, factors, number)
     if not rows[0]:
-        raise UsageError("no batch was given: gradients need images with labels")
+        raise UsageError("no batch was given: gradients need inputs with targets, such as images with labels")
     terms, *second = ({axis: np.stack(sums) for axis, sums in kind.items()} for kind in rows)
     return TaylorTerms(terms, *second) if second_order else TaylorTerms(terms)
 
 
-def _require_labels(batch: Any, number: int) -> None:
-    shown = type(batch).__name__
-    if isinstance(batch, (tuple, list)):
-        if len(batch) > 1 and all(gather(part) for part in batch[:2]):
-            return
-        shown = f"{shown} of {', '.join(type(part).__name__ for part in batch)}"
-    raise UsageError(
-        f"batch {number}: expected a tensor of images and one of labels, which the loss needs, got {shown}; without "
-        "labels, score by a criterion that needs none: `prunekit list criteria` shows them"
-    )
+def _require_targets(pair: Pair, number: int) -> None:
+    inputs, targets = pair
+    if targets is None or not gather(targets):
+        shown = described(inputs[0] if len(inputs) == 1 else inputs)
+        came = "alone" if targets is None else f"and {described(targets)}"
+        raise UsageError(
+            f"batch {number}: expected inputs and the targets that the loss needs, got {shown} {came}; without targets "
+            "score by a criterion that needs none: `prunekit list criteria` shows them"
+        )
 
 
 def _add(rows: dict[Axis, list[FloatArray]], names: Iterable[str], factors: Factors, batch: int) -> None:

@@ -18,7 +18,7 @@ from prunekit.data.settings import DataSettings
 from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
 from prunekit.nested import gather
-from prunekit.tasks import Task, Unpacking
+from prunekit.tasks import Task, Unpacking, get_task
 
 KNOWN_BY = 16
 """Samples of each part that its fingerprint is taken from: reading all would take too long."""
@@ -77,7 +77,7 @@ class Samples:
 
 def sample_splits(
     parts: Mapping[str, Any],
-    task: Task,
+    task: Task | str,
     *,
     classes: Sequence[str] | None = None,
     settings: DataSettings | None = None,
@@ -89,7 +89,7 @@ def sample_splits(
     Args:
         parts: map-style data sets by the names `train`, `test` and perhaps `validation`, which is else drawn from
             `train` at random: `validation_share` of its samples, the same for the same `split_seed`.
-        task: what they are for.
+        task: what they are for; itself or its name.
         classes: names of the classes; None: what the training data calls `classes`, if anything.
         settings: how they are split.
         where: what the data is, for messages.
@@ -99,7 +99,7 @@ def sample_splits(
         DataError: a part is no map-style data set or has too few samples, or the task cannot unpack them.
         UsageError: the settings change images.
     """
-    settings = settings or DataSettings("own")
+    settings, task = settings or DataSettings("own"), get_task(task)
     changed = [f"data.{key}" for key in OF_IMAGES if getattr(settings, key) != getattr(DataSettings(), key)]
     if changed:
         raise UsageError(

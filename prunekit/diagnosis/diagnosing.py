@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from prunekit.diagnosis.images import Pool, batches_of
 from prunekit.diagnosis.observation import Observation, StepSize
 from prunekit.diagnosis.running import Loss, observe
 from prunekit.errors import DataError, UsageError, nearest
+from prunekit.tasks import Pairs, Task, get_task
 
 FILES = (data, shapes, numbers, parameters, norms, activations, gradients, learning_rate)
 """Imported so that their checks are registered."""
@@ -22,9 +24,10 @@ FILES = (data, shapes, numbers, parameters, norms, activations, gradients, learn
 
 def diagnose(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Any,
     *,
     loss: Loss | None = None,
+    task: Task | str | None = None,
     optimizer: Optimizer | None = None,
     ignore: Sequence[str] = (),
     pool: Pool | None = None,
@@ -38,10 +41,12 @@ def diagnose(
 
     Args:
         model: with the weights, on the device and in the mode in which it would be trained; dense, masked or compact.
-        batches: a few batches of inputs (B, ...) and labels, as the model is trained on them; gradients and learning
-            rate are not looked at where labels are missing. All are kept in memory.
+        batches: a few batches of inputs (B, ...) and labels, as the model is trained on them, in any form that
+            `prunekit.prune` takes; gradients and learning rate are not looked at where labels are missing. All are kept
+            in memory.
         loss: from what the model returned and the labels to one number, the mean over the batch; None: cross entropy
-            over (B, classes), for labels (B,) that number the classes.
+            over (B, classes), for labels (B,) that number the classes, or the task's.
+        task: takes batches apart that come in another form, and has a loss; itself or its name.
         optimizer: SGD, Adam or AdamW as it would make its first step; None: the learning rate is not looked at.
         ignore: kinds that are not looked for, such as `frozen_parameter` where that is meant.
         pool: what else there is of the data, for copies; None: the batches are all.
@@ -49,15 +54,19 @@ def diagnose(
 
     Raises:
         UsageError: a kind in `ignore` is none.
-        DataError: there are no batches, or they are neither tensors nor pairs of tensors.
+        DataError: there are no batches, or one comes in a form that is not known.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
     require_kinds(ignore)
-    given = batches_of(batches, "batches")
+    task = None if task is None else get_task(task)
+    given = batches_of(Pairs(model, batches, task, "batches"), "batches")
     if not given or not any(len(batch.images) for batch in given):
         raise DataError("batches: expected at least one batch with an input in it, got none")
     step = None if optimizer is None else step_size(optimizer)
-    seen = observe(model, given, loss, step, pool or Pool(), seed)
+    pool = pool or Pool()
+    more, held_out = Pairs(model, pool.more, task, "more"), Pairs(model, pool.held_out, task, "held_out")
+    pool = replace(pool, more=more, held_out=held_out)
+    seen = observe(model, given, loss or (None if task is None else task.loss), step, pool, seed)
     wanted = [each for kind, each in CHECKS.items() if kind not in ignore]
     skipped = {each.kind: reason for each in wanted if (reason := _reason(each, seen)) is not None}
     run = [each for each in wanted if each.kind not in skipped]

@@ -1,4 +1,4 @@
-"""Images and labels: their statistics, copies, and labels."""
+"""Samples: their statistics, copies, and labels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from prunekit.diagnosis.observation import DataSeen
 from prunekit.errors import DataError
+from prunekit.inputs import described
+from prunekit.nested import gather, map_tensors
+from prunekit.tasks.batches import Pair
 
 IGNORED = -100
 """The label that torch's cross entropy leaves out."""
@@ -20,10 +23,15 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images (B, ...) with their labels, where there are any."""
+    """Positional inputs of a model with their labels, where there are any."""
 
-    images: Tensor
+    inputs: tuple[Any, ...]
     labels: Tensor | None
+
+    @property
+    def images(self) -> Tensor:
+        """The first of the inputs, (B, ...), by which samples are known."""
+        return gather(self.inputs)[0]
 
 
 @dataclass(frozen=True)
@@ -31,36 +39,33 @@ class Pool:
     """Where the batches are from.
 
     Attributes:
-        more: further batches of the same data, looked at for copies and labels alone.
-        held_out: batches of which no image may be among those.
-        total: how many images the data set has; None: those that are looked at are all.
+        more: further data, as `diagnose` takes it, of the same set; looked at for copies and labels alone.
+        held_out: data of which no sample may be among those.
+        total: how many samples the data set has; None: those that are looked at are all.
     """
 
-    more: Iterable[Any] = ()
-    held_out: Iterable[Any] = ()
+    more: Any = ()
+    held_out: Any = ()
     total: int | None = None
 
 
-def batches_of(items: Iterable[Any], where: str) -> list[Batch]:
+def batches_of(pairs: Iterable[Pair], where: str) -> list[Batch]:
     """Batches as `diagnose` takes them.
 
     Raises:
-        DataError: one is neither a tensor nor a pair of tensors, or some have labels and others have none.
+        DataError: labels are no tensor of as many, or some batches have them and others have none.
     """
     found: list[Batch] = []
-    for item in items:
-        parts = list(item) if isinstance(item, (tuple, list)) else [item]
-        if not 1 <= len(parts) <= 2 or not all(isinstance(part, Tensor) for part in parts) or not parts[0].ndim:
-            kinds = ", ".join(type(part).__name__ for part in parts)
+    for number, (inputs, labels) in enumerate(pairs, 1):
+        if labels is not None and not isinstance(labels, Tensor):
+            raise DataError(f"{where}, batch {number}: expected labels in one tensor, got {described(labels)}")
+        batch = Batch(map_tensors(inputs, torch.Tensor.detach), labels)
+        if labels is not None and (not labels.ndim or len(batch.images) != len(labels)):
             raise DataError(
-                f"{where}, batch {len(found) + 1}: expected a tensor of inputs, or it and one of labels, got {kinds}"
+                f"{where}, batch {number}: expected as many labels as inputs, got {tuple(labels.shape)} for "
+                f"{tuple(batch.images.shape)}"
             )
-        if len(parts) == 2 and (not parts[1].ndim or len(parts[0]) != len(parts[1])):
-            raise DataError(
-                f"{where}, batch {len(found) + 1}: expected as many labels as inputs, got {tuple(parts[1].shape)} for "
-                f"{tuple(parts[0].shape)}"
-            )
-        found.append(Batch(parts[0].detach(), parts[1] if len(parts) == 2 else None))
+        found.append(batch)
     if len({batch.labels is None for batch in found}) > 1:
         raise DataError(f"{where}: expected labels with every batch or with none, got some of each")
     return found

@@ -19,6 +19,7 @@ from prunekit.diagnosis.observation import Failure, Gradients, Observation, Step
 from prunekit.diagnosis.watching import GradientWatch, Running, UnitWatch
 from prunekit.errors import ModelError, PrunekitError
 from prunekit.hooks import refuse_compiled
+from prunekit.inputs import moved, taken
 from prunekit.models import auxiliary, logits
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -75,15 +76,15 @@ class Observer:
     def _pass(self, batch: Batch, seen: DataWatch) -> None:
         for watch in (self.running, self.units, self.watched):
             watch.begin()
-        images = batch.images.to(self.device)
+        inputs = moved(batch.inputs, self.device)
         try:
             with torch.enable_grad(), self.units:
-                output = self.model(images)
+                output = self.model(*inputs)
         except (PrunekitError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model's own code may raise anything
             raise _Raised(failure_of(error, self.running)) from error
-        self.images += len(images)
+        self.images += len(batch.images)
         if batch.labels is None:
             self.missing["gradients"] = "the batches have no labels, which the loss needs"
             return
@@ -128,7 +129,7 @@ class Observer:
         with training_mode(self.model, False), torch.no_grad(), collector, self.running:
             self.running.begin()
             try:
-                self.model(batches[0].images.to(self.device))
+                self.model(*moved(batches[0].inputs, self.device))
             except (PrunekitError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -153,12 +154,12 @@ class Observer:
             return None, ()
         few = slice(0, CURVATURE_IMAGES)
         assert batch.labels is not None
-        images, labels = batch.images[few].to(self.device), batch.labels[few].to(self.device)
+        inputs, labels = moved((taken(batch.inputs, few), batch.labels[few]), self.device)
         weights = list(self.names.values())
 
         def loss() -> Tensor:
             with seeded(0):  # the same dropout each time
-                return self.loss(*self._in_range(self.model(images), labels, classes))
+                return self.loss(*self._in_range(self.model(*inputs), labels, classes))
 
         with training_mode(self.model, True):
             sharpness = largest_eigenvalue(loss, weights, too_sharp(step))

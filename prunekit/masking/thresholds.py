@@ -17,10 +17,11 @@ from prunekit.channels import channel_axis
 from prunekit.context import training_mode
 from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks import HookOwner
-from prunekit.inputs import arguments, inputs_in, moved
+from prunekit.inputs import moved
 from prunekit.masking.activations import ActivationMasks, Side, change_activations
 from prunekit.masking.selection import paths_matching
 from prunekit.masking.settings import ActivationSettings
+from prunekit.tasks import Pairs, Task
 
 ROUNDS = 20
 """Passes over the calibration data at most."""
@@ -111,12 +112,13 @@ def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
 
 def calibrate_thresholds(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Any,
     device: torch.device,
     modules: Iterable[str],
     *,
     target: float,
     side: Side = "output",
+    task: Task | str | None = None,
 ) -> ActivationThresholds:
     """Finds for each layer the threshold below which a share of its activations lies, with all masks in force.
 
@@ -131,25 +133,27 @@ def calibrate_thresholds(
         modules: globs over module paths.
         target: share of zeros behind each mask, above 0 and below 1.
         side: which activations of the modules.
+        task: takes batches apart that come in another form; itself or its name.
 
     Raises:
         UsageError: the target is out of range, a glob matches nothing, or `batches` can be gone through only once.
-        DataError: there are no batches.
+        DataError: there are no batches, or one comes in a form that is not known.
         ModelError: a module does not run, or has no floating-point activation.
         NonFiniteError: an activation is NaN or Inf; names layer, batch and channel.
     """
     if not 0 < target < 1:
         raise UsageError(f"target: expected a share of zeros above 0 and below 1, got {target!r}")
     paths = paths_matching(model, modules, "modules")
-    if iter(batches) is batches:
+    if isinstance(batches, Iterator):
         raise UsageError(
             "batches: the search goes through them several times; expected a list or a loader, got an iterator"
         )
+    pairs = Pairs(model, batches, task, "threshold search")
     model.to(device)
     thresholds, rounds = dict.fromkeys(paths, 0.0), 0
     while True:
         rounds += 1
-        sketches, reached = _measure(model, batches, device, thresholds, side)
+        sketches, reached = _measure(model, pairs, device, thresholds, side)
         # A layer that is near stays as it is, so that what comes after it can settle.
         far = {path: sketches[path].quantile(target) for path in paths if abs(reached[path] - target) > NEAR}
         if far.items() <= thresholds.items() or rounds == ROUNDS:
@@ -158,14 +162,14 @@ def calibrate_thresholds(
 
 
 def _measure(
-    model: nn.Module, batches: Iterable[Any], device: torch.device, thresholds: Mapping[str, float], side: Side
+    model: nn.Module, pairs: Pairs, device: torch.device, thresholds: Mapping[str, float], side: Side
 ) -> tuple[dict[str, MagnitudeSketch], dict[str, float]]:
     """Sketches of what reaches each mask, and the share of zeros behind it."""
     sketches, masks = _Sketches(model, thresholds, side), ActivationMasks(model, thresholds, side=side)
     with training_mode(model, False), torch.no_grad(), sketches, masks:
-        for batch in batches:
+        for inputs, _ in pairs:
             sketches.batch += 1
-            model(*moved(arguments(model, inputs_in(batch)), device))
+            model(*moved(inputs, device))
     if not sketches.batch:
         raise DataError("threshold search: expected at least one batch to calibrate on, got none")
     silent = [path for path in thresholds if path not in sketches.found]

@@ -14,8 +14,10 @@ from torch.nn import functional as F
 from prunekit.calibration import collect
 from prunekit.calibration.gradients import Loss
 from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
+from prunekit.inputs import count_of
 from prunekit.nested import gather
 from prunekit.planning import MeasuredPoint
+from prunekit.tasks.batches import Pair
 
 FLAT = 1e-12
 """Variance among images, as a share of the mean square, below which an output says nothing about the images."""
@@ -23,39 +25,43 @@ FLAT = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Images with their labels, where there are any."""
+    """Positional inputs of a model with their labels, where there are any."""
 
-    images: Tensor
+    inputs: tuple[Any, ...]
     labels: Tensor | None
 
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return count_of(self.inputs)
 
-def labelled_alike(batches: Iterable[Any], loss: Loss | None) -> Iterator[Batch]:
+
+def labelled_alike(batches: Iterable[Pair], loss: Loss | None) -> Iterator[Batch]:
     """The batches, all with labels or all without."""
     first: Batch | None = None
-    for item in batches:
-        pair = isinstance(item, (tuple, list))
-        batch = Batch(item[0], item[1] if len(item) > 1 else None) if pair else Batch(item, None)
+    for inputs, labels in batches:
+        batch = Batch(inputs, labels)
         first = first or batch
         if (batch.labels is None) != (first.labels is None):
             raise DataError("sensitivity: expected labels with every batch or with none, got some of each")
         if batch.labels is None and loss is not None:
-            raise UsageError("sensitivity: a loss needs labels: expected batches (images, labels), got images alone")
+            raise UsageError("sensitivity: a loss needs labels: expected batches (inputs, labels), got inputs alone")
         yield batch
     if first is None:
-        raise DataError("sensitivity: expected at least one batch of images to measure on, got none")
+        raise DataError("sensitivity: expected at least one batch of samples to measure on, got none")
 
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What a model returned, its tensors with a row for each image, (B, values) each in float64, and class scores."""
+    """What a model returned, its tensors with a row for each sample, (B, values) each in float64, and class scores."""
 
     output: Any
     tensors: tuple[Tensor, ...]
     scores: Tensor | None
 
 
-def observed(model: nn.Module, images: Tensor, output: Any, where: str) -> Observed:
-    """What a model returned on some images.
+def observed(model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str) -> Observed:
+    """What a model returned on some samples.
 
     Args:
         where: which model this is, for messages.
@@ -64,19 +70,20 @@ def observed(model: nn.Module, images: Tensor, output: Any, where: str) -> Obser
         ModelError: there is no tensor to compare.
         NonFiniteError: something is NaN or Inf; names the first layer that gives it.
     """
-    rows = [t for t in gather(output) if t.is_floating_point() and t.dim() and len(t) == len(images)]
+    samples, device = count_of(inputs), gather(inputs)[0].device
+    rows = [t for t in gather(output) if t.is_floating_point() and t.dim() and len(t) == samples]
     if not rows:
         raise ModelError(
             f"sensitivity: expected a model that returns a tensor of floating-point numbers, or several nested in "
-            f"tuples, lists and dictionaries, with a row for each image; got {type(output).__name__} from {where}; "
+            f"tuples, lists and dictionaries, with a row for each sample; got {type(output).__name__} from {where}; "
             "wrap the model so that it returns what its quality is judged by"
         )
-    wide = torch.float32 if images.device.type == "mps" else torch.float64
-    tensors = tuple(tensor.detach().reshape(len(images), -1).to(wide) for tensor in rows)
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    tensors = tuple(tensor.detach().reshape(samples, -1).to(wide) for tensor in rows)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        collect(model, [images], images.device, fused=False).require_finite()
+        collect(model, [(inputs,)], device, fused=False).require_finite()
         raise NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
-    return Observed(output, tensors, _class_scores(output, len(images)))
+    return Observed(output, tensors, _class_scores(output, samples))
 
 
 def _class_scores(output: Any, images: int) -> Tensor | None:
@@ -96,7 +103,7 @@ def require_alike(wanted: Observed, found: Observed, where: str) -> None:
     if shapes[0] != shapes[1]:
         raise ModelError(
             f"sensitivity: {where}: expected outputs of the dense model's shapes {shapes[0]}, got {shapes[1]}; a model "
-            "whose outputs depend in number on the images cannot be compared with itself"
+            "whose outputs depend in number on the samples cannot be compared with itself"
         )
 
 
@@ -120,7 +127,7 @@ class Spread:
         new = len(observed.tensors[0])
         parts = [(tensor.mean(0), (tensor - tensor.mean(0)).square().sum(0)) for tensor in observed.tensors]
         if self.count and [mean.shape for mean, _ in parts] != [mean.shape for mean in self.means]:
-            raise ModelError("sensitivity: expected outputs of one size for every batch of images")
+            raise ModelError("sensitivity: expected outputs of one size for every batch")
         known = zip(self.means, self.squares, strict=True) if self.count else ((0 * m, 0 * s) for m, s in parts)
         total = self.count + new
         merged = [
@@ -138,8 +145,8 @@ class Spread:
         variances = [variance if variance > FLAT * level else 0.0 for variance, level in found]
         if not any(variances):
             raise DataError(
-                f"sensitivity: the dense model's output is the same for all {self.count} images, so there is no "
-                "variance to compare errors with; take more, and different, images"
+                f"sensitivity: the dense model's output is the same for all {self.count} samples, so there is no "
+                "variance to compare errors with; take more, and different, samples"
             )
         return variances
 
@@ -159,7 +166,7 @@ class Sums:
         pairs = zip(found.tensors, wanted.tensors, strict=True)
         squares = [float((got - want).square().mean(1).sum()) for got, want in pairs]
         self.squares = [a + b for a, b in zip(self.squares or [0.0] * len(squares), squares, strict=True)]
-        self.images += len(batch.images)
+        self.images += batch.samples
         self.kl = _plus(self.kl, _divergence(found.scores, wanted.scores))
         right = None
         if batch.labels is not None and found.scores is not None and batch.labels.dim() == 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from prunekit.calibration.layers import Call, CallWatch
 from prunekit.calibration.passes import PassHooks
 from prunekit.channels.copying import named_tensors
+from prunekit.inputs import count_of
 from prunekit.nested import gather, map_tensors
 
 MEMORY_BYTES = 2**31
@@ -35,37 +36,37 @@ class DensePrefix:
 
     Args:
         model: dense, in eval mode.
-        images: a few of them.
+        inputs: of a few samples, a tensor or a tuple of all positional inputs; below too.
         tensors: by a group's name the names of the tensors that its masks change.
         masked: see `Masked`.
-        batch: images of the largest batch to come.
+        batch: samples of the largest batch to come.
     """
 
     def __init__(
-        self, model: nn.Module, images: Tensor, tensors: Mapping[str, Iterable[str]], masked: Masked, batch: int
+        self, model: nn.Module, inputs: Any, tensors: Mapping[str, Iterable[str]], masked: Masked, batch: int
     ) -> None:
         self._model = model
         self._results: dict[int, Any] = {}
         survey = _Survey(model)
-        survey.run(images)
+        survey.run(inputs)
         starts = {name: survey.start(read) for name, read in tensors.items()}
-        self.starts, self._held = survey.affordable(starts, MEMORY_BYTES * len(images) // max(1, batch))
-        self.record(images)
+        self.starts, self._held = survey.affordable(starts, MEMORY_BYTES * count_of(inputs) // max(1, batch))
+        self.record(inputs)
         for name in self.starts:
             with masked(name):
-                if not _equal(self.run(name, images), model(images.clone())):
+                if not _equal(self.run(name, inputs), model(*_copied(inputs))):
                     self.starts[name] = WHOLE
 
-    def record(self, images: Tensor) -> Any:
+    def record(self, inputs: Any) -> Any:
         """Runs the dense model; what a later pass needs of it is held until the next one is recorded."""
         self._results.clear()
-        return _Recorder(self._model, self._held, self._results).run(images)
+        return _Recorder(self._model, self._held, self._results).run(inputs)
 
-    def run(self, name: str, images: Tensor) -> Any:
-        """Runs the model, in which a group is masked now, on the images that were recorded last."""
+    def run(self, name: str, inputs: Any) -> Any:
+        """Runs the model, in which a group is masked now, on the inputs that were recorded last."""
         if self.starts[name] == WHOLE:
-            return self._model(images.clone())
-        return _Replay(self._model, self.starts[name], self._results).run(images)
+            return self._model(*_copied(inputs))
+        return _Replay(self._model, self.starts[name], self._results).run(inputs)
 
 
 class _Counted(CallWatch):
@@ -81,11 +82,11 @@ class _Counted(CallWatch):
             return function(*args, **(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs)
 
-    def run(self, images: Tensor) -> Any:
+    def run(self, inputs: Any) -> Any:
         """One forward pass; a model may write to what it is given."""
-        images = images.clone()
+        given = _copied(inputs)
         with self._pass, self.watching():
-            return self._model(images)
+            return self._model(*given)
 
 
 class _Pass(PassHooks):
@@ -118,8 +119,8 @@ class _Survey(_Counted):
         self._made: dict[int, list[int]] = {}
         self._alive: list[Any] = []  # or another tensor would get the same place
 
-    def run(self, images: Tensor) -> Any:
-        output = super().run(images)
+    def run(self, inputs: Any) -> Any:
+        output = super().run(inputs)
         for tensor in gather(output):
             self._read.setdefault(_place(tensor), []).append(math.inf)
         return output
@@ -188,6 +189,11 @@ class _Replay(_Counted):
 
     def call(self, call: Call) -> Any:
         return call.run() if call.number >= self._start else self._results[call.number]
+
+
+def _copied(inputs: Any) -> tuple[Any, ...]:
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    return tuple(map_tensors(item, torch.clone) for item in given)
 
 
 def _place(tensor: Tensor) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from prunekit.context import training_mode
 from prunekit.distributed.exchange import gather
 from prunekit.errors import DataError
-from prunekit.inputs import arguments, moved
-from prunekit.tasks import IMAGE_CLASSIFICATION, Task
+from prunekit.inputs import described, moved
+from prunekit.tasks import IMAGE_CLASSIFICATION, Pairs, Task, get_task
 from prunekit.tasks import wilson_interval as wilson_interval
 
 
@@ -53,28 +53,31 @@ class Scores:
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Any, Any]], task: Task, device: torch.device, *, together: bool = False
+    model: nn.Module, batches: Any, task: Task | str, device: torch.device, *, together: bool = False
 ) -> Scores:
     """Every score of a task, in eval mode and without gradients.
 
     Args:
         model: returns what the task knows; it is moved to `device`, and its train/eval mode is restored.
-        batches: inputs and targets, as the task unpacks them.
-        task: what is counted.
+        batches: inputs and targets, as `prunekit.prune` takes them; others as the task's `unpack` returns them.
+        task: what is counted; itself or its name.
         device: where it runs.
         together: whether all processes of a group call this, each with its share of the batches: then their samples
             count together, and no sample may be in two shares.
 
     Raises:
-        DataError: there are no samples.
+        DataError: there are no samples, or no targets.
     """
+    task = get_task(task)
     sums: Tensor | None = None
     samples = 0
     model.to(device)
     with training_mode(model, False), torch.inference_mode():
-        for batch in batches:
-            inputs, targets = moved(batch, device)
-            counts = task.counts(model(*arguments(model, inputs)), targets)
+        for pair in Pairs(model, batches, where="accuracy"):
+            inputs, targets = moved(pair, device)
+            if targets is None:
+                raise DataError(f"accuracy: expected {task.samples} with targets, got {described(inputs)} alone")
+            counts = task.counts(model(*inputs), targets)
             sums = counts if sums is None else sums + counts
             samples += len(targets)
     mine: tuple[list[float], int] = ([] if sums is None else sums.tolist(), samples)

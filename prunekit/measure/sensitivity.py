@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from prunekit.calibration.gradients import Loss
@@ -15,11 +15,13 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
+from prunekit.inputs import count_of, moved, taken
 from prunekit.masking import WeightMasks
 from prunekit.measure.outputs import Batch, Spread, Sums, labelled_alike, observed, require_alike
 from prunekit.measure.prefix import DensePrefix
 from prunekit.planning import MeasuredPoint, Plan
 from prunekit.planning.curves import keeping, kept_counts
+from prunekit.tasks import Pairs, Task
 
 
 def forward_passes(orders: Mapping[str, Labels]) -> int:
@@ -31,9 +33,10 @@ def measure_sensitivity(
     model: nn.Module,
     channel_map: ChannelMap,
     orders: Mapping[str, Labels],
-    batches: Iterable[Any],
+    batches: Any,
     *,
     loss: Loss | None = None,
+    task: Task | str | None = None,
     progress: bool = False,
 ) -> dict[str, tuple[MeasuredPoint, ...]]:
     """Runs a model with each group masked to a few numbers of kept labels, and compares its outputs with its own.
@@ -45,9 +48,10 @@ def measure_sensitivity(
         model: the dense model; its tensors and modes are afterwards what they were.
         channel_map: of that model, after a trial.
         orders: by a group's name its labels in the order in which they go.
-        batches: images (B, ...), or pairs of images and labels; moved to the model's device.
+        batches: as `prunekit.prune` takes them, with labels or without; moved to the model's device.
         loss: of what the model returned and the labels, mean over the batch; None: the cross entropy, where there are
             labels and class scores.
+        task: takes batches apart that come in another form; itself or its name.
         progress: shows a bar on stderr.
 
     Returns:
@@ -56,15 +60,16 @@ def measure_sensitivity(
     Raises:
         DataError: there are no batches, or not all or none of them have labels.
         UsageError: a loss is given, and there are no labels.
-        ModelError: no tensor of floating-point numbers, one row for each image, is in what the model returns, or its
+        ModelError: no tensor of floating-point numbers, one row for each sample, is in what the model returns, or its
             shape is another under masks.
         NonFiniteError: an output is NaN or Inf; names the first layer that gives one.
     """
     measuring = _Measuring(model, channel_map, orders, loss)
-    total = operator.length_hint(batches) * forward_passes(orders) or None
+    pairs = Pairs(model, batches, task, "sensitivity")
+    total = operator.length_hint(pairs) * forward_passes(orders) or None
     bar = tqdm(desc="sensitivity", total=total, unit="pass", disable=not progress, dynamic_ncols=True)
     with training_mode(model, False), torch.no_grad(), plain_attention(), bar:
-        for batch in labelled_alike(batches, loss):
+        for batch in labelled_alike(pairs, loss):
             for _ in measuring.passes(batch):
                 bar.update()
     return measuring.curves()
@@ -85,30 +90,30 @@ class _Measuring:
 
     def passes(self, batch: Batch) -> Iterator[None]:
         """Runs the dense model and all masked ones on a batch; yields after each."""
-        images = batch.images.to(next(self._model.parameters()).device)
-        prefix = self._prefix = self._prefix or self._shared(images)
-        wanted = observed(self._model, images, prefix.record(images), "the dense model")
+        inputs = moved(batch.inputs, next(self._model.parameters()).device)
+        prefix = self._prefix = self._prefix or self._shared(inputs)
+        wanted = observed(self._model, inputs, prefix.record(inputs), "the dense model")
         self._spread.add(wanted)
         self._dense.add(wanted, wanted, batch, self._loss)
         yield
         for (name, kept), plan in self._plans.items():
             where = f"group {name} masked to {kept} of {self._orders[name].size} channels"
             with WeightMasks(self._model, plan, restore=True):
-                found = observed(self._model, images, prefix.run(name, images), where)
+                found = observed(self._model, inputs, prefix.run(name, inputs), where)
             require_alike(wanted, found, where)
             self._sums[name, kept].add(found, wanted, batch, self._loss)
             yield
 
-    def _shared(self, images: Tensor) -> DensePrefix:
+    def _shared(self, inputs: tuple[Any, ...]) -> DensePrefix:
         """What the dense model and all masked ones share, tried with the fewest channels of each group."""
         last = {name: plan for (name, _), plan in self._plans.items()}
         tensors = {name: list(plan.kept_indices) for name, plan in last.items()}
         return DensePrefix(
             self._model,
-            images[:2],
+            taken(inputs, slice(2)),
             tensors,
             lambda name: WeightMasks(self._model, last[name], restore=True),
-            batch=len(images),
+            batch=count_of(inputs),
         )
 
     def curves(self) -> dict[str, tuple[MeasuredPoint, ...]]:

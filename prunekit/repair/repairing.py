@@ -16,6 +16,7 @@ from prunekit.channels.slicing import blank
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError, UsageError
+from prunekit.inputs import samples_in
 from prunekit.planning import Plan
 from prunekit.repair.batches import Inputs, batches_of
 from prunekit.repair.difference import difference
@@ -102,12 +103,12 @@ def require_images(images: Tensor | Inputs) -> Inputs:
     for tensor in inputs:
         if not isinstance(tensor, Tensor):
             raise DataError(
-                f"calibration: expected images as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
+                f"calibration: expected samples as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
             )
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
     if not inputs or any(tensor.dim() < 2 or len(tensor) < FEWEST_IMAGES for tensor in inputs):
         raise DataError(
-            f"calibration: expected at least {FEWEST_IMAGES} images (B, ...), some of which only judge; "
+            f"calibration: expected at least {FEWEST_IMAGES} {samples_in(inputs)} (B, ...), some of which only judge; "
             f"got a tensor of shape {shapes}"
         )
     if len({len(tensor) for tensor in inputs}) > 1:

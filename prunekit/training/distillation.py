@@ -18,7 +18,7 @@ from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, recomputing
 from prunekit.inputs import arguments, count_of
 from prunekit.models import logits
-from prunekit.tasks import IMAGE_CLASSIFICATION, Task
+from prunekit.tasks import IMAGE_CLASSIFICATION, Task, get_task
 from prunekit.training.features import Features, PlanInForce, feature_paths, not_alike
 from prunekit.training.parts import Part, Training
 from prunekit.training.settings import DistillSettings
@@ -88,7 +88,7 @@ class Distillation(Part):
             device for as long as training takes.
         settings: what is added.
         plan: what masks the student.
-        task: says where class scores are in what the models return.
+        task: says where class scores are in what the models return; itself or its name.
 
     Raises:
         UsageError: on enter, when a glob matches no module.
@@ -101,10 +101,10 @@ class Distillation(Part):
         settings: DistillSettings,
         plan: PlanInForce = lambda: None,
         *,
-        task: Task = IMAGE_CLASSIFICATION,
+        task: Task | str = IMAGE_CLASSIFICATION,
     ) -> None:
         self._teacher, self._settings, self._plan = teacher, settings, plan
-        self._logits = task.logits or logits
+        self._logits = get_task(task).logits or logits
         self._outputs: tuple[Features, Features] | None = None
         self._watch = Stopwatch(torch.device("cpu"))
         self._start: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.context import training_mode
 from prunekit.errors import DataError
 from prunekit.hooks import HookOwner
-from prunekit.inputs import arguments, count_of, described, joined, moved
+from prunekit.inputs import count_of, described, joined, moved
+from prunekit.tasks import Pairs, Task
 
 
 class _Moments(HookOwner):
@@ -55,7 +56,7 @@ class _Moments(HookOwner):
 
 
 def recalibrate_batchnorm(
-    model: nn.Module, batches: Iterable[tuple[Any, Any]], device: torch.device
+    model: nn.Module, batches: Any, device: torch.device, *, task: Task | str | None = None
 ) -> tuple[str, ...]:
     """Replaces the running statistics of every BatchNorm by those of `batches`, in place.
 
@@ -66,15 +67,18 @@ def recalibrate_batchnorm(
 
     Args:
         model: moved to `device`.
-        batches: inputs, such as images (B, C, H, W), and targets, which are not used. A batch of one sample joins the
-            one before: alone it may have no variance.
+        batches: as `prunekit.prune` takes them, with or without targets, which are not used: a loader of images
+            (B, C, H, W), all of them as one tensor, mappings... A batch of one sample joins the one before: alone it
+            may have no variance.
         device: where it runs.
+        task: takes batches apart that come in another form; itself or its name.
 
     Returns:
         Paths of the modules recalibrated; one that did not run, such as an auxiliary head, is not among them.
 
     Raises:
-        DataError: there are no batches, or too few values for a variance.
+        DataError: there are no batches, one comes in a form that is not known, or there are too few values for a
+            variance.
     """
     moments = {
         name: _Moments(module)
@@ -87,7 +91,7 @@ def recalibrate_batchnorm(
         stack.enter_context(_batch_statistics([owner.module for owner in moments.values()]))
         for owner in moments.values():
             stack.enter_context(owner)
-        _run(model, batches, device)
+        _run(model, Pairs(model, batches, task, "BatchNorm recalibration"), device)
     for owner in moments.values():
         owner.write()
     return tuple(name for name, owner in moments.items() if owner.calls)
@@ -107,18 +111,19 @@ def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, batches: Iterable[tuple[Any, Any]], device: torch.device) -> None:
+def _run(model: nn.Module, batches: Pairs, device: torch.device) -> None:
     count = 0
     for count, inputs in enumerate(_without_single(batches), 1):
         try:
-            model(*moved(arguments(model, inputs), device))
+            model(*moved(inputs, device))
         except ValueError as error:  # torch: "Expected more than 1 value per channel when training"
-            raise DataError(f"BatchNorm recalibration: batch {count} of {described(inputs)}: {error}") from error
+            shown = inputs[0] if len(inputs) == 1 else inputs
+            raise DataError(f"BatchNorm recalibration: batch {count} of {described(shown)}: {error}") from error
     if not count:
-        raise DataError("BatchNorm recalibration: expected at least one batch of images, got none")
+        raise DataError("BatchNorm recalibration: expected at least one batch of samples, got none")
 
 
-def _without_single(batches: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+def _without_single(batches: Pairs) -> Iterator[Any]:
     held: Any = None
     for inputs, _ in batches:
         if held is not None and count_of(inputs) > 1 and count_of(held) > 1:

@@ -34,7 +34,7 @@ from prunekit.inputs import count_of, moved
 from prunekit.training import share_corrupt
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.digests import digest, weights_digest
-from prunekit.workflow.evidence import gathered, inputs_for, patch_statistics
+from prunekit.workflow.evidence import gathered, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.prepared import Prepared, chosen_batches
 from prunekit.workflow.runs import Log
@@ -239,8 +239,8 @@ def calibration_images(prepared: Prepared) -> Any:
     Raises:
         DataError: fewer than 8.
     """
-    take, count = inputs_for(prepared.model), prepared.job.calibration.images
-    return moved(gathered(calibration_batches(prepared), count, take), prepared.device)
+    count = prepared.job.calibration.images
+    return moved(gathered(prepared.model, calibration_batches(prepared), count), prepared.device)
 
 
 def calibration_batches(prepared: Prepared) -> Batches:

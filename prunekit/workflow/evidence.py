@@ -19,72 +19,41 @@ from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.substitutes import substitute_all
 from prunekit.criteria import get_criterion
-from prunekit.errors import DataError
-from prunekit.inputs import arguments, count_of, described, inputs_in, joined, taken
+from prunekit.inputs import count_of, taken
 from prunekit.nested import gather, map_tensors
 from prunekit.planning.select import labels_matching
 from prunekit.planning.settings import Criterion
 from prunekit.repair import RepairSettings, require_images
-from prunekit.tasks import Task
+from prunekit.tasks import BATCH, Pairs, Task, joined_inputs
 
-BATCH = 128
 AT_ONCE = 4096
 """Patches of a layer, about, that are looked at together: 151 MB of 512 channels and a 3 x 3 kernel in float64."""
 FEWEST = 8
 """Images, at least, on which the gains of layers are measured."""
 
 
-def gathered(data: Tensor | Iterable[Any], count: int, take: Callable[[Any], Any] = inputs_in) -> Any:
-    """Inputs of a model as one tensor, or as a tuple of tensors where it takes several.
+def gathered(model: nn.Module, data: Any, count: int, task: Task | str | None = None) -> Any:
+    """Inputs of a model as one tensor, or as a tuple of all of them where it takes several.
 
     Args:
-        data: (B, ...), or batches.
-        count: how many samples are taken from batches.
-        take: from a batch to a tensor (B, ...) or a tuple of them; tensors, and the first entries of tuples and lists.
+        model: what is called with them.
+        data: as `prunekit.prune` takes it.
+        count: how many samples are taken from batches or a data set; of tensors that hold all samples, all are.
+        task: takes batches apart that come in another form; itself or its name.
 
     Raises:
         DataError: fewer than 8 samples, or no tensors.
     """
-    if not isinstance(data, Tensor):
-        if not isinstance(data, Iterable):
-            raise DataError(f"calibration: expected images, a tensor or batches of them, got {type(data).__name__}")
-        found = _joined(map(take, data), count)
-        require_images(found)
-        return found
-    require_images(data)
-    return data
-
-
-def inputs_for(model: nn.Module, task: Task | None = None) -> Callable[[Any], Any]:
-    """What `gathered` takes from batches of (inputs, targets), or from what a task unpacks, for a model."""
-
-    def take(batch: Any) -> Any:
-        if task is None and isinstance(batch, Mapping):
-            return batch  # nobody knows what in it are inputs
-        given = arguments(model, inputs_in(batch) if task is None else task.unpacking(batch, "calibration")[0])
-        return given if len(given) > 1 else given[0]
-
-    return take
-
-
-def _joined(batches: Iterable[Any], count: int) -> Any:
-    found: list[Any] = []
-    for inputs in batches:
-        tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-        if any(not isinstance(tensor, Tensor) or tensor.dim() < 2 for tensor in tensors):
-            raise DataError(
-                "calibration: expected batches of images, tensors or (images, ...) each, got "
-                + (f"a tensor of shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__)
-                + (f" {described(inputs)}; say how it comes apart: task=..." if isinstance(inputs, Mapping) else "")
-            )
+    found: list[tuple[Any, ...]] = []
+    whole = isinstance(data, (Tensor, Mapping))
+    for inputs, _ in Pairs(model, data, task, count=count):
         found.append(inputs)
-        if sum(map(count_of, found)) >= count:
+        if not whole and sum(map(count_of, found)) >= count:
             break
-    shapes = sorted({tuple(tuple(tensor.shape[1:]) for tensor in gather(inputs)) for inputs in found})
-    if len(shapes) > 1:
-        first, second = (" with ".join(map(str, each)) for each in shapes[:2])
-        raise DataError(f"calibration: expected images of one size, got batches of {first} and {second}")
-    return taken(joined(found), slice(count)) if found else torch.empty(0, 0)
+    given = joined_inputs(model, found) if found else (torch.empty(0, 0),)
+    given = given if whole else taken(given, slice(count))
+    require_images(given)
+    return given[0] if len(given) == 1 else given
 
 
 def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:

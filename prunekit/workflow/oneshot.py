@@ -30,13 +30,13 @@ from prunekit.repair import repair as repair_masked
 from prunekit.tasks import Task
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze
-from prunekit.workflow.evidence import gathered, inputs_for, patch_statistics, statistics
+from prunekit.workflow.evidence import gathered, patch_statistics, statistics
 from prunekit.workflow.goal import goal_for
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.pruning import plan_model
 
 IMAGES = 1024
-Data = tuple[Any, ...] | Tensor | Iterable[Any]
+Data = tuple[Any, ...] | Tensor | Mapping[str, Any] | Iterable[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ def prune(
     gradients: TaylorTerms | None = None,
     seed: int = 0,
     more_examples: Sequence[tuple[Any, ...]] = (),
-    task: Task | None = None,
+    task: Task | str | None = None,
 ) -> Pruned:
     """Prunes a model in one call: trace, score, plan, trial, compact; with images also repair.
 
@@ -102,10 +102,13 @@ def prune(
 
     Args:
         model: any module that runs on `data`; not changed.
-        data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or images to
-            calibrate on, preprocessed as the model wants them: a tensor (B, ...), or a loader, any iterable of batches,
-            tensors or (images, ...) each, such as a DataLoader; the first entry, or what `task` unpacks, may be several
-            inputs: a tuple of them, or a mapping by the names of the arguments of `forward`.
+        data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or samples to
+            calibrate on, preprocessed as the model wants them: a tensor (B, ...) or a mapping of tensors by the names
+            of the arguments of `forward`; a map-style data set; or a loader, any iterable of batches, tensors or such
+            mappings or (inputs, ...) each, such as a DataLoader; the first entry, or what `task` unpacks, may be
+            several inputs: a tuple of them, or a mapping. Of a mapping, `labels` or `label` are no inputs, and what
+            `forward` does not take is left out. Where it takes an `attention_mask`, batches may differ in length, and
+            positions that the mask leaves out count for nothing.
         macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
             left, above 0 and below 1.
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
@@ -126,12 +129,12 @@ def prune(
         exclude: globs over module paths whose output channels stay.
         ratios: glob over module paths -> share of their output channels to keep.
         repair: what is refitted and how, `RepairSettings()` where images are given; False: nothing.
-        images: how many are taken from a loader; at least 8.
+        images: how many samples are taken from a loader or a data set; at least 8.
         stats: from `prunekit.calibrate`.
         gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
         more_examples: further inputs, for branches of the model that the first does not take.
-        task: whose `unpack` takes a loader's batches apart, such as mappings of token ids and masks.
+        task: whose `unpack` takes a loader's batches apart, where they come in another form; itself or its name.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
@@ -161,7 +164,7 @@ def prune(
         difference = planned.max_relative_difference
         result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
         return _timed(frozen, result)
-    seen = gathered(data, images, inputs_for(model, task))
+    seen = gathered(model, data, images, task)
     seen = moved(seen, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
     return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.calibration.gradients import Loss
 from prunekit.channels import ChannelGroup, ChannelMap, trace
@@ -21,10 +21,13 @@ from prunekit.criteria import score
 from prunekit.criteria.elimination import eliminations
 from prunekit.errors import PlanError
 from prunekit.globs import matching
+from prunekit.inputs import arguments, count_of, moved, taken
 from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
+from prunekit.nested import gather
 from prunekit.planning import MeasuredPoint, SensitivityCurve
 from prunekit.planning.curves import fewest_within, keeping, rank_correlation
-from prunekit.workflow.evidence import gathered, in_batches, patch_statistics
+from prunekit.tasks import Task
+from prunekit.workflow.evidence import gathered, patch_statistics
 from prunekit.workflow.runs import Log
 from prunekit.workflow.tables import curve_rows
 
@@ -90,12 +93,13 @@ class Sensitivity:
 
 def sensitivity(
     model: nn.Module,
-    images: Tensor | Iterable[Any],
+    images: Any,
     *,
-    measured_on: Tensor | Iterable[Any] | None = None,
+    measured_on: Any = None,
     groups: Sequence[str] = (),
     loss: Loss | None = None,
     more_examples: Sequence[tuple[Any, ...]] = (),
+    task: Task | str | None = None,
     log: Log = lambda message: None,
     progress: bool = False,
 ) -> Sensitivity:
@@ -109,31 +113,33 @@ def sensitivity(
 
     Args:
         model: in any mode, on any device; not changed.
-        images: (B, ...) calibration images, preprocessed as the model wants them, or batches of such, also in pairs
-            with labels, which are not used; at least 8.
-        measured_on: images as one tensor, or batches of images, or of pairs of images and labels; None: not measured.
+        images: calibration samples, at least 8, preprocessed as the model wants them, as `prunekit.prune` takes them:
+            images (B, ...), a loader of them...; labels are not used.
+        measured_on: samples in the same forms, with labels or without; None: not measured.
         groups: globs over the names of channel groups, which are module paths; none: all.
         loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
             scores.
         more_examples: further inputs for the trace, for branches of the model that the images do not take.
+        task: takes batches apart that come in another form; itself or its name.
         log: told what happens, and before measuring how many forward passes it takes.
         progress: shows a bar on stderr while measuring.
 
     Raises:
-        DataError: there are no images, or too few.
+        DataError: there are no samples, or too few, or they come in a form that is not known.
         PlanError: no channel is free, or a glob matches no group.
         NonFiniteError: a layer reads or gives NaN or Inf; names it.
         ModelError, UsageError: as for `measure_sensitivity`.
     """
-    calibration = gathered(images, sys.maxsize)
-    calibration = calibration.to(next((parameter.device for parameter in model.parameters()), calibration.device))
-    examples = [(calibration[:2],), *more_examples]
+    calibration = gathered(model, images, sys.maxsize, task)
+    first = next(model.parameters(), gather(calibration)[0])
+    calibration = moved(calibration, first.device)
+    examples = [arguments(model, taken(calibration, slice(2))), *more_examples]
     with paused_garbage_collection():
         chart = trace(model, *examples)
         chosen_groups(chart, groups)
         chart = settle(model, chart, _halved, examples).channel_map
     chosen = chosen_groups(chart, groups)
-    about = f"sensitivity: {len(chosen)} channel groups, {len(calibration)} images"
+    about = f"sensitivity: {len(chosen)} channel groups, {count_of(calibration)} samples"
     stats = patch_statistics(model, calibration, chart, groups=chosen, log=lambda line: log(f"{about}; {line}"))
     found = eliminations(model, chart, stats, chosen)
     curves = {name: SensitivityCurve(order.labels, order.errors, order.outputs) for name, order in found.items()}
@@ -144,9 +150,8 @@ def sensitivity(
         log(f"sensitivity: no fast curve, order by magnitude: no layer that can be followed reads {names}")
     if measured_on is None:
         return Sensitivity(chart, chosen, curves, {})
-    log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the images, one as the model is")
-    parts = in_batches(measured_on) if isinstance(measured_on, Tensor) else measured_on
-    measured = measure_sensitivity(model, chart, orders, parts, loss=loss, progress=progress)
+    log(f"sensitivity: measuring takes {forward_passes(orders)} forward passes over the samples, one as the model is")
+    measured = measure_sensitivity(model, chart, orders, measured_on, loss=loss, task=task, progress=progress)
     return Sensitivity(chart, chosen, curves, measured)
 
 

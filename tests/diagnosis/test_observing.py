@@ -157,7 +157,7 @@ def test_checks_are_registered_once() -> None:
         (
             [({"image": 1}, 2)],
             DataError,
-            "batch 1: expected a tensor of inputs, or it and one of labels, got dict, int",
+            r"batches, batch 1: expected tensors by the names of the model's arguments, got dict {image: int}",
         ),
         ([*tokens(), torch.zeros(4, 4)], DataError, "labels with every batch or with none, got some of each"),
         ([(torch.zeros(4, 4), torch.zeros(3))], DataError, r"as many labels as inputs, got \(3,\) for \(4, 4\)"),

@@ -154,7 +154,7 @@ def growing(self: Any, x: Tensor) -> Tensor:
             ModelError,
             "expected a model that returns a tensor of floating-point numbers.* got Tensor from the de",
         ),
-        (constant, DataError, "output is the same for all 8 images"),
+        (constant, DataError, "output is the same for all 8 samples"),
         (broken, NonFiniteError, "in the input of head"),
         (growing, ModelError, r"group stem masked to 5 of 6 .*dense model's shapes \[\(8, 3\)\], got \[\(8, 6\)\]"),
     ],
@@ -173,7 +173,7 @@ def test_outputs_that_cannot_be_compared(function: Callable[..., Any], error: ty
 @pytest.mark.parametrize(
     ("batches", "loss", "error", "message"),
     [
-        ([], None, DataError, "expected at least one batch of images to measure on, got none"),
+        ([], None, DataError, "expected at least one batch of samples to measure on, got none"),
         ([images(4), (images(4), torch.zeros(4).long())], None, DataError, "labels with every batch or with none"),
         ([images(4)], lambda output, labels: output.sum(), UsageError, "a loss needs labels"),
         ([(images(4), torch.full((4,), 9))], None, DataError, "expected labels from 0 to 3"),

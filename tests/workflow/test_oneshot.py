@@ -59,13 +59,13 @@ def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
     [
         (torch.randn(7, 3, 8, 8), r"expected at least 8 images .* got a tensor of shape \(7, 3, 8, 8\)"),
         (torch.zeros(0, 3, 8, 8), r"got a tensor of shape \(0, 3, 8, 8\)"),
-        (torch.tensor(1.0), r"got a tensor of shape \(\)"),
+        (torch.tensor(1.0), r"a data set, or batches, such as a DataLoader; got float32 \(\)"),
         ([torch.randn(4, 3, 8, 8), (torch.randn(3, 3, 8, 8), 1)], r"got a tensor of shape \(7, 3, 8, 8\)"),
         ([], r"got a tensor of shape \(0, 0\)"),
-        ([{"image": 1}], r"expected batches of images, tensors or \(images, ...\) each, got dict"),
+        ([{"image": 1}], r"batch 1: expected tensors by the names of the model's arguments, got dict {image: int}"),
         ([torch.zeros(8)], r"got a tensor of shape \(8,\)"),
         ([torch.zeros(4, 3, 8, 8), torch.zeros(4, 3, 9, 8)], r"images of one size, got batches of \(3, 8, 8\) and"),
-        (7, "expected images, a tensor or batches of them, got int"),
+        (7, "a data set, or batches, such as a DataLoader; got int"),
     ],
 )
 def test_images_that_are_too_few_or_none(images: Any, message: str) -> None:

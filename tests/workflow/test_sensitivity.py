@@ -72,7 +72,7 @@ def test_the_api_measures_where_it_is_told_and_leaves_the_model_alone() -> None:
     messages: list[str] = []
     labels = torch.arange(200) % 3
     found = prunekit.sensitivity(model, x.split(64), measured_on=[(x[:50], labels[:50])], log=messages.append)
-    assert messages[-1] == "sensitivity: measuring takes 7 forward passes over the images, one as the model is"
+    assert messages[-1] == "sensitivity: measuring takes 7 forward passes over the samples, one as the model is"
     rows = pd.DataFrame(found.rows())
     assert list(rows.columns) == list(CURVE_COLUMNS)
     assert list(rows["kept"]) == [7, 6, 5, 4, 3, 2, 1]
@@ -148,9 +148,9 @@ def test_heads_have_curves_though_attention_uses_its_projections_without_calling
 @pytest.mark.parametrize(
     ("images", "groups", "error", "message"),
     [
-        ([], (), DataError, "calibration: expected at least 8 images"),
+        ([], (), DataError, "calibration: expected at least 8 samples"),
         (pictures(1), (), DataError, "expected at least 8 images .* got a tensor of shape"),
-        (["text"], (), DataError, "expected batches of images.* got str"),
+        (["text"], (), DataError, "batch 1: expected batches of tensors.* got str"),
         (pictures(), ("c",), PlanError, "groups: 'c' matches no channel group; expected one of"),
         (pictures(), ("head",), PlanError, "groups: 'head' matches no channel group"),
         (torch.full((8, 3, 6, 6), torch.nan), (), DataError, "sample 0 holds NaN or Inf"),

@@ -1,0 +1,232 @@
+"""Whatever stands for data, as batches of what a model is called with and the targets that go with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from prunekit.errors import DataError
+from prunekit.inputs import MASK, arguments, described, joined, parameter_names, samples_in, taken
+from prunekit.nested import gather
+from prunekit.tasks.classification import LABELS
+from prunekit.tasks.named import get_task
+from prunekit.tasks.task import Task
+
+BATCH = 128
+"""Samples at a time of data that is not in batches yet."""
+Pair = tuple[tuple[Any, ...], Any]
+"""Positional arguments of a model's `forward`, and targets or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Batches of any data: positional arguments of a model's `forward`, and targets or None.
+
+    They can be gone through as often as the data itself.
+
+    Attributes:
+        model: whose `forward` says what inputs there are.
+        data: all samples, as a tensor (N, ...) or a mapping of tensors by the names of the arguments of `forward`; or
+            a map-style data set of samples, torch's or a `datasets.Dataset`; or any iterable of batches, such as a
+            DataLoader. A batch is a tensor, such a mapping, or a tuple or list whose first entry is one of these or a
+            tuple of all inputs, and whose second, if there is one, holds the targets. Of a mapping that comes without
+            a task, `labels` or `label` are the targets, and what `forward` does not take is left out.
+        task: takes batches apart, where they come in another form; itself or its name.
+        where: what the data is for, for messages.
+        size: samples at a time, of data that is not in batches.
+        count: how many samples of a data set are taken, evenly spread; None: all.
+    """
+
+    model: nn.Module
+    data: Any
+    task: Task | str | None = None
+    where: str = "calibration"
+    size: int = BATCH
+    count: int | None = None
+
+    def __iter__(self) -> Iterator[Pair]:
+        task = None if self.task is None else get_task(self.task)
+        for number, batch in enumerate(self._batches(task), 1):
+            yield _apart(self.model, batch, task, f"{self.where}, batch {number}")
+
+    def __length_hint__(self) -> int:
+        data = self.data
+        if isinstance(data, Tensor) or _holds_samples(data):
+            return -(-len(data) // self.size)
+        return 1 if isinstance(data, Mapping) else length_hint(data)
+
+    def _batches(self, task: Task | None) -> Iterable[Any]:
+        data = self.data
+        if isinstance(data, Tensor) and data.dim():
+            return list(torch.split(data, self.size))
+        if isinstance(data, Mapping):
+            return _split(data, self.where, self.size)
+        if _holds_samples(data):
+            names = None if task is not None else {*inspect.signature(self.model.forward).parameters, *LABELS}
+            return _collated(data, names, self.where, self.size, self.count)
+        if isinstance(data, (Tensor, str, nn.Module)) or not (
+            hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+        ):
+            raise DataError(
+                f"{self.where}: expected a tensor or a mapping of tensors with all samples, a data set, or batches, "
+                f"such as a DataLoader; got {described(data)}"
+            )
+        return data  # type: ignore[no-any-return]
+
+
+def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: str = "calibration") -> tuple[Any, ...]:
+    """Positional inputs of all batches together; of several lengths, the shorter ones padded where a mask says so.
+
+    A model that takes an `attention_mask` gets one that leaves the padding out, of ones for batches that came without.
+
+    Raises:
+        DataError: samples have several sizes, and no mask says what is padding; or batches have other inputs.
+    """
+    mask = next((i for i, name in enumerate(parameter_names(model)) if name == MASK), None)
+    length = max(map(len, batches))
+    rows = [[*inputs, *[None] * (length - len(inputs))] for inputs in batches]
+    uneven = len({tuple(tuple(tensor.shape[1:]) for tensor in gather(inputs)) for inputs in batches}) > 1
+    if mask is not None and uneven:
+        _fill_in_masks(rows, mask, where)
+        _pad(rows, mask)
+    kinds = [[type(item) for item in row] for row in rows]
+    shapes = [tuple(tuple(tensor.shape[1:]) for tensor in gather(row)) for row in rows]
+    for number, (kind, shape) in enumerate(zip(kinds, shapes, strict=True), 1):
+        if kind != kinds[0] or len(shape) != len(shapes[0]):
+            raise DataError(
+                f"{where}, batch {number}: expected the same inputs as in the first one, {described(batches[0])}, got "
+                f"{described(batches[number - 1])}; let every batch hold the same"
+            )
+        if shape != shapes[0]:
+            first, second = (" with ".join(map(str, each)) for each in (shapes[0], shape))
+            raise DataError(
+                f"{where}: expected {samples_in(rows)} of one size, got batches of {first} and {second}; bring all to "
+                f"one size; a model that takes an {MASK} (B, T), 1 where a position counts and 0 where it is padding, "
+                "may be given texts of several"
+            )
+    return tuple(joined(column) for column in zip(*rows, strict=True))
+
+
+def _fill_in_masks(rows: list[list[Any]], mask: int, where: str) -> None:
+    """Gives batches without a mask one of ones, as long as their first input."""
+    known = next((row[mask] for row in rows if len(row) > mask and isinstance(row[mask], Tensor)), None)
+    for row in rows:
+        row.extend([None] * (mask + 1 - len(row)))
+        first = next(tensor for tensor in gather(row))
+        if row[mask] is None and first.dim() > 1:
+            kind = torch.int64 if known is None else known.dtype
+            row[mask] = torch.ones(first.shape[:2], dtype=kind, device=first.device)
+
+
+def _pad(rows: list[list[Any]], mask: int) -> None:
+    """Brings everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
+    masks = [row[mask] for row in rows]
+    if not all(isinstance(each, Tensor) and each.dim() == 2 for each in masks):
+        return
+    longest = max(each.shape[1] for each in masks)
+    left = any(bool((each[:, 0] == 0).any()) for each in masks)
+    for i in range(len(rows[0])):
+        fill = 0 if i == mask else _filler([row[i] for row in rows], masks)
+        for row, each in zip(rows, masks, strict=True):
+            if isinstance(row[i], Tensor) and row[i].dim() > 1 and row[i].shape[1] == each.shape[1]:
+                more = row[i].new_full((len(row[i]), longest - each.shape[1], *row[i].shape[2:]), fill)
+                row[i] = torch.cat([more, row[i]] if left else [row[i], more], 1)
+
+
+def _filler(columns: Sequence[Any], masks: Sequence[Tensor]) -> Any:
+    """What the batches themselves have at padding, such as the number of a token; 0 where they have none."""
+    for values, mask in zip(columns, masks, strict=True):
+        if isinstance(values, Tensor) and values.shape == mask.shape and bool((mask == 0).any()):
+            return values[mask == 0][0].item()
+    return 0
+
+
+def _holds_samples(data: Any) -> bool:
+    """Whether it is a map-style data set, whose entries are samples: torch's, or one that has its protocol."""
+    if isinstance(data, Dataset):
+        return not isinstance(data, IterableDataset) and hasattr(data, "__len__")
+    return hasattr(data, "__getitems__") and hasattr(data, "__len__")
+
+
+def _split(data: Mapping[str, Any], where: str, size: int) -> Iterator[Any]:
+    tensors = {name: item for name, item in data.items() if isinstance(item, Tensor) and item.dim()}
+    lengths = {len(tensor) for tensor in tensors.values()}
+    if len(lengths) != 1:
+        raise DataError(
+            f"{where}: expected a mapping of tensors with as many samples each, got {described(data)}; a tokenizer "
+            'returns such with return_tensors="pt"'
+        )
+    for start in range(0, lengths.pop(), size):
+        yield taken(tensors, slice(start, start + size))
+
+
+def _collated(data: Any, names: Set[str] | None, where: str, size: int, count: int | None) -> Iterator[Any]:
+    """Batches of samples; of those that are mappings, of the entries of some names, None: of all."""
+    total = len(data)
+    chosen = torch.linspace(0, total - 1, min(total, count or total)).round().long().tolist() if total else []
+    for start in range(0, len(chosen), size):
+        samples = [_named(data[index], names, where) for index in chosen[start : start + size]]
+        try:
+            yield default_collate(samples)
+        except (RuntimeError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{where}: expected samples of the same shapes, of which torch's default_collate makes a batch, got "
+                f"such as {described(samples[0])}: {error}; give a DataLoader with a collate_fn, for texts "
+                "transformers.DataCollatorWithPadding"
+            ) from error
+
+
+def _named(sample: Any, names: Set[str] | None, where: str) -> Any:
+    if names is None or not isinstance(sample, Mapping) or names.isdisjoint(sample):
+        return sample
+    found = {name: item for name, item in sample.items() if name in names}
+    plain = next((name for name, item in found.items() if isinstance(item, list)), None)
+    if plain is not None:
+        raise DataError(
+            f"{where}: expected samples of tensors, got a list in {plain!r}; a datasets.Dataset gives tensors after "
+            f'.with_format("torch")'
+        )
+    return found
+
+
+def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Pair:
+    targets = None
+    if task is not None:
+        inputs, targets = task.unpacking(batch, where)
+    elif isinstance(batch, (tuple, list)) and batch:
+        inputs, targets = batch[0], batch[1] if len(batch) > 1 else None
+    else:
+        inputs = batch
+    if isinstance(inputs, Mapping):
+        inputs, labels = _by_name(model, inputs, where)
+        targets = labels if targets is None else targets
+    if not gather(inputs):
+        raise DataError(
+            f"{where}: expected batches of tensors, (inputs, targets), or mappings by the names of the model's "
+            f"arguments, got {described(batch)}; say how it comes apart: task=..."
+        )
+    return arguments(model, inputs), targets
+
+
+def _by_name(model: nn.Module, batch: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:
+    """What `forward` takes of a mapping, and its labels: to a model that need not be given them they are no inputs."""
+    known = inspect.signature(model.forward).parameters
+    label = next((name for name in LABELS if name in batch), None)
+    names = [n for n in batch if n in known and (n not in LABELS or known[n].default is inspect.Parameter.empty)]
+    wrong = [name for name in names if not gather(batch[name]) and batch[name] is not None]
+    if not names or wrong:
+        takes = ", ".join(known)
+        reason = f"{wrong[0]} holds no tensor" if wrong else f"{type(model).__name__} takes {takes}, and none of these"
+        raise DataError(
+            f"{where}: expected tensors by the names of the model's arguments, got {type(batch).__name__} "
+            f"{described(batch)}; say how it comes apart: task=... ({reason}; a datasets.Dataset gives tensors after "
+            '.with_format("torch"))'
+        )
+    return {name: batch[name] for name in names}, None if label is None else batch[label]
