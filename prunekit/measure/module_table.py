@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from prunekit.channels.running import ModuleStack, plain_attention
 from prunekit.context import seeded, training_mode
 from prunekit.errors import ModelError
 from prunekit.hooks import refuse_compiled
 from prunekit.inputs import count_of, described
+from prunekit.measure.operator_costs import FlopCounter
 from prunekit.nested import gather
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -70,7 +70,7 @@ class _Seen:
     inputs: dict[str, Shapes] = field(default_factory=dict)
     outputs: dict[str, Shapes] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
-    flops: Counter[str] = field(default_factory=Counter)
+    macs: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
     held: dict[int, Tensor] = field(default_factory=dict)
 
@@ -105,27 +105,27 @@ def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTab
     seen, batch = _run(model, example_inputs), max(1, count_of(example_inputs))
     counted: set[int] = set()
     rows = [_row(path, module, seen, counted, batch) for path, module in _ordered(model, seen)]
-    return ModuleTable(tuple(rows), sum(seen.flops.values()) // (2 * batch), batch)
+    return ModuleTable(tuple(rows), sum(seen.macs.values()) // batch, batch)
 
 
 def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
-    seen, counter, counted = _Seen(), FlopCounterMode(display=False), 0
+    seen, counter, counted = _Seen(), FlopCounter(), 0
     seen.hold([*model.parameters(), *model.buffers(), *gather(example_inputs)])
 
     def since() -> int:
-        """FLOPs since it was asked the last time."""
+        """Multiply-accumulates since it was asked the last time."""
         nonlocal counted
-        before, counted = counted, int(counter.get_total_flops())
+        before, counted = counted, counter.macs
         return counted - before
 
     def enter(path: str, module: nn.Module, given: Any) -> None:
-        seen.flops[stack.paths[-2]] += since()
+        seen.macs[stack.paths[-2]] += since()
         seen.order.setdefault(path, len(seen.order))
         seen.inputs.setdefault(path, _shapes(given))
         seen.calls[path] += 1
 
     def leave(path: str, module: nn.Module, given: Any, result: Any) -> None:
-        seen.flops[path] += since()
+        seen.macs[path] += since()
         seen.outputs.setdefault(path, _shapes(result))
         seen.bytes[path] += seen.hold(gather(result))
 
@@ -137,7 +137,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         name, where = type(model).__name__, f" (in {stack.current})" if stack.current else ""
         raise ModelError(f"{name}: the model does not run on {described(example_inputs)}{where}: {reason}") from error
-    seen.flops[""] += since()  # of hooks on the model that run after ours
+    seen.macs[""] += since()  # of hooks on the model that run after ours
     return seen
 
 
@@ -151,7 +151,7 @@ def _ordered(model: nn.Module, seen: _Seen) -> list[tuple[str, nn.Module]]:
     for index, (path, module) in enumerate(model.named_modules()):
         own = next(module.parameters(recurse=False), None) is not None
         leaf = next(module.children(), None) is None and path in seen.order
-        if own or leaf or seen.flops[path] or seen.bytes[path]:
+        if own or leaf or seen.macs[path] or seen.bytes[path]:
             found.append((_place(path, seen), index, path, module))
     return [(path, module) for _, _, path, module in sorted(found, key=lambda row: row[:2])]
 
@@ -177,7 +177,7 @@ def _row(path: str, module: nn.Module, seen: _Seen, counted: set[int], batch: in
         params=params,
         shared_params=sum(parameter.numel() for parameter in own) - params,
         trainable=sum(parameter.numel() for parameter in fresh if parameter.requires_grad),
-        macs=seen.flops[path] // (2 * batch),
+        macs=seen.macs[path] // batch,
         activation_bytes=seen.bytes[path],
         calls=seen.calls[path],
     )

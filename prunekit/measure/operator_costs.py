@@ -8,11 +8,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
 from prunekit.nested import gather
 
 aten = torch.ops.aten
+
+
+class FlopCounter(FlopCounterMode):
+    """Torch's counter of FLOPs (two for each multiply-accumulate) without its tracker of modules.
+
+    The tracker hooks gradient functions of what modules are given, and fails on the view of a parameter, as of a class
+    token, which requires a gradient under `no_grad` and has no such function. Which module runs `ModuleStack` tells.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker = _NoModules()
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates so far."""
+        return int(self.get_total_flops()) // 2
+
+
+class _NoModules(ModuleTracker):
+    def __init__(self) -> None:
+        self.parents = {"Global"}
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was tracked."""
 
 
 def macs_of(operator: Any, args: Sequence[Any], named: dict[str, Any], result: Any) -> int | None:

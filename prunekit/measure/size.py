@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.recording import record
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
+from prunekit.measure.operator_costs import FlopCounter
 from prunekit.vocabulary import DtypeName
 
 
@@ -23,9 +23,10 @@ def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
         model: its train/eval mode is restored.
         example_inputs: what forward takes, batch first; the count is divided by the batch size.
     """
-    with training_mode(model, False), torch.no_grad(), plain_attention(), FlopCounterMode(display=False) as counter:
+    with training_mode(model, False), torch.no_grad(), plain_attention(), FlopCounter() as counter:
         model(*example_inputs)
-    return int(counter.get_total_flops()) // (2 * len(example_inputs[0]))
+    macs: int = counter.macs // len(example_inputs[0])
+    return macs
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -152,9 +152,11 @@ class Journey:
         with self.clock.stage("measure"):
             share = sparsity(trained.pruned, plan)
             ready = None if deployed is None else deployed.model
-            measured = results.measure(self.prepared, self.run, dense, trained.control, ready, log=self.log)
-            measured = replace(measured, activations=self._measure_activations(small))
-            final = None if frozen is None else self._measure_last(dense, frozen)
+            attempt = results.Attempts(self.log)
+            measured = results.measure(self.prepared, self.run, dense, trained.control, ready, attempt=attempt)
+            masks = attempt("activation masks", lambda: self._measure_activations(small))
+            final = None if frozen is None else attempt("time", lambda: self._measure_last(dense, frozen))
+            measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
         metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
         metrics |= {**trained.trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}
         metrics |= {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -39,6 +41,32 @@ SCORE_COLUMNS = ("group", "channel", "score", "kept")
 COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")
 LOCK_COLUMNS = ("reason", "module", "operator", "channels")
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Attempts:
+    """Measurements of models that are trained and saved: one that fails costs its figure, and never the run.
+
+    A model's own code may raise anything where it is run in another way than it was trained.
+
+    Attributes:
+        failures: what was not measured, and why.
+    """
+
+    log: Log
+    failures: list[str] = field(default_factory=list)
+
+    def __call__(self, what: str, measure: Callable[[], T]) -> T | None:
+        """What a measurement returns; None where it failed, which the log says at once."""
+        try:
+            return measure()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.failures.append(f"{what} not measured: {reason}; the model is saved all the same")
+            self.log(f"measure: {self.failures[-1]}")
+            return None
+
 
 @dataclass(frozen=True, eq=False)
 class Measured:
@@ -47,6 +75,7 @@ class Measured:
     Attributes:
         activations: what the activation masks do (`measure_masks`); None without.
         explanation: why the pruned model is not faster (`explain_job`); None where nothing was looked for.
+        failures: what could not be measured; its figure is None, or missing.
     """
 
     models: dict[str, dict[str, Any]]
@@ -54,6 +83,7 @@ class Measured:
     latency: LatencyReport
     activations: dict[str, Any] | None = None
     explanation: dict[str, Any] | None = None
+    failures: tuple[str, ...] = ()
 
 
 def measure(
@@ -63,14 +93,16 @@ def measure(
     control: nn.Module | None,
     deployed: nn.Module | None,
     *,
-    log: Log,
+    attempt: Attempts,
 ) -> Measured:
     """Measures on the test data, which nothing has seen before, and times dense against compact.
 
     Args:
         control: the dense model after as much training as the pruned one had; None where that had none.
         deployed: the compact model made ready to run, as it came from its folder; None where nothing was done to it.
+        attempt: makes each measurement but that of the scores, without which there is nothing to report.
     """
+    log = attempt.log
     pruned = load(run.path / "model", None if prepared.build else dense)
     task, example = prepared.splits.task, prepared.example_inputs
     inputs = inputs_like(example)
@@ -92,18 +124,21 @@ def measure(
             **reached.values,
             "n_test": reached.n_test,
             "params": count_parameters(model),
-            "macs": count_macs(model, example),
+            "macs": attempt(f"MACs of the {name} model", partial(count_macs, model, example)),
             "size_bytes": size_bytes(files[name] if files[name].exists() else files["dense"]),
             "tensor_bytes": count_bytes(model),
         }
         if prepared.job.prune.budget.memory_mb is not None:
             target = prepared.job.prune.target
-            figures[name]["memory_bytes"] = count_memory(model, example, target.batch, target.dtype)
+            counted = partial(count_memory, model, example, target.batch, target.dtype)
+            figures[name]["memory_bytes"] = attempt(f"memory of the {name} model", counted)
         log(f"test: {name} {_reached(reached, task)}")
     settings = prepared.job.latency
     timed = {name: model for name, model in models.items() if name != "control"}
-    latency = measure_latency(timed, inputs, settings, devices("auto", settings), log=log)
-    write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
+    timing = partial(measure_latency, timed, inputs, settings, devices("auto", settings), log=log)
+    latency = attempt("latency", timing) or LatencyReport((), (), (), ())
+    if latency.rows:
+        write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])
     for row in latency.speedup:
         interval = f"[{row['low']:.2f}, {row['high']:.2f}]{doubtful(row)}"
@@ -188,16 +223,18 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
         ("macs", job.prune.budget.macs, "MACs are"),
         ("params", job.prune.budget.params, "parameters are"),
     ):
-        if asked is not None and pruned[name] / dense[name] > asked:
+        known = dense[name] is not None and pruned[name] is not None
+        if asked is not None and known and pruned[name] / dense[name] > asked:
             found.append(f"budget {name} {asked}: {pruned[name] / dense[name]:.4f} of the dense model's {what} left")
     size_mb = job.prune.budget.size_mb
     if size_mb is not None and pruned["tensor_bytes"] / 1e6 > size_mb:
         found.append(f"budget size_mb {size_mb}: parameters and buffers take {pruned['tensor_bytes'] / 1e6:.4f} MB")
     memory_mb = job.prune.budget.memory_mb
-    if memory_mb is not None and pruned["memory_bytes"] / 1e6 > memory_mb:
+    if memory_mb is not None and (pruned["memory_bytes"] or 0) / 1e6 > memory_mb:
         found.append(f"budget memory_mb {memory_mb}: a forward pass takes {pruned['memory_bytes'] / 1e6:.4f} MB")
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:
             found.append(f"the {row['model']} model is slower ({where(row)}): {row['median']:.2f}x")
     found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
+    found += measured.failures
     return found + missed_targets(measured.activations)

@@ -114,7 +114,7 @@ def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     scores = [score["name"] for score in metrics["task"]["scores"]]
     for model in ("dense", "control", "pruned"):
         for name in (*scores, *FIGURES):
-            if name in metrics.get(model, {}):
+            if metrics.get(model, {}).get(name) is not None:
                 yield f"{model}/{name}", float(metrics[model][name])
     for row in metrics["speedup"]:
         where = f"{row['device']}, {row['runtime']}, batch {row['batch']}, {row['dtype']}"

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+import prunekit
 from prunekit.measure import count_macs, count_parameters, size_bytes
 
 
@@ -60,3 +61,26 @@ def test_bytes_of_a_file_and_a_folder(tmp_path: Path) -> None:
     (tmp_path / "deep" / "b").write_bytes(b"123")
     assert size_bytes(tmp_path / "a") == 5
     assert size_bytes(tmp_path) == 8
+
+
+class ConstantInput(nn.Module):
+    """As StyleGAN's: the first layer is given a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant = nn.Parameter(torch.ones(8, 4, 4))
+        self.first = nn.Sequential(nn.Identity(), nn.Conv2d(8, 6, 3, padding=1))
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, style: Tensor) -> Tensor:
+        maps = self.first(self.constant[None].expand(len(style), -1, -1, -1))
+        return self.last(maps.mean((2, 3)) * style)
+
+
+def test_a_view_of_a_parameter_is_an_input_like_any_other() -> None:
+    model, style = ConstantInput(), torch.ones(3, 6)
+    macs = 8 * 6 * 9 * 16 + 12
+    assert count_macs(model, (style,)) == macs
+    table = prunekit.summary(model, style)
+    assert {row.path: row.macs for row in table.rows if row.macs} == {"first.1": macs - 12, "last": 12}
+    assert table.macs == macs

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import prunekit
+from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
 from prunekit.errors import DataError
@@ -67,6 +68,29 @@ def test_nothing_is_fine_tuned_and_all_is_proven(output: Path) -> None:
     assert json.loads((result.folder / "metrics.json").read_text())["pruned"]["params"] == sum(
         parameter.numel() for parameter in again.parameters()
     )
+
+
+def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may run in training and not as a measurement runs it; what was trained must not hang on that."""
+
+    def broken(*_: object, **named: object) -> None:
+        raise AssertionError("Expected gradient function to be set")
+
+    monkeypatch.setattr("prunekit.workflow.results.count_macs", broken)
+    monkeypatch.setattr("prunekit.workflow.results.measure_latency", broken)
+    log: list[str] = []
+    result = prune_job(job(output), log=log.append)
+    assert prunekit.load(result.folder / "model") is not None
+    assert json.loads((result.folder / "status.json").read_text())["state"] == "finished"
+    assert (result.metrics["pruned"]["macs"], result.metrics["latency"]) == (None, [])
+    assert result.metrics["pruned"]["top1"] > 0
+    for what in ("MACs of the dense model", "MACs of the pruned model", "latency"):
+        text = f"{what} not measured: AssertionError: Expected gradient function to be set"
+        assert any(text in line for line in result.metrics["shortfalls"])
+        assert any(text in line for line in log)
+    assert "MACs of the pruned model not measured" in report.write(result.folder).read_text()
 
 
 def test_the_job_is_what_prune_makes_of_its_images(output: Path) -> None:
