@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,21 +27,48 @@ _MOVES = frozenset(
 """Functions whose results hold values of their first argument, each at most once."""
 
 
+_SELECTING = frozenset({"__getitem__", "gather", "index_select", "masked_select", "take", "take_along_dim"})
+"""Functions that take entries of their first argument where the others say."""
+_SORTING = frozenset({"topk", "sort", "msort"})
+"""Functions whose results are entries of their argument, in an order that their values say."""
+_WRITING = frozenset(
+    {
+        "__setitem__", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "scatter",
+        "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
+    }
+)  # fmt: skip
+"""Functions that write entries to their first argument, which lies as it did."""
+
 RECTIFIED = "rectified"
 """Stage of what a ReLU makes of the end of a layer's chain."""
 
 
-class _Mark(NamedTuple):
+class Mark(NamedTuple):
     """On a tensor: which call made its values, and the end of which layer's chain they are."""
 
+    owner: object
     call: int
     version: int
     layer: int | None
     stage: str
 
 
+class Flow(NamedTuple):
+    """On a tensor: where what it is made of came from.
+
+    Attributes:
+        owner: of which pass.
+        origins: the layers, by their place among the drafts, whose outputs it is made of without another in between.
+        selected: whether computed values say which entries it has and where, as for boxes that a detector selects.
+    """
+
+    owner: object
+    origins: frozenset[int] = frozenset()
+    selected: bool = False
+
+
 @dataclass
-class _Draft:
+class Draft:
     """A layer and the chain behind it, as far as it has been followed.
 
     Attributes:
@@ -47,8 +76,8 @@ class _Draft:
         stages: of the chain.
         reads: how often the result of each stage is read.
         rectified: the stage that a ReLU reads.
-        normed: number of the norm's call.
         source: the layer whose rectified end this one reads.
+        selected: see `Layer`.
         index: where each value of the output lies at the last stage, once it was moved.
     """
 
@@ -57,8 +86,8 @@ class _Draft:
     stages: list[str] = field(default_factory=lambda: ["layer"])
     reads: Counter[str] = field(default_factory=Counter)
     rectified: str = ""
-    normed: int = 0
     source: int | None = None
+    selected: bool = False
     index: Tensor | None = None
 
     def places(self) -> Tensor:
@@ -72,13 +101,15 @@ class _Draft:
         summed, scaled = "sum" in stages, any(stage.startswith("gain") for stage in stages)
         rectified = self.rectified == stages[-1] and self.reads[stages[-1]] == 1 and (summed or not scaled)
         layer = replace(
-            self.layer, calls=calls, rectified=rectified, norm=self.layer.norm if "norm" in stages else None
+            self.layer,
+            calls=calls,
+            selected=self.selected,
+            rectified=rectified,
+            norm=self.layer.norm if "norm" in stages else None,
         )
         if summed:
-            plain = self.normed if layer.norm is not None else layer.call
-            return replace(layer, end=plain if layer.moves else layer.end)
-        end = self.normed if layer.norm is not None else layer.call
-        return replace(layer, end=end, total=None, other=None, moves=(), gain=None)
+            return replace(layer, end=_plain_end(layer) if layer.moves else "sum")
+        return _unsummed(layer, rectified=rectified)
 
     def gain(self, factor: Tensor, shape: torch.Size) -> Tensor | None:
         """(outputs,) what a tensor that broadcasts to the last stage multiplies each output by; None if it varies."""
@@ -90,33 +121,85 @@ class _Draft:
         return least.to(factor.device) if torch.equal(least, most) else None
 
 
-class _Finder(CallWatch):
-    """Finds the layers of a forward pass, and who reads each parameter."""
+class Finder(CallWatch):
+    """Finds the layers of one forward pass after another, and who reads each parameter.
+
+    Attributes:
+        drafts: of the layers, in the order in which they are called.
+        readers: for each parameter and buffer the names of the functions that read it.
+        calls: the names of all functions, in the order in which they are called.
+        boundary: the layers, by their place among the drafts, of whose outputs computed values select something.
+    """
 
     def __init__(self, model: nn.Module, norms: Iterable[str]) -> None:
         super().__init__(model, norms)
-        self.drafts: list[_Draft] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.drafts: list[Draft] = []
         self.readers: dict[str, list[str]] = {}
+        self.calls: list[str] = []
+        self.boundary: set[int] = set()
+        self._owner = object()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """One forward pass is watched; what was found in an earlier one is forgotten."""
+        self._clear()
+        with super().watching():
+            yield
 
     def call(self, call: Call) -> Any:
+        """Marks what a call gives."""
         inputs = gather((call.args, dict(call.named)))
-        marks = [_mark(tensor) for tensor in inputs]
+        marks = [self.mark(tensor) for tensor in inputs]
+        self.calls.append(call.name)
         for tensor in inputs:
             if id(tensor) in self.names:
                 self.readers.setdefault(self.names[id(tensor)], []).append(call.name)
         result = call.run()
-        if any(result is tensor and _mark(tensor) is not None for tensor in inputs):
+        if any(result is tensor and self.mark(tensor) is not None for tensor in inputs):
             return result  # dropout in eval mode hands on what it was given
         for mark in marks:
             if mark is not None and mark.layer is not None:
                 self.drafts[mark.layer].reads[mark.stage] += 1
+        flow = self._flows(call, inputs)
         if isinstance(result, Tensor):
             layer, stage = self._role(call, inputs, marks, result)
-            result._prunekit_mark = _Mark(call.number, result._version, layer, stage)  # type: ignore[attr-defined]
-        return result
+            found = Mark(self._owner, call.number, result._version, layer, stage)
+            result._prunekit_mark = found  # type: ignore[attr-defined]
+            if stage == "layer" and layer is not None:
+                self.drafts[layer].selected = flow.selected
+                flow = flow._replace(origins=frozenset({layer}))
+        result = list(result) if call.name == "__iter__" else result
+        for tensor in gather(inputs[:1] if call.name in _WRITING else result):
+            tensor._prunekit_flow = flow  # type: ignore[attr-defined]
+        return iter(result) if call.name == "__iter__" else result
+
+    def mark(self, tensor: Tensor) -> Mark | None:
+        """What this pass knows of a tensor that was not written to since."""
+        mark: Mark | None = getattr(tensor, "_prunekit_mark", None)
+        return mark if mark is not None and (mark.owner, mark.version) == (self._owner, tensor._version) else None
+
+    def flow(self, tensor: Tensor) -> Flow:
+        """Where this pass has a tensor from."""
+        flow: Flow | None = getattr(tensor, "_prunekit_flow", None)
+        return flow if flow is not None and flow.owner is self._owner else Flow(self._owner)
+
+    def _flows(self, call: Call, inputs: list[Tensor]) -> Flow:
+        """Where a call's results come from."""
+        flows = [self.flow(tensor) for tensor in inputs]
+        origins = frozenset().union(*(flow.origins for flow in flows))
+        selected = any(flow.selected for flow in flows[: 1 if call.name in _WRITING else None])
+        first, others = flows[:1], flows[1:]
+        if call.name in _SORTING or (call.name in _SELECTING and any(flow.origins for flow in others)):
+            selected = selected or any(flow.origins for flow in first)
+        if selected:
+            self.boundary.update(i for flow in flows if not flow.selected for i in flow.origins)
+        return Flow(self._owner, origins, selected)
 
     def _role(
-        self, call: Call, inputs: list[Tensor], marks: list[_Mark | None], result: Tensor
+        self, call: Call, inputs: list[Tensor], marks: list[Mark | None], result: Tensor
     ) -> tuple[int | None, str]:
         operands = self.operands(call)
         if operands is not None:
@@ -142,23 +225,22 @@ class _Finder(CallWatch):
         how = Reading() if operands.transposed else reading(call.name, call.args, call.named)
         if how is None:
             return None, ""
-        layer = Layer(operands.weight, operands.bias, call.number, how, call.number, transposed=operands.transposed)
-        read = _mark(operands.inputs)
+        layer = Layer(operands.weight, operands.bias, call.number, how, transposed=operands.transposed)
+        read = self.mark(operands.inputs)
         source = read.layer if read is not None and read.stage == RECTIFIED else None
-        self.drafts.append(_Draft(replace(layer, rows=how.rows(result)), result.shape, source=source))
+        self.drafts.append(Draft(replace(layer, rows=how.rows(result)), result.shape, source=source))
         return len(self.drafts) - 1, "layer"
 
-    def _norm(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:
+    def _norm(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
         running = self.names.get(id(call.args[1]))
         training = call.argument(5, "training", False)
         if running is None or training:
             return None, ""
-        draft.layer = replace(draft.layer, norm=running.rpartition(".")[0], end=call.number)
-        draft.normed = call.number
+        draft.layer = replace(draft.layer, norm=running.rpartition(".")[0])
         draft.stages.append("norm")
         return mark.layer, "norm"
 
-    def _move(self, call: Call, mark: _Mark, draft: _Draft) -> tuple[int | None, str]:
+    def _move(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
         if mark.stage != draft.stages[-1] or mark.stage == "sum":
             return None, ""
         draft.index = call.function(draft.places(), *call.args[1:], **call.named)
@@ -167,7 +249,7 @@ class _Finder(CallWatch):
         return mark.layer, draft.stages[-1]
 
     def _gain(
-        self, call: Call, inputs: list[Tensor], marks: list[_Mark | None], result: Tensor
+        self, call: Call, inputs: list[Tensor], marks: list[Mark | None], result: Tensor
     ) -> tuple[int | None, str]:
         """A parameter multiplies a layer's outputs, each by one number."""
         ends = [i for i, mark in enumerate(marks) if mark is not None and mark.layer is not None]
@@ -177,7 +259,7 @@ class _Finder(CallWatch):
         assert mark is not None
         assert mark.layer is not None
         draft = self.drafts[mark.layer]
-        gain = draft.gain(inputs[1 - ends[0]], result.shape) if result.shape == draft.places().shape else None
+        gain = self._factor(draft, inputs[1 - ends[0]], result.shape) if result.shape == draft.places().shape else None
         if gain is None or mark.stage != draft.stages[-1] or mark.stage == "sum":
             return None, ""
         before = draft.layer.gain
@@ -185,7 +267,10 @@ class _Finder(CallWatch):
         draft.stages.append(f"gain {call.number}")
         return mark.layer, draft.stages[-1]
 
-    def _sum(self, call: Call, marks: list[_Mark | None]) -> tuple[int | None, str]:
+    def _factor(self, draft: Draft, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        return draft.gain(factor, shape)
+
+    def _sum(self, call: Call, marks: list[Mark | None]) -> tuple[int | None, str]:
         summands = [argument for argument in call.args if isinstance(argument, Tensor)]
         if len(summands) != 2 or summands[0].shape != summands[1].shape or len(marks) != 2 or call.named:
             return None, ""
@@ -201,29 +286,26 @@ class _Finder(CallWatch):
         draft = self.drafts[layer]
         if other is None:
             return None, ""
-        draft.layer = replace(draft.layer, total=call.number, other=other.call, end=call.number)
+        draft.layer = replace(draft.layer, total=call.number, other=other.call)
         draft.stages.append("sum")
         return layer, "sum"
-
-
-def _mark(tensor: Tensor) -> _Mark | None:
-    mark: _Mark | None = getattr(tensor, "_prunekit_mark", None)
-    return mark if mark is not None and mark.version == tensor._version else None
 
 
 class Survey(NamedTuple):
     """What a forward pass of a model reads.
 
     Attributes:
-        layers: the convolutions and linear layers, in the order in which they are called.
+        layers: every call of a convolution or a linear layer, in order.
         readers: for each parameter and buffer the names of the functions that read it.
+        calls: the names of all functions that were called.
     """
 
     layers: tuple[Layer, ...]
     readers: dict[str, list[str]]
+    calls: tuple[str, ...]
 
 
-def survey(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> Survey:
+def survey(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> Survey:
     """Runs a model in eval mode and finds its layers, and who reads its parameters.
 
     Args:
@@ -231,18 +313,52 @@ def survey(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterabl
         inputs: a few samples: the first argument, or all positional ones.
         norms: paths of modules whose insides are not looked at: those of a channel map.
     """
-    finder = _Finder(model, norms)
+    finder = Finder(model, norms)
     with finder.watching():
         model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
     pairs = [(draft, draft.finished(calls[draft.layer.weight])) for draft in finder.drafts]
     plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]
     alone = [of if plain[i] and draft.reads[RECTIFIED] == 1 else None for i, (draft, of) in enumerate(pairs)]
-    sources = [None if draft.source is None else alone[draft.source] for draft, _ in pairs]
+    sources = [None if draft.source is None or of.calls > 1 else alone[draft.source] for draft, of in pairs]
     layers = tuple(replace(layer, source=of) for (_, layer), of in zip(pairs, sources, strict=True))
-    return Survey(layers, finder.readers)
+    return Survey(layers, finder.readers, tuple(finder.calls))
 
 
-def find_layers(model: nn.Module, inputs: Tensor | tuple[Tensor, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
+def find_layers(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[str] = ()) -> tuple[Layer, ...]:
     """The convolutions and linear layers that a model calls, see `survey`."""
     return survey(model, inputs, norms).layers
+
+
+def pooled(layers: Iterable[Layer]) -> dict[str, tuple[Layer, ...]]:
+    """The calls of each weight, in order, each with as much of the chain behind it as all of them have."""
+    found: dict[str, list[Layer]] = {}
+    for layer in layers:
+        found.setdefault(layer.weight, []).append(layer)
+    return {weight: _alike(calls) for weight, calls in found.items()}
+
+
+def _alike(calls: list[Layer]) -> tuple[Layer, ...]:
+    if len(calls) > 1 and (len({call.total is None for call in calls}) > 1 or not _same_gain(calls)):
+        calls = [call if call.total is None else _unsummed(call) for call in calls]
+    if len({call.norm for call in calls}) > 1:
+        calls = [_unsummed(replace(call, norm=None)) for call in calls]
+    rectified = all(call.rectified for call in calls)
+    return tuple(replace(call, rectified=rectified) for call in calls)
+
+
+def _same_gain(calls: list[Layer]) -> bool:
+    gains = [call.gain for call in calls]
+    return all(
+        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+        for one, other in pairwise(gains)
+    )
+
+
+def _unsummed(layer: Layer, *, rectified: bool = False) -> Layer:
+    """Without the sum behind it."""
+    return replace(layer, end=_plain_end(layer), total=None, other=None, moves=(), gain=None, rectified=rectified)
+
+
+def _plain_end(layer: Layer) -> str:
+    return "layer" if layer.norm is None else "norm"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.collector import first_tensor
+from prunekit.calibration.judging import Judge, Spread
 from prunekit.calibration.layers import Layer
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
 from prunekit.channels.copying import named_tensors, with_tensors
@@ -25,9 +25,9 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     """Measures what errors in each layer do to the model's output.
 
     Every second input channel of a layer goes, the others take over what they can by least squares, and the model runs:
-    the gain is the mean squared change of its output over the error that the Gram matrix tells for the layer, each
-    output over its variance; relative to the median of all layers. Errors of some layers are averaged away later, by
-    pooling above all, and others grow.
+    the gain is the mean squared change of what it returns, see `Judge`, over the error that the Gram matrix tells for
+    the layer, each output over its variance; relative to the median of all layers. Errors of some layers are averaged
+    away later, by pooling above all, and others grow.
 
     Args:
         model: the dense model; only read.
@@ -41,17 +41,13 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
     with training_mode(copy, False), torch.no_grad():
         given = arguments(model, inputs)
-        dense = _output(copy, given)
-        gains = [_gain(copy, moments, tensors, modules, given, dense) for moments in stats.layers]
+        judge = Judge.of(copy, given)
+        dense = judge.values(copy, given)
+        gains = [_gain(copy, moments, tensors, modules, given, judge, dense) for moments in stats.layers]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
     return PatchStats(tuple(replace(each, output_gain=gain) for each, gain in zip(stats.layers, relative, strict=True)))
-
-
-def _output(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor | None:
-    found = first_tensor(model(*inputs))
-    return None if found is None else found.double()
 
 
 def _gain(
@@ -60,7 +56,8 @@ def _gain(
     tensors: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module],
     inputs: tuple[Any, ...],
-    dense: Tensor | None,
+    judge: Judge,
+    dense: list[tuple[int | str, Tensor]],
 ) -> float | None:
     layer = moments.layer
     weight, shift = layer.matrix(tensors[layer.weight]), _shifted(layer, tensors, modules)
@@ -70,13 +67,17 @@ def _gain(
     weight.copy_(halved)
     if shift is not None:
         shift[0].add_(shift[1] * bias)
-    got = _output(model, inputs)
+    got = judge.values(model, inputs)
     weight.copy_(saved[0])
     if shift is not None and saved[1] is not None:
         shift[0].copy_(saved[1])
-    if dense is None or got is None or not error > 0:
+    if not error > 0 or [value.shape for _, value in got] != [value.shape for _, value in dense]:
         return None
-    gain = float((got - dense).square().mean()) / error
+    spread = Spread()
+    for (key, want), (_, value) in zip(dense, got, strict=True):
+        spread.add(key, want, value)
+    shares = list(spread.shares(0.0))
+    gain = sum(shares) / len(shares) / error if shares else 0.0
     return gain if 0 < gain < float("inf") else None
 
 
@@ -143,7 +144,7 @@ def with_ridge(matrix: Tensor) -> Tensor:
 def relative_scale(moments: LayerMoments, modules: Mapping[str, nn.Module]) -> Tensor:
     """(o,) what a layer's output is multiplied by up to the end of its chain, over its standard deviation there."""
     scale = moments.variance.clamp(min=1e-12 * float(moments.variance.max()) or 1.0).rsqrt()
-    if moments.layer.gain is not None and moments.layer.end == moments.layer.total:
+    if moments.layer.gain is not None and moments.layer.end == "sum":
         scale = scale * moments.layer.gain
     if moments.layer.norm is None:
         return scale

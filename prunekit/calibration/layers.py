@@ -32,11 +32,13 @@ class Layer:
         call: its number among all calls of torch's functions in one forward pass.
         reading: how it reads its input.
         norm: path of the BatchNorm in eval mode that alone reads its output.
-        end: number of the call that makes the end of that chain, before a ReLU.
+        end: which call makes the end of the chain whose values are compared, before a ReLU: "layer", "norm" or "sum".
         total: number of the call that adds `other` to its output, or to the norm's.
         other: number of the call that made the other summand.
         rectified: whether a ReLU alone reads the end of that chain.
         calls: how often the weight is used in a forward pass.
+        selected: whether what it reads was selected by computed values, as boxes by their scores: under masks its
+            positions are others.
         transposed: whether the weight lies as (inputs, outputs).
         moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
             permutations, slices.
@@ -49,12 +51,13 @@ class Layer:
     bias: str | None
     call: int
     reading: Reading
-    end: int
+    end: str = "layer"
     norm: str | None = None
     total: int | None = None
     other: int | None = None
     rectified: bool = False
     calls: int = 1
+    selected: bool = False
     transposed: bool = False
     moves: tuple[int, ...] = ()
     gain: Tensor | None = field(default=None, compare=False)
@@ -177,13 +180,13 @@ class CallWatch(TorchFunctionMode):
         """A module begins whose calls do not count."""
         self._inside += 1
 
-    def leave(self, result: Any) -> None:
-        """It ends: all that it did is one call."""
+    def leave(self, given: tuple[Any, ...], result: Any) -> None:
+        """It ends: all that it did is one call, with what the module was given."""
         self._inside -= 1
         if not self._inside:
             self.number += 1
             with torch._C.DisableTorchFunction():  # as within any other call
-                self.call(Call(self.number, "", None, (), {}, lambda *_: result))
+                self.call(Call(self.number, "", None, given, {}, lambda *_: result))
 
     def operands(self, call: Call) -> Operands | None:
         """What a linear layer is called with; None if it is none, or one whose weight or bias is no parameter."""
@@ -213,4 +216,4 @@ class _Insides(HookOwner):
     def register(self) -> None:
         for module in self._modules:
             self.own(module.register_forward_pre_hook(lambda *_: self._watch.enter()))
-            self.own(module.register_forward_hook(lambda _, __, result: self._watch.leave(result)))
+            self.own(module.register_forward_hook(lambda _, given, result: self._watch.leave(given, result)))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.finding import find_layers
-from prunekit.calibration.layers import Call, CallWatch, Layer
-from prunekit.calibration.patches import gram, gram_bytes, sampled_rows
+from prunekit.calibration.finding import Draft, Finder, Mark, find_layers, pooled
+from prunekit.calibration.layers import Call, Layer
+from prunekit.calibration.patches import Reading, gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
-from prunekit.errors import ModelError, NonFiniteError, UsageError
+from prunekit.errors import NonFiniteError, UsageError
 from prunekit.inputs import arguments, count_of, inputs_in, taken
 from prunekit.nested import first_not_finite
 
@@ -27,7 +28,7 @@ class LayerMoments:
     """Second moments of a layer's input, and what its output is compared with.
 
     Attributes:
-        layer: which call.
+        layer: the first call of a weight: moments are summed over all of them.
         grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
             float64; d is channels * taps, or channels where `taps` is 1.
         taps: columns of each channel; 1 where only the centres of patches were taken, because of the memory.
@@ -56,61 +57,89 @@ class PatchStats:
         return sum(matrix.nbytes for moments in self.layers for matrix in moments.grams)
 
 
-class _Collector(CallWatch):
-    """Adds up moments of the layers of one forward pass after another."""
+class _Collector(Finder):
+    """Adds up moments of layers over one forward pass after another, those of a weight over all of its calls.
+
+    Another batch may make other calls: layers are known by their weights, and what lies behind them is found anew.
+
+    Args:
+        layers: the first call of each weight, with the chain and the rows of all of its calls.
+        samples: in the pass that found them.
+    """
 
     def __init__(
-        self, model: nn.Module, layers: tuple[Layer, ...], norms: Iterable[str], columns: Mapping[int, int]
+        self, model: nn.Module, layers: Iterable[Layer], norms: Iterable[str], columns: Mapping[str, int], samples: int
     ) -> None:
         super().__init__(model, norms)
-        self.found: dict[int, LayerMoments] = {}
+        self.found: dict[str, LayerMoments] = {}
         self.batch_rows = 0
         self.batch = 0
-        self._ends: dict[int, list[Tensor]] = {}
-        self._layers = {layer.call: layer for layer in layers}
-        self._finals = {layer.end: layer for layer in layers}
+        self.batch_samples = samples
+        self._samples = samples
+        self._ends: dict[str, list[Tensor]] = {}
+        self._layers = {layer.weight: layer for layer in layers}
         self._columns = columns
+        self._rows: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """One forward pass is watched."""
+        self._rows.clear()
+        with super().watching():
+            yield
 
     def call(self, call: Call) -> Any:
         """Takes a layer's input as it is called, and the end of its chain as that is made."""
-        layer = self._layers.get(call.number)
-        operands = self.operands(call) if layer is not None else None
-        result = call.run()
-        if layer is not None and operands is not None and operands.weight == layer.weight:
-            self._add(layer, operands.inputs, layer.matrix(operands.matrix), result)
-        final = self._finals.get(call.number)
-        if final is not None and isinstance(result, Tensor):
-            ends = self._ends.setdefault(final.call, [])
-            found = final.reading.outputs(result, self._rows(final, result))
-            if ends and ends[0].shape[1:] != found.shape[1:]:
-                raise ModelError(
-                    f"layer {final.weight.rpartition('.')[0]!r}: expected a model that makes the same calls on every "
-                    "batch, but this one branches on values, as transformers do that leave out a mask which masks "
-                    "nothing; let every batch be alike (some padding in each), or choose a criterion such as taylor "
-                    "or l2, without repair"
-                )
-            ends.append(found)
+        operands = self.operands(call)
+        result = super().call(call)
+        mark = self.mark(result) if isinstance(result, Tensor) else None
+        if mark is None or mark.layer is None or mark.call != call.number:
+            return result
+        layer = self._layers.get(self.drafts[mark.layer].layer.weight)
+        if layer is None:
+            return result
+        if mark.stage == "layer" and operands is not None:
+            self._rows[mark.layer] = self._sampled(layer, mark.layer, result)
+            reading = self.drafts[mark.layer].layer.reading
+            self._add(layer, reading, operands.inputs, layer.matrix(operands.matrix), result, self._rows[mark.layer])
+        if mark.stage == layer.end:
+            ends = self._ends.setdefault(layer.weight, [])
+            ends.append(layer.reading.outputs(result, self._rows[mark.layer]))
         return result
 
-    def _rows(self, layer: Layer, output: Tensor) -> Tensor:
-        rows = sampled_rows(layer.reading.rows(output), self.batch_rows, layer.call + 100_003 * self.batch)
-        return rows.to(output.device)
+    def _move(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
+        """Where it is moved, a layer is compared as it lies."""
+        return None, ""
 
-    def _add(self, layer: Layer, inputs: Tensor, weight: Tensor, output: Tensor) -> None:
-        reading, rows = layer.reading, self._rows(layer, output)
+    def _factor(self, draft: Draft, factor: Tensor, shape: torch.Size) -> Tensor | None:
+        """What a parameter multiplies it by is known."""
+        return factor
+
+    def _sampled(self, layer: Layer, place: int, output: Tensor) -> Tensor:
+        """Rows of one call: its share of those of all calls of the weight."""
+        total, count = layer.reading.rows(output), self.batch_rows
+        if layer.calls > 1:
+            count = max(1, round(count * total * self._samples / (layer.rows * self.batch_samples)))
+        earlier = sum(draft.layer.weight == layer.weight for draft in self.drafts[:place])
+        seed = layer.call + 100_003 * self.batch + 1_000_003 * earlier
+        return sampled_rows(total, count, seed).to(output.device)
+
+    def _add(
+        self, layer: Layer, reading: Reading, inputs: Tensor, weight: Tensor, output: Tensor, rows: Tensor
+    ) -> None:
         spatial = tuple(output.shape[2:]) if reading.kernel else ()
         width = weight.shape[1]
-        taps = self._columns[layer.call] // width
+        taps = self._columns[layer.weight] // width
         read = reading.patches if taps == reading.taps else reading.centres
         parts = []
         for group in range(reading.groups):
             channels = torch.arange(group * width, (group + 1) * width, device=inputs.device)
             parts.append(gram(read(reading.channels(inputs, channels), rows, spatial)) * len(rows))
-        known = self.found.get(layer.call)
+        known = self.found.get(layer.weight)
         sums = parts if known is None else [a.add_(b) for a, b in zip(known.grams, parts, strict=True)]
         count = len(rows) + (0 if known is None else known.rows)
         none = torch.zeros(0, dtype=torch.float64)
-        self.found[layer.call] = LayerMoments(layer, tuple(sums), taps, none, count)
+        self.found[layer.weight] = LayerMoments(layer, tuple(sums), taps, none, count)
 
     def finished(self) -> tuple[LayerMoments, ...]:
         """The moments of all batches; once, at the end."""
@@ -118,35 +147,35 @@ class _Collector(CallWatch):
             replace(
                 moments,
                 grams=tuple(total.div_(moments.rows) for total in moments.grams),  # in place: they are large
-                variance=torch.cat(self._ends[call]).double().var(0),
+                variance=torch.cat(self._ends[weight]).double().var(0),
             )
-            for call, moments in sorted(self.found.items())
-            if call in self._ends
+            for weight, moments in sorted(self.found.items(), key=lambda item: item[1].layer.call)
+            if weight in self._ends
         )
 
 
-def _columns(layers: Iterable[Layer], tensors: Mapping[str, Tensor], limit: int) -> dict[int, int]:
-    """Columns of each layer's Gram matrices by its call: those of whole patches, or of the centres of the largest."""
-    widths = {layer.call: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
-    found = {layer.call: widths[layer.call] * layer.reading.taps for layer in layers}
-    size = {layer.call: layer.reading.groups * gram_bytes(found[layer.call]) for layer in layers}
-    for layer in sorted(layers, key=lambda layer: size[layer.call], reverse=True):
+def _columns(layers: Iterable[Layer], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
+    """Columns of each layer's Gram matrices by its weight: those of whole patches, or of the centres of the largest."""
+    widths = {layer.weight: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
+    found = {layer.weight: widths[layer.weight] * layer.reading.taps for layer in layers}
+    size = {layer.weight: layer.reading.groups * gram_bytes(found[layer.weight]) for layer in layers}
+    for layer in sorted(layers, key=lambda layer: size[layer.weight], reverse=True):
         if sum(size.values()) <= limit:
             break
-        found[layer.call] = widths[layer.call]
-        size[layer.call] = layer.reading.groups * gram_bytes(widths[layer.call])
+        found[layer.weight] = widths[layer.weight]
+        size[layer.weight] = layer.reading.groups * gram_bytes(widths[layer.weight])
     return found
 
 
-def _stated(layers: Sequence[Layer], columns: Mapping[int, int]) -> str:
+def _stated(layers: Sequence[Layer], columns: Mapping[str, int]) -> str:
     """What the Gram matrices will take, in words."""
     if not layers:
         return "no layer that can be followed reads channels that may go"
-    sizes = [layer.reading.groups * gram_bytes(columns[layer.call]) / 2**20 for layer in layers]
+    sizes = [layer.reading.groups * gram_bytes(columns[layer.weight]) / 2**20 for layer in layers]
     largest = layers[sizes.index(max(sizes))]
     return (
         f"Gram matrices of the patches of {len(layers)} layers take {sum(sizes):,.0f} MiB, the largest "
-        f"{max(sizes):,.0f} MiB ({largest.weight.rpartition('.')[0]}, {columns[largest.call]:,} columns)"
+        f"{max(sizes):,.0f} MiB ({largest.weight.rpartition('.')[0]}, {columns[largest.weight]:,} columns)"
     )
 
 
@@ -179,7 +208,6 @@ def collect_patches(
 
     Raises:
         UsageError: there are no batches.
-        ModelError: the model makes other calls on other batches.
         NonFiniteError: a layer reads NaN or Inf; names it, and the weight to blame if one is.
     """
     collector: _Collector | None = None
@@ -188,13 +216,16 @@ def collect_patches(
             given = arguments(model, inputs_in(batch))
             samples = count_of(given)
             if collector is None:
-                layers = find_layers(model, taken(given, slice(2)), norms)
-                wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
+                few = taken(given, slice(2))
+                every = pooled(find_layers(model, few, norms)).values()
+                first = [replace(calls[0], rows=sum(call.rows for call in calls)) for calls in every]
+                wanted = tuple(x for x in first if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:
                     log(_stated(wanted, columns))
-                collector = _Collector(model, wanted, norms, columns)
+                collector = _Collector(model, wanted, norms, columns, count_of(few))
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
+            collector.batch_samples = samples
             with collector.watching():
                 model(*given)
     if collector is None:

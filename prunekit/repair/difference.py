@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import mean
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.collector import first_tensor
+from prunekit.calibration.judging import Judge, Spread
 from prunekit.errors import DataError, UsageError
 from prunekit.repair.batches import Batch
 
@@ -15,40 +16,43 @@ FLAT = 1e-13
 """Variance among samples, as a share of the mean square, that is no more than float32's rounding."""
 
 
-def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch]) -> float:
-    """Mean squared difference of the first output tensor, over its variance among samples.
+def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: Judge) -> float:
+    """Mean squared difference of what is compared, each over its variance among samples; the mean of them.
 
     Args:
-        dense, model: in eval mode, what they return has samples first.
+        dense, model: in eval mode.
         batches: at least one.
+        judge: what is compared, of the dense model.
 
     Raises:
-        UsageError: the output holds no floating-point tensor, or one of another shape.
+        UsageError: nothing can be compared, or something has another shape.
         DataError: the dense model's output is the same for all samples, so that nothing can be judged by it.
     """
-    squares, count, sums, total = 0.0, 0, torch.zeros(()), torch.zeros(())
+    spread, count = Spread(), 0
     for batch in batches:
-        want, got = _output(dense, batch), _output(model, batch)
-        if want.shape != got.shape:
+        want, got = (_values(each, batch, judge) for each in (dense, model))
+        shapes = [[tuple(value.shape) for _, value in values] for values in (want, got)]
+        if shapes[0] != shapes[1]:
+            first = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), (len(want), len(got)))
             raise UsageError(
-                f"repair: expected outputs of one shape, got {tuple(want.shape)} from the dense model and "
-                f"{tuple(got.shape)} from the pruned one: their differences cannot be measured"
+                f"repair: expected outputs of one shape, got {first[0]} from the dense model and {first[1]} from the "
+                "pruned one: their differences cannot be measured"
             )
-        squares += float((got - want).square().sum())
-        count += len(want)
-        sums, total = sums.to(want) + want.sum(0), total.to(want) + want.square().sum(0)
-    around = total if count == 1 else total - sums.square() / count
-    if float(around.sum()) <= FLAT * float(total.sum()):  # NaN passes: where it came from is found out later
+        for (key, value), (_, other) in zip(want, got, strict=True):
+            spread.add(key, value, other)
+        count += len(batch.inputs[0])
+    shares = list(spread.shares(FLAT))
+    if not shares:
         raise DataError(
             f"calibration: the dense model's output is the same for all {count} images that judge the repair; "
             "expected images that differ, preprocessed as the model wants them"
         )
-    return squares / float(around.sum())
+    return mean(shares)
 
 
-def _output(model: nn.Module, batch: Batch) -> Tensor:
+def _values(model: nn.Module, batch: Batch, judge: Judge) -> list[tuple[int | str, Tensor]]:
     with torch.no_grad():
-        found = first_tensor(model(*(tensor.clone() for tensor in batch.inputs)))
-    if found is None:
+        found = judge.values(model, tuple(tensor.clone() for tensor in batch.inputs))
+    if not found:
         raise UsageError("repair: the model's output holds no tensor of floating-point numbers to compare")
-    return found.double()
+    return found

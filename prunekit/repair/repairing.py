@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.finding import survey
+from prunekit.calibration.judging import Judge
 from prunekit.calibration.layers import Layer
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.narrowed import NarrowNorms
@@ -77,14 +78,15 @@ def repair(
     _mask(masked, plan)
     with training_mode(original, False), training_mode(masked, False), torch.no_grad():
         layers, skipped = _fitted_layers(original, inputs, plan)
+        judge = Judge.of(original, inputs)
         with NarrowNorms(masked, plan.channel_map, plan.keep):
             walk = _Prepared(original, masked, plan, layers, inputs, settings)
             if log is not None:
                 log(f"repair: {walk.memory}")
-            before = difference(original, masked, walk.judging)
+            before = difference(original, masked, walk.judging, judge)
             fitter = walk.run()
             _mask(masked, plan)
-            after = difference(original, masked, walk.judging)
+            after = difference(original, masked, walk.judging, judge)
     done = _in_model_order(fitter.done, skipped, original)
     if not after < before:
         masked = _copy(dense)
