@@ -19,6 +19,10 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
 
     Returns:
         A model of the same class, in the same train or eval mode and on the same device, trainable.
+
+    Raises:
+        PlanError: the plan is that of another model; names the first tensor that does not fit.
     """
+    plan.require_model(model)
     chart, keep = plan.channel_map, plan.keep
     return narrow(model, plan.kept_indices, bare_widths(model, chart, keep), attribute_values(model, chart, keep))

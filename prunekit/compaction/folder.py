@@ -17,6 +17,7 @@ from torch import nn
 
 from prunekit.artifacts import atomic_folder, read_json, sha256, write_json
 from prunekit.channels.attributes import attribute_values, set_attributes
+from prunekit.channels.belonging import own_buffers, require_compact
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
@@ -56,11 +57,15 @@ def save(
         build: how the dense model is built; None when only the caller's own code can do it, who then hands the
             dense model to `load`.
         extra: further facts for readers of the manifest (classes, data settings), as JSON values.
+
+    Raises:
+        PlanError: the model is not what the plan leaves of its own one; nothing is written.
     """
     folds = folds_of(model)
     indices = kept_of_folded(plan.kept_indices, folds)
     kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
     shapes = kept_of_folded(plan.channel_map.shapes, folds)
+    require_compact(plan.channel_map, model, kept_of_folded(plan.narrow_shapes, folds))
     with atomic_folder(Path(folder)) as temporary:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(model)}
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
@@ -214,7 +219,7 @@ def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: di
     But for a model's own buffers of which nothing is pruned: `forward` may make them anew for the size of its input.
     """
     problems = []
-    remade = _own_buffers(dense) - manifest["kept"].keys()
+    remade = own_buffers(dense) - manifest["kept"].keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)}
     for name in sorted(shapes.keys() ^ tensors.keys()):
         problems.append(f"{name} is {'missing in the folder' if name in shapes else 'not in the dense model'}")
@@ -231,12 +236,6 @@ def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: di
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise ArtifactError(f"{folder}: does not belong to this dense model: {shown}")
-
-
-def _own_buffers(model: nn.Module) -> set[str]:
-    """Names of all buffers but those of torch's own layers, whose shapes are fixed."""
-    owners = {path: type(module).__module__.partition(".")[0] for path, module in model.named_modules()}
-    return {name for name, _ in model.named_buffers() if owners[name.rpartition(".")[0]] != "torch"}
 
 
 def _indices(folder: Path, name: str, index: Any, size: int) -> Labels:

@@ -28,6 +28,7 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     Raises:
         PlanError: they do not belong together; nothing was changed.
     """
+    plan.require_model(model)
     found = dict(named_tensors(small))
     places = {}
     for name, tensor in named_tensors(model):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from prunekit.calibration.gradients import Axis
 from prunekit.channels import ChannelMap
+from prunekit.channels.belonging import require_model
 from prunekit.criteria.registry import Scores
 from prunekit.errors import ArtifactError
 from prunekit.hooks import HookOwner, OwnedHook
@@ -30,10 +31,14 @@ class Movement(HookOwner):
         model: in training.
         channel_map: of it.
         optimizer: torch's own, whose steps count.
+
+    Raises:
+        PlanError: the map is that of another model.
     """
 
     def __init__(self, model: nn.Module, channel_map: ChannelMap, optimizer: Optimizer) -> None:
         super().__init__()
+        require_model(channel_map, model, "the channel map")
         self._model, self._map, self._optimizer = model, channel_map, optimizer
         self._sums: dict[Axis, Tensor] = {}
 

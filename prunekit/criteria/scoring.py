@@ -12,6 +12,7 @@ from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.catalogue import Need
 from prunekit.channels import ChannelMap
+from prunekit.channels.belonging import require_model
 from prunekit.criteria.registry import Criterion, Evidence, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
 
@@ -43,7 +44,8 @@ def score(
         (n_labels,) float64; label 0, the locked channels, scores +inf.
 
     Raises:
-        UsageError: an unknown criterion, missing statistics or gradients, or a model that does not fit the map.
+        UsageError: an unknown criterion, missing statistics or gradients.
+        PlanError: the map is that of another model.
         NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
 
     Warns:
@@ -52,7 +54,7 @@ def score(
     chosen = get_criterion(criterion)
     _require_evidence(chosen, stats, gradients, patches)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    _check_fit(channel_map, parameters)
+    require_model(channel_map, model, "the channel map")
     for problem in stats.too_few_samples() if stats is not None and "moments" in chosen.needs else ():
         warnings.warn(f"criterion {criterion!r}: {problem}", CalibrationWarning, stacklevel=2)
     with torch.no_grad():
@@ -118,18 +120,6 @@ def _require_evidence(
     for lacking, what, how in needed:
         if lacking:
             raise UsageError(f"criterion {criterion.facts.name!r} needs {what}: pass {how}")
-
-
-def _check_fit(channel_map: ChannelMap, parameters: dict[str, torch.Tensor]) -> None:
-    for name, parameter in parameters.items():
-        labels = channel_map.labels.get(name)
-        shape = None if labels is None else [None if axis is None else len(axis) for axis in labels]
-        fits = shape is not None and len(shape) == parameter.ndim
-        if not fits or any(size not in (None, real) for size, real in zip(shape or (), parameter.shape, strict=True)):
-            raise UsageError(
-                f"parameter {name!r} of shape {tuple(parameter.shape)} does not fit the channel map ({shape}); "
-                "trace the model as it is now"
-            )
 
 
 def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.distributed.shards import is_shard, local, spread
-from prunekit.errors import ModelError, PlanError, nearest
+from prunekit.errors import ModelError
 from prunekit.masking.last_seen import LastSeen
 from prunekit.planning import Plan
 
@@ -196,10 +196,10 @@ def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: b
         variances: lists `running_var` as well, for those who do not write zeros.
 
     Raises:
-        PlanError: a mask does not fit its tensor: the plan was made for another model.
+        PlanError: the plan was made for another model.
     """
+    plan.require_model(model)
     canonical = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    _check_names(set(canonical.values()), plan)
     found = {}
     for path, module in model.named_modules():
         masked = []
@@ -208,7 +208,7 @@ def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: b
                 continue
             name = canonical[id(tensor)]
             if name not in entries:
-                entries[name] = _entries(name, tensor, plan)
+                entries[name] = _entries(name, plan)
             if (pruned := entries[name]) is not None:
                 masked.append(MaskedTensor(name, attribute, pruned))
         if masked:
@@ -233,20 +233,6 @@ def _owned(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in owned.items() if tensor is not None and tensor.is_floating_point()}
 
 
-def _check_names(names: set[str], plan: Plan) -> None:
-    for name in plan.channel_map.labels:
-        if name not in names and plan.mask(name) is not None:
-            raise PlanError(f"the plan prunes {name!r}, which this model does not have; {nearest(name, names)}")
-
-
-def _entries(name: str, tensor: Tensor, plan: Plan) -> PrunedEntries | None:
+def _entries(name: str, plan: Plan) -> PrunedEntries | None:
     keep = plan.mask(name)
-    if keep is None:
-        return None
-    fits = keep.ndim == tensor.ndim and all(a in (1, b) for a, b in zip(keep.shape, tensor.shape, strict=True))
-    if not fits:
-        raise PlanError(
-            f"{name}: the plan's mask of shape {tuple(keep.shape)} does not fit shape {tuple(tensor.shape)}; "
-            "was the plan made for another model, or the model compacted already?"
-        )
-    return PrunedEntries(keep)
+    return None if keep is None else PrunedEntries(keep)

@@ -63,10 +63,12 @@ def verify(
         tolerance: largest relative difference that counts as equal.
 
     Raises:
+        PlanError: the plan is that of another model.
         VerificationError: they differ, or hold NaN; the message names the first operator and its module path.
         ModelError: the masked model does not run in float64, see `channels.precision`.
         UsageError: there is no example, or no tensor in the output: nothing would be compared.
     """
+    plan.require_model(masked)
     masked64, compact64 = doubled(masked, to_double), doubled(compact, to_double)
     worst, seen = 0.0, 0
     misplaced = _misplaced(masked64, compact64, plan, tolerance)

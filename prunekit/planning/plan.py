@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from torch import nn
 
 from prunekit.artifacts import atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
+from prunekit.channels.belonging import require_model
 from prunekit.channels.costs import MacTerm, Stored
 from prunekit.channels.joint import NOT_JOINT
 from prunekit.channels.labels import Labels
@@ -95,6 +97,29 @@ class Plan:
         for name, mask in sorted(self.element_masks.items()):
             result.update(name.encode() + mask.numpy().tobytes())
         return result.hexdigest()
+
+    def require_model(self, model: nn.Module) -> None:
+        """Checks that a model is the one that the plan was made for, in its dense size; reads no values.
+
+        Raises:
+            PlanError: it is another; names the first tensor or module that does not fit, and what to do.
+        """
+        require_model(self.channel_map, model, narrow=self.narrow_shapes)
+        for name, mask in self.element_masks.items():
+            shape = self.channel_map.shapes.get(name)
+            pairs = zip(reversed(mask.shape), reversed(shape or ()), strict=False)
+            if shape is None or mask.ndim > len(shape) or any(size not in (1, whole) for size, whole in pairs):
+                raise PlanError(f"element_masks: {name!r} of shape {tuple(mask.shape)}, expected {shape}")
+
+    @cached_property
+    def narrow_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is left of the shape of each tensor."""
+        whole = self.channel_map.shapes
+        kept = {name: self.kept_indices.get(name, (None,) * len(shape)) for name, shape in whole.items()}
+        return {
+            name: tuple(n if index is None else len(index) for n, index in zip(whole[name], axes, strict=True))
+            for name, axes in kept.items()
+        }
 
     @property
     def removed(self) -> int:

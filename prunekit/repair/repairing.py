@@ -16,7 +16,7 @@ from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.slicing import blank
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
-from prunekit.errors import DataError, NonFiniteError, UsageError
+from prunekit.errors import DataError, NonFiniteError
 from prunekit.inputs import samples_in
 from prunekit.planning import Plan
 from prunekit.repair.batches import Inputs, batches_of
@@ -70,9 +70,10 @@ def repair(
     Raises:
         DataError: see `require_images`.
         NonFiniteError: a layer of the dense model computes NaN or Inf on them; names the layer.
-        UsageError: the plan does not belong to the model.
+        PlanError: the plan is that of another model.
     """
     settings = settings or RepairSettings()
+    plan.require_model(dense)
     inputs = require_images(images)
     original, masked = _copy(dense), _copy(dense)
     _mask(masked, plan)
@@ -207,9 +208,6 @@ def _mask(model: nn.Module, plan: Plan) -> None:
 
 def _fitted_layers(model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[tuple[Layer, ...], list[LayerRepair]]:
     found = survey(model, tuple(tensor[:SAMPLES] for tensor in inputs), plan.channel_map.norms)
-    unknown = [layer.weight for layer in found.layers if layer.weight not in plan.channel_map.shapes]
-    if unknown:
-        raise UsageError(f"repair: the plan knows no parameter {unknown[0]!r}; it belongs to another model")
     reasons = {layer.weight: _reason(layer, plan) for layer in found.layers}
     for name, labels in plan.channel_map.labels.items():
         if name not in reasons and name in plan.kept_indices and sum(axis is not None for axis in labels) > 1:

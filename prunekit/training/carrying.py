@@ -39,11 +39,12 @@ def carry_over(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: P
         plan: that the masks and the compact model were made by.
 
     Raises:
-        PlanError: the optimizer has a parameter that is not the model's, the models do not belong together, or a state
-            has a shape that says not where its entries belong (as of optimizers that factor their moments); nothing
-            was changed.
+        PlanError: the plan is that of another model, the optimizer has a parameter that is not the model's, the models
+            do not belong together, or a state has a shape that says not where its entries belong (as of optimizers that
+            factor their moments); nothing was changed.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    plan.require_model(model)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}  # its first, as plans
     there = dict(small.named_parameters(remove_duplicate=False))
     dense_groups = [list(group["params"]) for group in optimizer.param_groups]
     groups = [[_counterpart(dense, names, there, plan) for dense in group] for group in dense_groups]
@@ -71,6 +72,9 @@ def carry_average(average: AveragedModel, plan: Plan) -> AveragedModel:
     Args:
         average: of the masked model, in its dense size; not changed.
         plan: that the masks and the compact model were made by.
+
+    Raises:
+        PlanError: the plan is that of another model.
     """
     device = next((tensor.device for tensor in average.module.parameters()), None)
     carried = AveragedModel(
@@ -96,11 +100,12 @@ def carry_run(left: LeftRun, plan: Plan) -> LeftRun:
         plan: that masks it.
 
     Raises:
-        PlanError: a state of the optimizer has a shape that says not where its entries belong.
+        PlanError: the plan is that of another model, or a state of the optimizer has a shape that says not where its
+            entries belong.
     """
     state = left.state
     training, optimizer = state["training"], state["training"]["optimizer"]
-    kept = _kept_indices(training["model"], plan)
+    kept = _kept_indices(training["model"] | training["buffers"], plan)
     parts = [
         {"average": _cut_all(saved["average"], kept, "module.")} if kind is Average else saved
         for kind, saved in zip(left.parts, state["parts"], strict=True)
@@ -128,9 +133,21 @@ Kept = Mapping[str, tuple[Labels | None, ...]]
 
 
 def _kept_indices(tensors: Mapping[str, Tensor], plan: Plan) -> Kept:
-    """Those of the plan, by every name of a tensor that has several; the plan knows the first."""
+    """Those of the plan, by every name of a tensor that has several; the plan knows the first.
+
+    Raises:
+        PlanError: the plan does not know a tensor, or in another shape.
+    """
     first: dict[tuple[int, torch.Size], str] = {}
     names = {name: first.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in tensors.items()}
+    shapes = plan.channel_map.shapes
+    for name in (*names.values(), *plan.kept_indices):
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != shapes.get(name):
+            raise PlanError(
+                f"{name!r}: of shape {found} in the run, and {shapes.get(name)} in the plan (None: there is none); "
+                "give the plan that masked this run"
+            )
     return {**plan.kept_indices, **{n: plan.kept_indices[of] for n, of in names.items() if of in plan.kept_indices}}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prunekit.channels import ChannelMap
+from prunekit.channels.belonging import require_model
 from prunekit.criteria.norms import NORMS
 from prunekit.errors import UsageError
 from prunekit.planning import Plan
@@ -135,6 +136,7 @@ class Sparsifying(Part):
 
     Raises:
         UsageError: `growing` has no plan; on enter, when `bn_l1` finds no norm to act on.
+        PlanError: on enter, when the map is that of another model.
     """
 
     def __init__(self, settings: RegulariserSettings, channel_map: ChannelMap, plan: Plan | None = None) -> None:
@@ -157,6 +159,7 @@ class Sparsifying(Part):
             handle.remove()
 
     def _made(self, training: Training) -> Penalty:
+        require_model(self._map, training.model, "the channel map")
         settings, trained = self._settings, _trainable(training.model)
         if self._plan is not None and settings.method == "growing":
             increases = max(1, round(settings.rise * training.steps * training.epochs / settings.every))

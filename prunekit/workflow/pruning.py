@@ -13,6 +13,7 @@ from torch import nn
 from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.channels import ChannelMap, trace
+from prunekit.channels.belonging import require_model
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
 from prunekit.context import paused_garbage_collection
@@ -94,10 +95,12 @@ def plan_model(
     Memory is counted on the compact model itself; where that is not what was predicted, the plan is made again.
 
     Raises:
-        PlanError: the budget cannot be met, or nothing would be removed.
+        PlanError: the budget cannot be met, or nothing would be removed; or the channel map is that of another model.
         UsageError: the channel map was traced on more examples.
     """
     examples = [example_inputs, *more_examples]
+    if channel_map is not None:
+        require_model(channel_map, model, "the channel map")
     with paused_garbage_collection():
         first = channel_map or trace(model, *examples)
     traced = 1 + max(run.example for run in first.traced.trace.runs)

@@ -53,11 +53,14 @@ def handmade_map() -> ChannelMap:
         "norm.bias": (free,),
         "fc.weight": (three, free.repeat(4)),
         "fc.bias": (three,),
+        "norm.running_mean": (free,),
+        "norm.running_var": (free,),
     }
+    state = net().state_dict()
     activations = {(path, "output", 0): free for path in ("conv", "norm", "act")}
     return ChannelMap(
         labels=labels,
-        shapes={},
+        shapes={name: tuple(state[name].shape) for name in labels},
         n_labels=5,
         groups=group_labels(labels, 5),
         locks=(),

@@ -277,7 +277,7 @@ def test_element_masks_are_masked_too() -> None:
 def test_tied_weights_are_guarded_at_both_owners() -> None:
     model, plan = randomised(SmallNet()), handmade_plan(2)
     model.twice.weight = nn.Parameter(torch.ones(8, 8, 1, 1))  # type: ignore[union-attr]
-    alias = nn.Conv2d(8, 8, 1)
+    alias = nn.Conv2d(8, 8, 1, bias=False)
     alias.weight = model.twice.weight  # type: ignore[union-attr, assignment]
     model.alias = alias
     with WeightMasks(model, plan):
@@ -291,9 +291,13 @@ def test_a_plan_for_another_model_is_refused() -> None:
     plan = handmade_plan(2)
     model = SmallNet()
     model.conv1 = nn.Conv2d(3, 6, 3)
-    with pytest.raises(PlanError, match=r"conv1.weight: the plan's mask of shape \(8, 1, 1, 1\) does not fit"):
+    with pytest.raises(
+        PlanError, match=r"'conv1.weight' of shape \(6, 3, 3, 3\) does not fit the plan, which has \(8, 3"
+    ):
         WeightMasks(model, plan)
-    with pytest.raises(PlanError, match=r"the plan prunes '.*', which this model does not have"):
+    with pytest.raises(
+        PlanError, match=r"'weight' of shape \(2, 2\) does not fit the plan, which has none of that name"
+    ):
         WeightMasks(nn.Linear(2, 2), plan)
 
 
