@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,9 @@ class PeakMemory:
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             return int(torch.cuda.memory_allocated(self.device))
-        with suppress(OSError, AttributeError, KeyError):  # no Linux, or a C library that does not trim
+        if sys.platform != "linux":  # elsewhere the system does not tell, and Windows has no library without a name
+            return None
+        with suppress(OSError, AttributeError, KeyError):  # a C library that does not trim, or a /proc that is closed
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text(RESET_PEAK)
             return _resident("VmRSS")

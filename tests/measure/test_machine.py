@@ -94,3 +94,14 @@ def test_peak_memory_is_what_was_added_at_the_peak() -> None:
     assert 1.9 * size < found < 2.2 * size  # resident pages, of 2 * size bytes
     assert held.sum() > 0
     assert PeakMemory("cpu").of(lambda: torch.ones(100)) is None
+
+
+def test_peak_memory_is_unknown_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str | None) -> None:
+        raise TypeError(f"LoadLibrary() argument 1 must be str, not {type(name).__name__}")
+
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr("ctypes.CDLL", refused)
+    peak = PeakMemory("cpu")
+    assert peak.before is None
+    assert peak.of(lambda: torch.ones(100)) is None
