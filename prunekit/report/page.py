@@ -41,6 +41,7 @@ from prunekit.report.run import Run, read_run
 from prunekit.report.schedule import drawn
 from prunekit.report.summary import again, sentence
 
+SCRIPTS = ("sort.js", "scroll.js")
 FILTERS = (
     "count",
     "difference",
@@ -75,7 +76,7 @@ def environment() -> Environment:
     found.filters.update({name: getattr(numbers, name) for name in FILTERS})
     found.filters.update({"doubtful": wording.doubtful, "computed": wording.computed, "how": how})
     # The only script that a page's policy lets run is this one, by its hash.
-    script = files("prunekit.report").joinpath("sort.js").read_text(encoding="utf-8")
+    script = "".join(files("prunekit.report").joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     found.globals.update({"script": Markup(script), "script_source": f"sha256-{digest}"})
     return found

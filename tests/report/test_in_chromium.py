@@ -64,6 +64,14 @@ def test_a_page_is_quiet_and_asks_for_nothing(tmp_path: Path, several: bool) -> 
     assert {url for url in asked if "google" not in url and not url.startswith(("file:", "data:", "chrome"))} == set()
 
 
+@pytest.mark.parametrize(("width", "signs"), [(500, True), (1400, False)])
+def test_what_is_wider_than_the_screen_says_so(tmp_path: Path, width: int, signs: bool) -> None:
+    page = write(write_run(tmp_path / "run", groups=2))
+    shown, _ = browse(page, tmp_path / "profile", "--dump-dom", f"--window-size={width},900")
+    assert ('<div class="scroll wide after"' in shown) == signs
+    assert ('<figure class="wide after"' in shown) == signs
+
+
 def test_tables_sort_by_numbers_with_prefixes_and_by_names(tmp_path: Path) -> None:
     heads = '<th>name</th><th><abbr tabindex="0" title="how">size</abbr></th><th>width</th><th>points</th>'
     rows = "".join(
