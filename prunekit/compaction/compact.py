@@ -18,7 +18,9 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
         plan: made for this model.
 
     Returns:
-        A model of the same class, in the same train or eval mode and on the same device, trainable.
+        A model of the same class, in the same train or eval mode and on the same device, each of its parameters
+        trainable or frozen as in the model given. What Accelerate or torch put around a method of an instance, such as
+        autocast, is left behind: prepare the compact model anew.
 
     Raises:
         PlanError: the plan is that of another model; names the first tensor that does not fit.

@@ -18,7 +18,7 @@ from torch import nn
 from prunekit.artifacts import atomic_folder, read_json, sha256, write_json
 from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.belonging import own_buffers, require_compact
-from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.copying import foreign_methods, named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.substitutes import Heads, heads_of, set_heads
@@ -79,6 +79,7 @@ def save(
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(shapes[name]) for name in kept},
             "folded_norms": folds,
+            "foreign_methods": foreign_methods(model),
             "channels_last": lies_channels_last(model),
             "example": {"shapes": input_shapes} | ({} if input_dtypes is None else {"dtypes": input_dtypes}),
             "provenance": dict(plan.provenance),
@@ -214,11 +215,14 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Every tensor of the dense model is there, with the shape that the kept indices say.
+    """Every tensor of the dense model is there, with the shape that the kept indices say; and its replaced methods.
 
     But for a model's own buffers of which nothing is pruned: `forward` may make them anew for the size of its input.
     """
-    problems = []
+    problems = [
+        f"{name} was set on the saved model itself and is not in its class, nor set on this one"
+        for name in sorted({*manifest.get("foreign_methods", [])} - {*foreign_methods(dense)})
+    ]
     remade = own_buffers(dense) - manifest["kept"].keys()
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(dense)}
     for name in sorted(shapes.keys() ^ tensors.keys()):

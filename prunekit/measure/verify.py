@@ -54,6 +54,9 @@ def verify(
     model is compared with the kept entries of the masked one as well. Scores that are equal but for rounding may come
     in another order: outputs that differ are compared once more with the order of the masked model in both.
 
+    Both are compared as they come back from a file: without what Accelerate or torch put around a method of an
+    instance, such as autocast.
+
     Args:
         masked: the dense-sized model with zeros where the plan prunes, as fine-tuning left it; not re-masked here,
             but its norms see kept channels only, as under the masks.

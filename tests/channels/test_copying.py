@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict, defaultdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from equivalence import TOLERANCE, Net, image, parity, randomised, settled_plan, zero_removed
 from torch import nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.slicing import RESIZERS, cut, narrow, resizer
-from prunekit.compaction import compact
-from prunekit.errors import ModelError, VerificationError
+from prunekit.compaction import compact, load, save
+from prunekit.errors import ArtifactError, ModelError, VerificationError
 from prunekit.measure.verify import verify
 
 
@@ -163,3 +168,168 @@ def test_complex_parameters_stay_trainable_and_are_compared_to_rounding() -> Non
     small.filter.data += 1e-3
     with pytest.raises(VerificationError, match=r"first at aten\.mul in the top-level forward: values differ"):
         verify(zero_removed(copy.deepcopy(model), plan), small, plan, [example])
+
+
+class Taps:
+    """What hooks on some layers saw last."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, torch.Tensor] = {}
+        self.handles: list[Any] = []
+
+    def on(self, name: str, layer: nn.Module) -> None:
+        self.handles.append(layer.register_forward_hook(partial(self.keep, name)))
+
+    def keep(self, name: str, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen[name] = output
+
+
+SHARED: dict[str, torch.Tensor] = {}
+
+
+def keep_in_the_file(layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+    SHARED["first"] = output
+
+
+class Tapped(nn.Module):
+    """Its last layer reads what a hook on the first one stored: in an object of its own, itself, or a global."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.second, self.side, self.last = (
+            nn.Linear(*size) for size in ((4, 12), (12, 8), (12, 6), (6, 3))
+        )
+        self.back = nn.Linear(8, 6)
+        self.where, self.taps, self.stored = where, Taps(), SHARED
+        model = weakref.ref(self)
+        hooks = {
+            "itself": lambda layer, inputs, output: setattr(self, "tap", output),
+            "weakly": lambda layer, inputs, output: setattr(model(), "tap", output),
+            "method": self.keep,
+            "global": keep_in_the_file,
+        }
+        if where == "object":
+            self.taps.on("first", self.first)
+        else:
+            self.first.register_forward_hook(hooks[where])
+
+    def keep(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.tap = output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        back = self.back(self.second(self.first(x).relu()))
+        if self.where == "object":
+            tap = self.taps.seen["first"]
+        else:
+            tap = self.stored["first"] if self.where == "global" else self.tap
+        return self.last(back + self.side(tap))
+
+
+@pytest.mark.parametrize("where", ["object", "itself", "weakly", "method", "global"])
+def test_a_model_reads_what_its_own_hooks_stored(where: str, tmp_path: Path) -> None:
+    """Also when it ran with gradients before, whose results nobody can copy."""
+    model, example = randomised(Tapped(where)), (torch.randn(2, 4),)
+    model(*example).sum().backward()
+    plan = settled_plan(model, example)
+    small = compact(model, plan)
+    assert {"first.weight", "side.weight"} <= plan.kept_indices.keys()
+    assert plan.kept("side.weight", 1).tolist() == plan.kept("first.weight", 0).tolist()
+    save(tmp_path / "small", small, plan, input_shapes=[[2, 4]])
+    loaded = load(tmp_path / "small", model=lambda: Tapped(where))
+    masked, other = zero_removed(copied(model), plan), torch.randn(5, 4)
+    with torch.no_grad():
+        want = masked(other)
+        small(*example)
+        assert torch.allclose(small(other), want, atol=1e-5)
+        assert torch.allclose(copied(small)(other), want, atol=1e-5)
+        assert torch.equal(loaded(other), small(other))
+        model.first(other[:1])
+        assert torch.equal(loaded(other), small(other)), "each has its own"
+
+
+def test_what_a_hook_shares_with_nobody_in_the_model_stays_shared() -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.calls: list[int] = []
+
+        def __call__(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            self.calls.append(len(output))
+
+    model, observer = nn.Sequential(nn.Linear(2, 2)), Observer()
+    model[0].register_forward_hook(observer)
+    twin = copied(model)
+    twin(torch.zeros(3, 2))
+    model(torch.zeros(4, 2))
+    assert observer.calls == [3, 4]
+
+
+def test_functions_in_attributes_call_the_layers_of_the_copy() -> None:
+    model: Any = nn.Module()
+    model.layer = nn.Linear(2, 2)
+    model.run, model.runs = lambda x: model.layer(x), [lambda x, of=model: of.layer(x)]
+    model.forward = lambda x: model.run(x) + model.runs[0](x)
+    twin = copied(model)
+    with torch.no_grad():
+        twin.layer.weight.zero_()
+        twin.layer.bias.fill_(1)
+        assert twin(torch.randn(1, 2)).tolist() == [[2, 2]]
+
+
+class Fast(nn.Linear):
+    """It chooses between two ways of its own when it is made."""
+
+    def __init__(self, n: int = 6, m: int = 4, *, fast: bool = True) -> None:
+        super().__init__(n, m)
+        if fast:
+            self.forward = self.forward_fast
+
+    def forward_fast(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    result: nn.Module = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    return result
+
+
+def autocast(model: Any) -> nn.Module:
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    return model  # type: ignore[no-any-return]
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    return add_hook_to_module(model, AlignDevicesHook("cpu", io_same_device=True))
+
+
+@pytest.mark.parametrize("wrap", [prepared, autocast, aligned])
+@pytest.mark.parametrize("fast", [False, True])
+def test_wrappers_around_a_method_are_left_behind(wrap: Any, fast: bool) -> None:
+    plain = Fast(fast=fast)
+    model = wrap(copy.deepcopy(plain))
+    twin = copied(model)
+    assert vars(twin).keys() == vars(plain).keys()
+    x = torch.randn(3, 6)
+    with torch.no_grad():
+        assert torch.equal(twin(x), plain(x))
+    assert prepared(twin)(x).dtype == torch.float32, "it can be prepared again"
+
+
+def test_a_method_that_was_replaced_comes_along_and_a_file_without_it_is_refused(tmp_path: Path) -> None:
+    def doubling(model: Any) -> Any:
+        before = model.forward
+        model.forward = lambda x: 2 * before(x)
+        return model
+
+    class Two(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 12), nn.Linear(12, 3))
+
+    model, example = doubling(Two()), (torch.randn(2, 4),)
+    plan = settled_plan(model, example)
+    small = compact(model, plan)
+    assert small[0].out_features < 12  # type: ignore[index]
+    save(tmp_path / "small", small, plan, input_shapes=[[2, 4]])
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "small", model=lambda: doubling(Two()))(*example), small(*example))
+    with pytest.raises(ArtifactError, match="forward was set on the saved model itself and is not in its class"):
+        load(tmp_path / "small", model=Two)
