@@ -115,15 +115,43 @@ def counted_positions(model: nn.Module, given: Sequence[Any], named: Mapping[str
     return counted if plain and not bool(counted.all()) else None
 
 
+def sequence_shape(
+    model: nn.Module, given: Sequence[Any], named: Mapping[str, Any] | None = None
+) -> tuple[int, int] | None:
+    """(B, T) of samples that are sequences: by their `attention_mask`, or as numbers of tokens; None: they are others.
+
+    Arguments are those of `padding_mask`.
+    """
+    mask = padding_mask(model, given, named)
+    first = mask if isinstance(mask, Tensor) else next(iter(gather((given, named or {}))), None)
+    if first is None or first.dim() != 2 or (first is not mask and first.is_floating_point()):
+        return None
+    return first.shape[0], first.shape[1]
+
+
 def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
-    """(N, ...) the positions that count of values (B, T, ..., channels); others as they are.
+    """(N, ..., channels) the positions that count of values (B, T, ..., channels), or of (B * T, channels).
+
+    Values of another shape, such as class scores (B, classes), have no such positions, and stay as they are.
 
     Args:
-        counted: see `counted_positions`.
+        counted: see `counted_positions`; None: all count.
     """
+    if counted is None:
+        return values
+    if values.dim() > 2 and values.shape[:2] == counted.shape:
+        return values[counted.to(values.device)]
+    if values.dim() == 2 and len(values) == counted.numel():
+        return values[counted.flatten().to(values.device)]
+    return values
+
+
+def blank_padding(values: Tensor, counted: Tensor | None) -> Tensor:
+    """Values (B, T, ..., channels) with zeros at padding; others as they are. See `rows_of`."""
     if counted is None or values.dim() < 3 or values.shape[:2] != counted.shape:
         return values
-    return values[counted.to(values.device)]
+    blank = ~counted.to(values.device)
+    return values.masked_fill(blank.view(*blank.shape, *[1] * (values.dim() - 2)), 0)
 
 
 def described(value: Any) -> str:

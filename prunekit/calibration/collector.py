@@ -162,7 +162,10 @@ class StatsCollector(ReadHooks):
             return
         refuse_nested(tensor, str(key))
         if axis is None:
-            axis = self._axes.get(path, channel_axis(self._targets[path], tensor.ndim))
+            module = self._targets[path]
+            plain = next(module.parameters(), None) is None
+            by_token = plain and tensor.ndim == 3 and tensor.shape[:2] == self.sequences
+            axis = self._axes.get(path, 2 if by_token else channel_axis(module, tensor.ndim))
         with torch._C.DisableTorchFunction():  # what is computed here is not the model's
             self._running[key] = self._summarise(tensor, _checked_axis(tensor, axis, key))
 
@@ -173,7 +176,7 @@ class StatsCollector(ReadHooks):
             if parts and parts[0].shape != rows.shape:
                 raise UsageError(
                     f"{key}: expected {parts[0].shape[1]} channels as before, got {rows.shape[1]}; where the size of "
-                    f"the images changes, name the axis that holds the channels: axes={{{key.module!r}: -1}}"
+                    f"the samples changes, name the axis that holds the channels: axes={{{key.module!r}: -1}}"
                 )
             parts.append(rows)
             if len(parts) == PARTS:
@@ -186,7 +189,7 @@ class StatsCollector(ReadHooks):
             seen = self._measured.get(id(tensor))
             if seen is not None and seen.tensor() is tensor and (seen.version, seen.axis) == (tensor._version, axis):
                 return seen.rows
-        rows = summarise(tensor, axis, self._measure)
+        rows = summarise(*self.without_padding(tensor, axis), self._measure)
         rows[FIRST_NON_FINITE] *= self.number + 1
         if not tensor.is_inference():
             self._measured[id(tensor)] = _Measured(weakref.ref(tensor), tensor._version, axis, rows)

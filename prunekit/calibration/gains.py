@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,7 +16,7 @@ from prunekit.calibration.layers import Layer
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.context import training_mode
-from prunekit.inputs import arguments
+from prunekit.inputs import arguments, counted_positions
 
 RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
@@ -41,9 +42,10 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
     tensors, modules = dict(named_tensors(copy)), dict(copy.named_modules())
     with training_mode(copy, False), torch.no_grad():
         given = arguments(model, inputs)
-        judge = Judge.of(copy, given)
-        dense = judge.values(copy, given)
-        gains = [_gain(copy, moments, tensors, modules, given, judge, dense) for moments in stats.layers]
+        judge, counted = Judge.of(copy, given), counted_positions(copy, given)
+        run = partial(judge.values, copy, given, counted)
+        dense = run()
+        gains = [_gain(moments, tensors, modules, run, dense) for moments in stats.layers]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]
@@ -51,12 +53,10 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
 
 
 def _gain(
-    model: nn.Module,
     moments: LayerMoments,
     tensors: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module],
-    inputs: tuple[Any, ...],
-    judge: Judge,
+    run: Callable[[], list[tuple[int | str, Tensor]]],
     dense: list[tuple[int | str, Tensor]],
 ) -> float | None:
     layer = moments.layer
@@ -67,7 +67,7 @@ def _gain(
     weight.copy_(halved)
     if shift is not None:
         shift[0].add_(shift[1] * bias)
-    got = judge.values(model, inputs)
+    got = run()
     weight.copy_(saved[0])
     if shift is not None and saved[1] is not None:
         shift[0].copy_(saved[1])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.finding import Finder
 from prunekit.calibration.layers import Call, CallWatch
-from prunekit.inputs import count_of, taken
+from prunekit.inputs import count_of, rows_of, taken
 from prunekit.nested import gather
 
 FEW = 2
@@ -59,12 +59,20 @@ class Judge:
         weights = dict.fromkeys(finder.drafts[i].layer.weight for i in sorted(made))
         return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone))
 
-    def values(self, model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[int | str, Tensor]]:
-        """What is compared, samples or positions first, in float64, each with the place or the weight that it is of."""
-        watch = _Outputs(model, frozenset(self.weights))
+    def values(
+        self, model: nn.Module, inputs: tuple[Any, ...], counted: Tensor | None = None
+    ) -> list[tuple[int | str, Tensor]]:
+        """What is compared, samples or positions first, in float64, each with the place or the weight that it is of.
+
+        Args:
+            counted: which positions of the samples are no padding, see `counted_positions`; None: all.
+        """
+        watch = _Outputs(model, frozenset(self.weights), counted)
         with watch.watching():
             tensors = gather(model(*inputs))
-        found: list[tuple[int | str, Tensor]] = [(place, tensors[place].double()) for place in self.outputs]
+        found: list[tuple[int | str, Tensor]] = [
+            (place, rows_of(tensors[place], counted).double()) for place in self.outputs
+        ]
         return found + watch.found
 
 
@@ -76,8 +84,9 @@ def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: Finder) -> list
 class _Outputs(CallWatch):
     """Takes what some layers give."""
 
-    def __init__(self, model: nn.Module, weights: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, weights: frozenset[str], counted: Tensor | None) -> None:
         super().__init__(model)
+        self._counted = counted
         self.found: list[tuple[int | str, Tensor]] = []
         self._weights = weights
 
@@ -86,7 +95,8 @@ class _Outputs(CallWatch):
         result = call.run()
         if operands is not None and operands.weight in self._weights:
             axis = 1 if call.name.startswith("conv") else -1
-            self.found.append((operands.weight, result.movedim(axis, -1).flatten(0, -2).double()))
+            values = rows_of(result.movedim(axis, -1), self._counted)
+            self.found.append((operands.weight, values.flatten(0, -2).double()))
         return result
 
 

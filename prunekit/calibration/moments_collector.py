@@ -152,6 +152,8 @@ class MomentsCollector(ReadHooks):
 
     def _computed(self, path: str, values: Tensor, how: tuple[int, int]) -> Products:
         """Products around 0, or around the first batch's mean, if that shows that those around 0 would not do."""
+        values, axis = self.without_padding(values, how[0])
+        how = axis, how[1]
         if path not in self._shifts:
             first = products(values, *how, sampling=self._sampling)
             self._shifts[path] = first.total / first.count if first.doubtful else None

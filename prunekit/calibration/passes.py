@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.context import training_mode
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
-from prunekit.inputs import arguments, inputs_in, moved
+from prunekit.inputs import arguments, counted_positions, inputs_in, moved, rows_of, sequence_shape
 
 
 class PassHooks(HookOwner):
@@ -28,6 +28,10 @@ class PassHooks(HookOwner):
         self._depth = 0
         self._passes = 0
         self._dealt = 0, 1
+        self.counted: Tensor | None = None
+        """Which positions of the running pass's samples are no padding, see `counted_positions`."""
+        self.sequences: tuple[int, int] | None = None
+        """(B, T) of samples that are sequences, see `sequence_shape`."""
 
     def dealt(self, rank: int, of: int) -> None:
         """Says that the passes are every `of`-th of a data set's, from number `rank`: they are numbered accordingly."""
@@ -79,8 +83,24 @@ class PassHooks(HookOwner):
             name = type(self).__name__
             raise UsageError(f"no forward pass was seen: call the model itself inside `with {name}(model)`")
 
-    def _enter(self, *forward: Any) -> None:
+    def without_padding(self, values: Tensor, axis: int) -> tuple[Tensor, int]:
+        """What an activation holds at positions that are no padding, and its channel axis.
+
+        Args:
+            values: (B, T, ..., channels) or (B, channels, T) of sequences; others stay as they are.
+            axis: of the channels.
+        """
+        if self.counted is None or (axis == 1 and values.dim() > 3):
+            return values, axis
+        last = values.movedim(axis, -1) if values.dim() == 3 else values
+        found = rows_of(last, self.counted)
+        return (values, axis) if found is last else (found, axis + found.dim() - values.dim() if axis > 1 else 1)
+
+    def _enter(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._depth == 0:
+            with torch._C.DisableTorchFunction():  # what is computed here is not the model's
+                self.counted = counted_positions(self._model, given, named)
+                self.sequences = sequence_shape(self._model, given, named)
             self.begin()
         self._depth += 1  # a model may call itself
 

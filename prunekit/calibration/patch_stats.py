@@ -16,11 +16,11 @@ from prunekit.calibration.patches import Reading, gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.inputs import arguments, count_of, inputs_in, taken
+from prunekit.inputs import arguments, count_of, counted_positions, inputs_in, taken
 from prunekit.nested import first_not_finite
 
 ROWS = 32768
-"""Positions sampled of each layer over all images, at least one of each image."""
+"""Positions sampled of each layer over all samples, at least one of each; never those that are padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +75,7 @@ class _Collector(Finder):
         self.batch_rows = 0
         self.batch = 0
         self.batch_samples = samples
+        self.counted: Tensor | None = None
         self._samples = samples
         self._ends: dict[str, list[Tensor]] = {}
         self._layers = {layer.weight: layer for layer in layers}
@@ -122,7 +123,8 @@ class _Collector(Finder):
             count = max(1, round(count * total * self._samples / (layer.rows * self.batch_samples)))
         earlier = sum(draft.layer.weight == layer.weight for draft in self.drafts[:place])
         seed = layer.call + 100_003 * self.batch + 1_000_003 * earlier
-        return sampled_rows(total, count, seed).to(output.device)
+        among = layer.reading.counted(layer.reading.positions(output), self.counted)
+        return sampled_rows(total, count, seed, among).to(output.device)
 
     def _add(
         self, layer: Layer, reading: Reading, inputs: Tensor, weight: Tensor, output: Tensor, rows: Tensor
@@ -225,7 +227,7 @@ def collect_patches(
                     log(_stated(wanted, columns))
                 collector = _Collector(model, wanted, norms, columns, count_of(few))
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
-            collector.batch_samples = samples
+            collector.batch_samples, collector.counted = samples, counted_positions(model, given)
             with collector.watching():
                 model(*given)
     if collector is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -44,6 +44,28 @@ class Reading:
     def rows(self, output: Tensor) -> int:
         """Number of rows of an output."""
         return output.numel() // output.shape[self._axis]
+
+    def counted(self, positions: Sequence[int], counted: Tensor | None) -> Tensor | None:
+        """(N,) which rows of an output are no padding, ascending; None: all.
+
+        Args:
+            positions: what its rows are laid out in: (B, T, ...) of tokens or of a convolution along them.
+            counted: see `counted_positions`.
+        """
+        if counted is None or len(self.kernel) > 1:
+            return None
+        flags = counted.flatten().cpu()
+        if tuple(positions[:2]) == counted.shape:
+            return flags.repeat_interleave(prod(positions[2:])).nonzero().flatten()
+        return flags.nonzero().flatten() if tuple(positions) == (len(flags),) else None
+
+    def positions(self, output: Tensor) -> tuple[int, ...]:
+        """What the rows of an output are laid out in."""
+        return (len(output), *output.shape[2:]) if self.kernel else tuple(output.shape[:-1])
+
+    def positions_of(self, inputs: Tensor) -> tuple[int, ...]:
+        """What the rows of the output for an input are laid out in."""
+        return (len(inputs), *self.spatial(inputs)) if self.kernel else tuple(inputs.shape[:-1])
 
     def spatial(self, inputs: Tensor) -> tuple[int, ...]:
         """Spatial sizes of the output for an input."""
@@ -181,8 +203,14 @@ def summing_type(values: Tensor) -> torch.dtype:
     return torch.float32 if plain and values.dtype == torch.float32 else torch.float64
 
 
-def sampled_rows(total: int, count: int, seed: int) -> Tensor:
-    """At most `count` of `total` rows, each at most once, ascending; the same for the same arguments."""
+def sampled_rows(total: int, count: int, seed: int, among: Tensor | None = None) -> Tensor:
+    """At most `count` of `total` rows, each at most once, ascending; the same for the same arguments.
+
+    Args:
+        among: (N,) those that may be drawn, ascending; None: all.
+    """
+    if among is not None:
+        return among[sampled_rows(len(among), count, seed)]
     generator = torch.Generator().manual_seed(seed)
     if count >= total:
         return torch.arange(total)

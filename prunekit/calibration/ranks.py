@@ -15,6 +15,7 @@ from prunekit.calibration.read_hooks import ReadHooks
 from prunekit.channels import channel_axis
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks import never_called
+from prunekit.inputs import blank_padding, rows_of
 from prunekit.nested import tensors_in
 
 
@@ -120,6 +121,8 @@ class RankCollector(ReadHooks):
     def _note(self, path: str, side: Literal["input", "output"], values: Tensor, axis: int) -> None:
         key = StatsKey(path, side, self._calls[path, side])
         self._calls[path, side] += 1
+        if axis == values.dim() - 1:  # padding adds no rank
+            values = rows_of(values, self.counted) if values.dim() == 2 else blank_padding(values, self.counted)
         maps = _maps(values, axis)
         if maps is None:
             return

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from prunekit.calibration import collect
 from prunekit.calibration.gradients import Loss
 from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
-from prunekit.inputs import count_of
+from prunekit.inputs import blank_padding, count_of, counted_positions
 from prunekit.nested import gather
 from prunekit.planning import MeasuredPoint
 from prunekit.tasks.batches import Pair
@@ -79,7 +79,8 @@ def observed(model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str)
             "wrap the model so that it returns what its quality is judged by"
         )
     wide = torch.float32 if device.type == "mps" else torch.float64
-    tensors = tuple(tensor.detach().reshape(samples, -1).to(wide) for tensor in rows)
+    counted = counted_positions(model, inputs)
+    tensors = tuple(blank_padding(tensor.detach(), counted).reshape(samples, -1).to(wide) for tensor in rows)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         collect(model, [(inputs,)], device, fused=False).require_finite()
         raise NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")

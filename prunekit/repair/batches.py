@@ -18,19 +18,22 @@ class Batch:
         number: of the batch.
         inputs: of the model.
         share: of the rows that are sampled.
+        counted: which positions of the samples are no padding, see `counted_positions`; None: all.
     """
 
     number: int
     inputs: Inputs
     share: float
+    counted: Tensor | None = None
 
 
-def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch], int]:
+def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | None = None) -> tuple[list[Batch], int]:
     """Batches to fit on, then those of the held-out images; and how many are to fit on.
 
     Args:
         held_out: share of the images, the last ones, that only judge.
         size: images in a batch, at most.
+        counted: which positions of all samples are no padding; None: all.
     """
     total = len(inputs[0])
     split = total - max(1, round(total * held_out))
@@ -40,5 +43,8 @@ def batches_of(inputs: Inputs, held_out: float, size: int) -> tuple[list[Batch],
         for first, last, share in parts
         for start in range(first, last, size)
     ]
-    found = [Batch(i, tuple(x[a:b] for x in inputs), each * (b - a)) for i, (a, b, each) in enumerate(bounds)]
+    found = [
+        Batch(i, tuple(x[a:b] for x in inputs), each * (b - a), None if counted is None else counted[a:b])
+        for i, (a, b, each) in enumerate(bounds)
+    ]
     return found, sum(a < split for a, _, _ in bounds)

@@ -19,6 +19,8 @@ FLAT = 1e-13
 def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], judge: Judge) -> float:
     """Mean squared difference of what is compared, each over its variance among samples; the mean of them.
 
+    Of what has positions that may be padding, such as the scores of each token, those that count are the samples.
+
     Args:
         dense, model: in eval mode.
         batches: at least one.
@@ -52,7 +54,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
 
 def _values(model: nn.Module, batch: Batch, judge: Judge) -> list[tuple[int | str, Tensor]]:
     with torch.no_grad():
-        found = judge.values(model, tuple(tensor.clone() for tensor in batch.inputs))
+        found = judge.values(model, tuple(tensor.clone() for tensor in batch.inputs), batch.counted)
     if not found:
         raise UsageError("repair: the model's output holds no tensor of floating-point numbers to compare")
     return found

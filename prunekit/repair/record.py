@@ -121,15 +121,17 @@ class LayerPass(ResumableRun):
     def _read(self, aim: Aim, inputs: Tensor) -> None:
         reading = aim.layer.reading
         spatial = reading.spatial(inputs)
-        self._rows = rows = self._sampled(aim, reading.rows_of(inputs)).to(inputs.device)
+        self._rows = rows = self._sampled(aim, inputs).to(inputs.device)
         if aim.channels is not None:
             self.taken["inputs"] = reading.patches(reading.channels(inputs, aim.channels), rows, spatial)
         if aim.centres:
             self.taken["centres"] = reading.centres(inputs, rows, spatial)
 
-    def _sampled(self, aim: Aim, total: int) -> Tensor:
+    def _sampled(self, aim: Aim, inputs: Tensor) -> Tensor:
         assert self._batch is not None
-        return sampled_rows(total, max(1, round(aim.rows * self._batch.share)), self._seed(aim.layer))
+        reading, count = aim.layer.reading, max(1, round(aim.rows * self._batch.share))
+        among = reading.counted(reading.positions_of(inputs), self._batch.counted)
+        return sampled_rows(reading.rows_of(inputs), count, self._seed(aim.layer), among)
 
     def _seed(self, layer: Layer) -> int:
         assert self._batch is not None
@@ -137,7 +139,10 @@ class LayerPass(ResumableRun):
 
     def _read_before(self, layer: Layer, source: SourceAim, inputs: Tensor) -> None:
         """Windows of the layer's output are known before it is called, by shapes, which a blank has too."""
-        windows = Windows.drawn(source.layer.reading, layer.reading, inputs, source.each, self._seed(layer))
+        assert self._batch is not None
+        first, counted = source.layer.reading, self._batch.counted
+        among = None if first.kernel else first.counted(first.positions_of(inputs), counted)
+        windows = Windows.drawn(first, layer.reading, inputs, source.each, self._seed(layer), among)
         self._windows = windows.rows()
         if source.channels is not None:
             values = source.layer.reading.channels(self.real(inputs), source.channels)

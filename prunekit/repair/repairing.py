@@ -17,7 +17,7 @@ from prunekit.channels.slicing import blank
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError
-from prunekit.inputs import samples_in
+from prunekit.inputs import counted_positions, samples_in
 from prunekit.planning import Plan
 from prunekit.repair.batches import Inputs, batches_of
 from prunekit.repair.difference import difference
@@ -112,7 +112,7 @@ def require_images(images: Tensor | Inputs) -> Inputs:
     if not inputs or any(tensor.dim() < 2 or len(tensor) < FEWEST_IMAGES for tensor in inputs):
         raise DataError(
             f"calibration: expected at least {FEWEST_IMAGES} {samples_in(inputs)} (B, ...), some of which only judge; "
-            f"got a tensor of shape {shapes}"
+            f"got a tensor of shape {shapes}; an example alone, to prune without samples, is a tuple of all arguments"
         )
     if len({len(tensor) for tensor in inputs}) > 1:
         raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
@@ -158,7 +158,7 @@ class _Prepared:
             max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
-        batches, fitted = batches_of(inputs, settings.held_out, size)
+        batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
         self.judging = batches[fitted:]
         self._gatherings = [Gathering(run, batches, fitted) for run in runs]
         device = inputs[0].device

@@ -49,17 +49,20 @@ class Windows:
     starts: Tensor
 
     @classmethod
-    def drawn(cls, first: Reading, second: Reading, inputs: Tensor, each: float, seed: int) -> Windows:
+    def drawn(
+        cls, first: Reading, second: Reading, inputs: Tensor, each: float, seed: int, among: Tensor | None = None
+    ) -> Windows:
         """Windows of one size whatever the number of images.
 
         Args:
             inputs: of the first layer; an image may have several samples for a linear layer.
             each: positions of the second's output for each image, at most; below 1 for not every image.
             seed: of samples and places.
+            among: (N,) samples that may be drawn; None: all.
         """
         made = first.spatial(inputs)
         outputs = second.spatial_of(made)
-        samples = sampled_rows(first.rows_of(inputs) // prod(made), max(1, round(each * len(inputs))), seed)
+        samples = sampled_rows(first.rows_of(inputs) // prod(made), max(1, round(each * len(inputs))), seed, among)
         share = min(1.0, max(1.0, each) / prod(outputs)) ** (1 / max(1, len(outputs)))
         size = tuple(max(1, int(share * n + 1e-6)) for n in outputs)
         generator, number = torch.Generator().manual_seed(seed), (len(samples),)

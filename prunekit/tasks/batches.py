@@ -93,7 +93,8 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
     length = max(map(len, batches))
     rows = [[*inputs, *[None] * (length - len(inputs))] for inputs in batches]
     uneven = len({tuple(tuple(tensor.shape[1:]) for tensor in gather(inputs)) for inputs in batches}) > 1
-    if mask is not None and uneven:
+    absent = mask is not None and any(row[mask : mask + 1] == [None] for row in rows)
+    if mask is not None and (uneven or absent):
         _fill_in_masks(rows, mask, where)
         _pad(rows, mask)
     kinds = [[type(item) for item in row] for row in rows]

@@ -188,8 +188,9 @@ def test_channel_axes() -> None:
     stats = collector.stats()
     assert [stats[path, "output", 0].channels for path in ("embed", "norm", "act")] == [6, 6, 6]
     assert ("embed", "input", 0) not in stats
-    with pytest.raises(UsageError, match="input of act: expected 4 channels as before, got 5"):
-        collect(model, batches, CPU)
+    assert collect(model, batches, CPU)["act", "output", 0].channels == 6  # numbers of tokens tell what a sequence is
+    with pytest.raises(UsageError, match="input of 1: expected 4 channels as before, got 5"):  # and these do not
+        collect(nn.Sequential(model.norm, model.act), [torch.randn(2, length, 6) for length in (4, 5)], CPU)
     wrong = pytest.raises(UsageError, match="channel axis 5 was asked for, but the shape is")
     with wrong, StatsCollector(model, axes={"act": 5}):
         model(batches[0])

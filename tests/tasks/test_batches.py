@@ -239,6 +239,11 @@ def test_batches_without_a_mask_beside_others_count_as_a_whole() -> None:
     assert alike[1].tolist() == [[1] * 4] * 3
 
 
+def test_a_mask_left_out_in_between_is_one_of_ones() -> None:
+    inputs = joined_inputs(Reader(), [(torch.ones(2, 3).long(), None, torch.zeros(2, 3).long())])
+    assert inputs[1].tolist() == [[1] * 3] * 2
+
+
 def test_what_cannot_be_joined_is_named() -> None:
     class Plain(nn.Module):
         def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
