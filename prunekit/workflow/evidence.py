@@ -19,7 +19,7 @@ from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.substitutes import substitute_all
 from prunekit.criteria import get_criterion
-from prunekit.inputs import count_of, taken
+from prunekit.inputs import count_of, counted_positions, taken
 from prunekit.nested import gather, map_tensors
 from prunekit.planning.select import labels_matching
 from prunekit.planning.settings import Criterion
@@ -53,7 +53,21 @@ def gathered(model: nn.Module, data: Any, count: int, task: Task | str | None = 
     given = joined_inputs(model, found) if found else (torch.empty(0, 0),)
     given = given if whole else taken(given, slice(count))
     require_images(given)
+    given = taken(given, padding_in_all(model, given))
     return given[0] if len(given) == 1 else given
+
+
+def padding_in_all(model: nn.Module, inputs: tuple[Any, ...]) -> slice | Tensor:
+    """An order of samples in which those with padding are spread evenly, the first of them first.
+
+    Transformers leave out a mask that masks nothing, and make other calls then: so batches are alike.
+    """
+    counted = counted_positions(model, inputs)
+    if counted is None:
+        return slice(None)
+    whole = counted.all(1)
+    number = torch.where(whole, whole.cumsum(0) - 0.5, (~whole).cumsum(0) - 1.0)
+    return (number / torch.where(whole, whole.sum(), (~whole).sum())).argsort(stable=True)
 
 
 def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:

@@ -143,6 +143,27 @@ def test_a_repair_is_the_same_with_more_padding(tokens: bool) -> None:
         assert torch.allclose(one, other, rtol=1e-6, atol=1e-9)
 
 
+def test_samples_with_padding_are_spread_over_all_batches() -> None:
+    class Branching(Reader):
+        """Leaves out a mask that masks nothing, as transformers do."""
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            if bool(attention_mask.all()):
+                return super().forward(ids, torch.ones_like(ids))
+            return super().forward(ids + 0, attention_mask * 1)
+
+    torch.manual_seed(3)
+    model, some = Branching(tokens=False).double().eval(), texts(8, 0)
+    padded = some["attention_mask"].all(1).logical_not()
+    order = torch.cat([torch.nonzero(~padded), torch.nonzero(padded)]).flatten()  # whole texts first
+    batches = [{name: part[order[i : i + 4]] for name, part in some.items()} for i in range(0, 16, 4)]
+    _, mask = gathered(model, batches, 16)
+    assert [bool(part.all()) for part in mask.split(2)] == [False] * 8
+    found = prunekit.prune(model, batches, channels=0.6, repair=RepairSettings(joint_steps=0)).repair
+    assert found is not None
+    assert found.after < 0.8 * found.before
+
+
 def test_measured_errors_are_the_same_with_more_padding() -> None:
     model = net(tokens=True)
     curves = [prunekit.sensitivity(model, texts(*how), measured_on=texts(*how)) for how in ((8, 0), (8, 17))]
