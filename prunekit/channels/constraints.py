@@ -5,17 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prunekit.channels.labels import Labels
+from prunekit.channels.running import ModuleCall
 
 
 @dataclass(frozen=True, eq=False)
 class LockRecord:
-    """Labels that must stay, and why; with `positions`, whole heads of them may go, but no position in the heads."""
+    """Labels that must stay, and why; with `positions`, whole heads of them may go, but no position in the heads.
+
+    `call` is the module's call in which they were met; None where it is no call in particular.
+    """
 
     reason: str
     module: str
     operator: str
     labels: Labels
     positions: bool = False
+    call: ModuleCall | None = None
 
 
 @dataclass(frozen=True, eq=False)

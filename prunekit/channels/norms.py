@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class NormWatch:
     def _refuse(self, path: str, why: str, taken: Iterable[LockRecord]) -> None:
         self._others.add(path)
         for record in taken:
-            self.flow.locks.append(LockRecord(f"{record.reason}; {why}", path, record.operator, record.labels))
+            self.flow.locks.append(replace(record, reason=f"{record.reason}; {why}", module=path))
             self.flow.union.lock(record.labels)
         known = self.norms.pop(path, None)
         for _, labels in known.axes if known is not None else ():

@@ -9,6 +9,7 @@ import torch
 
 from prunekit.channels.constraints import Constraint
 from prunekit.channels.labels import Field
+from prunekit.channels.running import ModuleCall
 from prunekit.channels.sites import Site
 
 
@@ -26,6 +27,7 @@ class Operator:
     owner: str = ""  # the module whose method that was
     caller: Site | None = None  # where a method called the function, outside of any method, in which it ran
     constraints: tuple[Constraint, ...] = ()  # that it left
+    module_call: ModuleCall | None = None  # which of the calls of its module it ran in
     reads: tuple[int, ...] = ()  # operators, by their number in the run, whose results it took; -1: the model's inputs
 
 

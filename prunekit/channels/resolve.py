@@ -21,6 +21,9 @@ from prunekit.channels.tracing import Trace
 
 TOGETHER = "all channels of this axis hang together: none can go alone"
 
+NAMED = 3
+"""How many calls of a module a lock names."""
+
 
 def channel_map(model: nn.Module, trace: Trace) -> ChannelMap:
     """Resolves a trace of a model into its channel map."""
@@ -79,7 +82,7 @@ def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]], stored: Mappi
         n_labels=numbers.n_labels,
         groups=group_labels(labels, numbers.n_labels, numbers.joint),
         joint=numbers.joint,
-        locks=tuple(_report(records)),
+        locks=tuple(_report(records, trace.calls)),
         activations={key: final[axis] for key, axis in trace.activations.items()},
         mac_terms=tuple(
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
@@ -194,9 +197,21 @@ def _lock_full_axes(axes: _Axes, union: LabelUnion) -> list[LockRecord]:
     return records
 
 
-def _report(records: Iterable[LockRecord]) -> list[Lock]:
-    seen: dict[tuple[str, str, str], int] = {}
+def _report(records: Iterable[LockRecord], calls: Mapping[str, int]) -> list[Lock]:
+    seen: dict[tuple[str, str, str], list[LockRecord]] = {}
     for record in records:
-        key = (record.reason, record.module, record.operator)
-        seen[key] = max(seen.get(key, 0), int(record.labels.size))
-    return [Lock(*key, channels) for key, channels in seen.items()]
+        seen.setdefault((record.reason, record.module, record.operator), []).append(record)
+    return [
+        Lock(reason + _which(alike, calls.get(module, 0)), module, operator, max(int(one.labels.size) for one in alike))
+        for (reason, module, operator), alike in seen.items()
+    ]
+
+
+def _which(records: Iterable[LockRecord], count: int) -> str:
+    """Which of a module's calls, where these are not all."""
+    found = {record.call.number: record.call for record in records if record.call is not None}
+    if len(found) == count or not found:
+        return ""
+    named = ", ".join(f"{number} at {call}" for number, call in sorted(found.items())[:NAMED])
+    others = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f" (of {count} calls of this module, number {named}{others})"

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prunekit.hooks import HookOwner
+
+
+class ModuleCall(NamedTuple):
+    """Which call of a module it is in a forward pass, from 1, and the line of the model's Python that makes it."""
+
+    number: int
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        return f"{Path(self.file).name}:{self.line}" + (f": {text}" if text else "")
 
 
 class ModuleStack(HookOwner):
@@ -32,12 +47,19 @@ class ModuleStack(HookOwner):
         super().__init__()
         self.model, self.on_enter, self.on_exit = model, on_enter, on_exit
         self.paths: list[str] = [""]
+        self._calls: list[ModuleCall | None] = [None]
+        self.counts: dict[str, int] = {}
         self._path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
 
     @property
     def current(self) -> str:
         """Path of the innermost module that runs now; empty for the root."""
         return self.paths[-1]
+
+    @property
+    def call(self) -> ModuleCall | None:
+        """Which call of that module it is; None in the top-level forward."""
+        return self._calls[-1]
 
     def path_of(self, module: Any) -> str:
         """Path of a module of the model; empty for anything else."""
@@ -52,6 +74,8 @@ class ModuleStack(HookOwner):
     def _enter(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, named: Any) -> None:
             self.paths.append(path)
+            self.counts[path] = self.counts.get(path, 0) + 1
+            self._calls.append(_call(self.counts[path], sys._getframe(1)) if path else None)
             if self.on_enter is not None:
                 self.on_enter(path, module, (args, named))
 
@@ -62,6 +86,7 @@ class ModuleStack(HookOwner):
             if self.on_exit is not None:
                 self.on_exit(path, module, (args, named), output)
             self.paths.pop()
+            self._calls.pop()
 
         return hook
 
@@ -149,6 +174,13 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _AROUND_MODELS = tuple(
     f"{_TORCH}{part}" for part in ("utils", "_dynamo", "_ops.py", "_compile.py", "nn/modules/module.py")
 )
+
+
+def _call(number: int, frame: FrameType | None) -> ModuleCall | None:
+    """A call that the innermost frame outside of torch's own code makes."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return None if frame is None else ModuleCall(number, frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_of(error: BaseException) -> str:

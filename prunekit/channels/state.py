@@ -11,6 +11,7 @@ from torch import nn
 from prunekit.channels.constraints import Constraint, LockRecord
 from prunekit.channels.costs import MacTerm
 from prunekit.channels.labels import LOCKED, Field, Labels, LabelUnion
+from prunekit.channels.running import ModuleCall
 
 
 class FlowState:
@@ -23,6 +24,7 @@ class FlowState:
         first_made: labels from here on are of tensors that the forward pass made, not of parameters.
         substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
         module, operator: what runs now.
+        call: which of the calls of that module it is.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -38,6 +40,7 @@ class FlowState:
         self.substituted: set[str] = set()
         self.module = ""
         self.operator = ""
+        self.call: ModuleCall | None = None
 
     def fields(self, tensor: Any) -> tuple[Field, ...]:
         """The fields of a tensor; none for anything else."""
@@ -69,7 +72,7 @@ class FlowState:
 
     def record(self, labels: Labels, reason: str) -> LockRecord:
         """A lock at the running operator."""
-        return LockRecord(reason, self.module, self.operator, labels.reshape(-1))
+        return LockRecord(reason, self.module, self.operator, labels.reshape(-1), call=self.call)
 
     def lock_if_read(self, tensor: torch.Tensor, labels: Labels, reason: str) -> None:
         """Locks labels once an operator or the model's output takes a tensor, which few callers of attention do."""

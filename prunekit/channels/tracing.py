@@ -45,6 +45,7 @@ class Trace:
         model: that was traced, as long as there is anyone else who has it; else the copy that ran.
         example: the first, on meta tensors where these were enough.
         tables: what was counted later, see `memory_table`.
+        calls: how often a forward pass calls each module, by its path.
     """
 
     flow: Flow
@@ -55,6 +56,7 @@ class Trace:
     model: Callable[[], nn.Module]
     example: tuple[Any, ...]
     tables: dict[Any, Any] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
 
 
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,7 +75,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = str(func._schema.name).replace("::", ".")
         out = run_on_meta(func, name, args, kwargs)
         flow = self.flow
-        flow.module, flow.operator = self.stack.current, name
+        flow.module, flow.call, flow.operator = self.stack.current, self.stack.call, name
         inputs = gather((args, kwargs))
         for tensor in inputs:
             flow.read(tensor)
@@ -95,7 +97,9 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         site, caller, owner = self._place(before and takes_sizes(name, args))
         left = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
-        operator = Operator(name, flow.module, fields, before, counted, call, site, owner, caller, left, reads)
+        operator = Operator(
+            name, flow.module, fields, before, counted, call, site, owner, caller, left, self.stack.call, reads
+        )
         self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
         self.run.operators.append(operator)
         self.storages.note(operator, target, inputs, outs)
@@ -250,7 +254,8 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
     with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier, example):
         output = clone(*example)
-    flow.operator = ""
+    flow.operator, flow.call = "", None
+    trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     for tensor in tensors_in(output):
         flow.read(tensor)
         flow.lock(flow.fields(tensor), "output of the model")

@@ -189,7 +189,8 @@ class _Trial:
                     f"the trial found a difference: {divergence.detail}{divergence.line and f' at {divergence.line}'}"
                 )
                 first = self._loses_positions(final)  # heads may then be no problem
-                return LockRecord(reason, divergence.module, divergence.operator, labels, positions=first)
+                call = None if culprit is None else culprit.module_call
+                return LockRecord(reason, divergence.module, divergence.operator, labels, positions=first, call=call)
         return None
 
     def _of_tensors(self, divergence: Divergence) -> list[Labels]:

@@ -270,6 +270,31 @@ def test_unused_parameters_are_locked_and_it_says_why() -> None:
     assert ("not used by the example inputs", "dead") in {(lock.reason, lock.module) for lock in chart.locks}
 
 
+class Mixer(nn.Module):
+    def forward(self, x: Tensor, mixed: bool = False) -> Tensor:
+        return x.softmax(1) if mixed else x.relu()
+
+
+def test_a_lock_names_the_call_of_a_module_that_is_called_several_times() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.mixer(net.a(x))
+        x = net.again(net.b(x), mixed=True)  # the same module by another name
+        return net.c(net.mixer(x))
+
+    mixer = Mixer()
+    net = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 2), mixer=mixer, again=mixer)
+    reasons = [lock.reason for lock in trace(net, (torch.randn(3, 4),)).locks if lock.module == "mixer"]
+    assert len(reasons) == 1
+    assert "(of 3 calls of this module, number 2 at test_trace.py:" in reasons[0]
+    assert "x = net.again(net.b(x), mixed=True)" in reasons[0]
+
+    def every(net: Any, x: Tensor) -> Tensor:
+        return net.c(net.mixer(net.b(net.mixer(net.a(x), mixed=True)), mixed=True))
+
+    net = Net(every, a=nn.Linear(4, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 2), mixer=mixer)
+    assert not any("calls of this module" in lock.reason for lock in trace(net, (torch.randn(3, 4),)).locks)
+
+
 def test_a_second_example_shows_another_branch() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         y = net.a(x)
