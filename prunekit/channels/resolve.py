@@ -16,6 +16,7 @@ from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
 from prunekit.channels.norms import resolved
 from prunekit.channels.orders import avoidable
+from prunekit.channels.places import Place
 from prunekit.channels.solving import in_order, solve, solve_contracted
 from prunekit.channels.tracing import Trace
 
@@ -48,6 +49,13 @@ def with_constraints(channel_map: ChannelMap, constraints: Iterable[EqualParts])
 def with_ties(channel_map: ChannelMap) -> ChannelMap:
     """A new map that leaves no constraint out."""
     return build(replace(channel_map.traced, ties=True), channel_map.shapes, channel_map.stored)
+
+
+def with_plain(channel_map: ChannelMap) -> ChannelMap:
+    """A new map that states no size and no order in a module's Python."""
+    source = channel_map.traced
+    sizes = tuple(size for size in source.sizes if Place.named(size.name) is None)
+    return build(replace(source, ties=True, sizes=sizes), channel_map.shapes, channel_map.stored)
 
 
 def with_sizes(channel_map: ChannelMap, sizes: Iterable[SizeAttribute]) -> ChannelMap:

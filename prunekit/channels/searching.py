@@ -20,6 +20,7 @@ from prunekit.channels.expressions import size_expressions
 from prunekit.channels.labels import Field, rows_along
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.operators import Operator, Run
+from prunekit.channels.places import Place
 from prunekit.channels.scales import Scales
 from prunekit.channels.stated import StatedSizes
 
@@ -52,6 +53,8 @@ class SizeSearch:
         batches: tells which sizes depend on the input.
         scales: finds numbers made of widths.
         attempt: tries `compact` as it is: the largest difference, and where the models parted.
+        plain: whether only attributes are set, and nothing is stated in a module's Python.
+        withheld: whether something could have been stated.
         difference: of the attempt that agreed everywhere, where one did.
         equal: constraints without which no sizes can be stated.
     """
@@ -63,6 +66,8 @@ class SizeSearch:
     batches: BatchAxes
     scales: Scales
     attempt: Callable[[], Trial]
+    plain: bool = False
+    withheld: bool = False
     difference: float | None = None
     equal: Sequence[EqualParts] = ()
     _sizes: dict[str, StatedSizes] = field(default_factory=dict, init=False)
@@ -73,7 +78,9 @@ class SizeSearch:
         Their labels are in the trace's own numbering. None where nothing helps.
         """
         numbers = self.scales.at(*failed, self.compact)
-        if numbers and self._helps(failed, numbers):
+        if numbers and self.plain:
+            self.withheld = True
+        elif numbers and self._helps(failed, numbers):
             return numbers
         path = failed[0].module
         operators: dict[str, list[Operator]] = {}
@@ -125,7 +132,11 @@ class SizeSearch:
         stated = self._collected(path)
         new = stated.changing()
         self.equal = stated.equal if new else []
-        choices = [stated.as_attributes(self.model), new] if new and not self.equal else []
+        choices = [stated.as_attributes(self.model), new] if new and (self.plain or not self.equal) else []
+        if self.plain:
+            allowed = [choice for choice in choices if all(Place.named(size.name) is None for size in choice)]
+            self.equal, self.withheld = (), self.withheld or len(allowed) < len(choices)
+            choices = allowed
         for choice in choices:
             if self._helps(failed, [*found, *choice]):
                 return [*found, *choice]

@@ -20,7 +20,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.operators import Operator, Run
 from prunekit.channels.precision import AS_DOUBLE, Precision
-from prunekit.channels.resolve import with_constraints, with_locks, with_sizes, with_ties
+from prunekit.channels.resolve import with_constraints, with_locks, with_plain, with_sizes, with_ties
 from prunekit.channels.scales import Scales
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
@@ -29,6 +29,8 @@ from prunekit.errors import ModelError, PlanError
 
 OWN_PRECISION = 1e-4
 """Tolerance of a trial in the model's own precision, for models whose code does not let them run in float64."""
+
+PLAIN = "plain_classes keeps its class as it is"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ def settle(
     choose: Callable[[ChannelMap], Keep],
     examples: list[tuple[Any, ...]],
     *,
+    plain: bool = False,
     attempts: int = 20,
 ) -> Settled:
     """Plans, tries, locks what differs, and plans again until masked and compact model agree everywhere.
@@ -61,6 +64,8 @@ def settle(
     Args:
         choose: makes `keep` (bool, (n_labels,)) for a map; called again after each lock.
         examples: inputs as for the trace.
+        plain: whether all modules keep their classes: what would need explicit sizes in a class's Python, or another
+            class, is locked.
 
     Raises:
         PlanError: no agreement after `attempts` locks.
@@ -69,6 +74,8 @@ def settle(
     failed: set[tuple[Any, ...]] = set()
     batches = BatchAxes(model, channel_map.traced.trace, examples)
     scales = Scales(model, examples)
+    if plain:
+        channel_map = with_plain(channel_map)
     for _ in range(attempts):
         if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
             channel_map = with_ties(channel_map)
@@ -76,11 +83,14 @@ def settle(
         kept = kept_indices(channel_map, keep)
         widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
         compact = narrow(model, kept, widths, attributes)
+        if plain and (locks := _of_other_classes(model, compact, channel_map)):
+            channel_map = with_locks(channel_map, locks)
+            continue
         trial = _Trial(model, kept, channel_map, keep, examples)
         difference, found = trial.of(compact)
         if found is None:
             return Settled(channel_map, keep, compact, difference)
-        search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.of, compact))
+        search = SizeSearch(model, compact, channel_map, keep, batches, scales, partial(trial.of, compact), plain)
         sizes = search.after(found)
         if search.equal:
             channel_map = with_constraints(channel_map, search.equal)
@@ -102,7 +112,8 @@ def settle(
                 raise PlanError(f"the compact model fails where no channel is pruned: {divergence}")
             others = [trial.lock_for(where, run, there=True) for where in alike]
             same = [other for other in others if other is not None and other.positions == lock.positions]
-            channel_map = with_locks(channel_map, [lock, *same])
+            why = f"; {PLAIN}" if search.withheld else ""
+            channel_map = with_locks(channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
     raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
 
 
@@ -205,6 +216,23 @@ class _Trial:
     def _loses_positions(self, final: Labels) -> bool:
         _, *positions = self.channel_map.deciding(final)
         return not all(self.keep[labels].all() for labels in positions)
+
+
+def _of_other_classes(model: nn.Module, compact: nn.Module, channel_map: ChannelMap) -> list[LockRecord]:
+    """Locks for modules whose class a compact model has exchanged, and for others of the same class."""
+    classes = {path: type(module) for path, module in model.named_modules()}
+    changed = {classes[path] for path, module in compact.named_modules() if type(module) is not classes[path]}
+    records = []
+    for path, cls in classes.items():
+        own = path + "." * bool(path)
+        axes = [
+            axis for name, every in channel_map.traced.trace.labels.items() if name.startswith(own) for axis in every
+        ]
+        labels = [axis for axis in axes if axis is not None]
+        if cls in changed and labels:
+            reason = f"{cls.__name__} cannot express the sizes that would be left; {PLAIN}"
+            records.append(LockRecord(reason, path, "", np.concatenate(labels)))
+    return records
 
 
 def _same_when_whole(model: nn.Module, channel_map: ChannelMap, examples: list[tuple[Any, ...]]) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from prunekit.channels.attributes import attribute_values
+from prunekit.channels.rewriting import original_of
 from prunekit.channels.slicing import bare_widths, narrow
+from prunekit.channels.substitutes import SizedAttention
+from prunekit.models import is_frozen
 from prunekit.planning import Plan
 
 
@@ -28,3 +31,27 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     plan.require_model(model)
     chart, keep = plan.channel_map, plan.keep
     return narrow(model, plan.kept_indices, bare_widths(model, chart, keep), attribute_values(model, chart, keep))
+
+
+def remarks(small: nn.Module) -> tuple[str, ...]:
+    """What to say of a compact model as it is handed over: its classes that are not the user's, and if it is frozen."""
+    classes = {type(module) for module in small.modules()}
+    again = sorted({original_of(cls).__name__ for cls in classes if original_of(cls) is not cls})
+    ours = sorted(cls.__name__ for cls in classes if issubclass(cls, SizedAttention))
+    said = []
+    if again or ours:
+        parts = [f"methods compiled again with explicit sizes: {', '.join(again)}"] if again else []
+        parts += (
+            [f"modules with explicit sizes in place of torch's or the model's own: {', '.join(ours)}"] if ours else []
+        )
+        said.append(
+            f"{'; '.join(parts)}. Pickled, as by torch.save(model), it loads where prunekit is installed; "
+            "plain_classes=True keeps all classes as they are, and prunes less"
+        )
+    count = sum(1 for _ in small.parameters())
+    if count and is_frozen(small):
+        said.append(
+            f"all {count} parameters are frozen (requires_grad=False), as in the model that was given; call "
+            "model.requires_grad_(True) before fine-tuning"
+        )
+    return tuple(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from prunekit.hooks import HookWarning
 from prunekit.masking.gradients import GradientMasks
 from prunekit.masking.held import HeldValues
 from prunekit.masking.weights import WeightMasks
+from prunekit.models import is_frozen
 from prunekit.planning import Plan
 
 
@@ -26,8 +29,16 @@ def masked(
     """Runs with a plan's weight masks and gradient masks; yields the model.
 
     Args:
-        model, plan, optimizer, restore: as for `WeightMasks`.
+        model, plan, optimizer, restore: as for `WeightMasks`. A `HookWarning` says if the optimizer has nothing to
+            change, because the whole model is frozen.
     """
+    if optimizer is not None and is_frozen(model):
+        warnings.warn(
+            f"masked: every parameter of {type(model).__name__} has requires_grad=False, so no step changes it; call "
+            "model.requires_grad_(True) before fine-tuning",
+            HookWarning,
+            stacklevel=3,
+        )
     weights = WeightMasks(model, plan, optimizer, restore=restore)
     with weights, GradientMasks(model, plan, entries=weights.entries):
         yield model

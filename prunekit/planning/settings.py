@@ -138,6 +138,10 @@ class PruneSettings:
     """Runtime and device of `latency_ms` and `speedup`; batch and dtype of these and of `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Glob over module paths -> share of their output channels to keep."""
+    plain_classes: bool = False
+    """Whether all modules keep their classes, so that a pickled model loads where prunekit is not installed. Else some
+    are compiled again with explicit sizes in their Python, or replaced by attention with explicit sizes, where channels
+    could not go otherwise."""
     schedule: ScheduleSettings | None = None
     """While fine-tuning; null: all is pruned before it."""
     compact_early: bool = False

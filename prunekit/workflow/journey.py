@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.artifacts import write_json
 from prunekit.channels import ChannelMap
-from prunekit.compaction import compact, load, save
+from prunekit.compaction import compact, load, remarks, save
 from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import flush_subnormals
 from prunekit.distributed.exchange import from_main
@@ -207,6 +207,8 @@ class Journey:
         small = flushed.model
         if flushed.counts:
             self.log(f"compact: {flushed}")
+        for remark in remarks(small):
+            self.log(f"compact: {remark}")
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)

@@ -14,7 +14,7 @@ from prunekit.calibration.patch_stats import PatchStats
 from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.calibration.shortage import dead_inputs, too_few_rows
 from prunekit.channels import ChannelMap, trace
-from prunekit.compaction import compact
+from prunekit.compaction import compact, remarks
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, flush_subnormals
@@ -52,7 +52,8 @@ class Pruned:
             and of the outputs where it was repaired.
         repair: what the repair did; None without.
         notes: what the calibration was short of, channels that were zero all along, and what was set to 0 in the
-            compact model as too small for full precision, in sentences; and what was promised and not delivered.
+            compact model as too small for full precision, in sentences; which classes are not the model's own any more;
+            whether all of it is frozen; and what was promised and not delivered.
         delivered: what was asked for and measured, where a budget is one of time.
     """
 
@@ -84,6 +85,7 @@ def prune(
     min_channels: int = 1,
     exclude: Sequence[str] = (),
     ratios: Mapping[str, float] | None = None,
+    plain_classes: bool = False,
     repair: RepairSettings | Literal[False] | None = None,
     images: int = IMAGES,
     stats: ChannelStats | None = None,
@@ -128,6 +130,8 @@ def prune(
         min_channels: the fewest channels that any group keeps.
         exclude: globs over module paths whose output channels stay.
         ratios: glob over module paths -> share of their output channels to keep.
+        plain_classes: whether all modules keep their classes, and channels stay that could not go otherwise; so
+            `torch.save(model)` makes a file that loads where prunekit is not installed. `notes` names other classes.
         repair: what is refitted and how, `RepairSettings()` where images are given; False: nothing.
         images: how many samples are taken from a loader or a data set; at least 8.
         stats: from `prunekit.calibrate`.
@@ -154,6 +158,7 @@ def prune(
         min_channels=min_channels,
         exclude=tuple(exclude),
         ratios=dict(ratios or {}),
+        plain_classes=plain_classes,
     )
     given = _Given(stats, gradients, seed, tuple(more_examples))
     if isinstance(data, tuple):
@@ -217,7 +222,7 @@ def _quiet(message: str) -> None:
 
 
 def _said(flushed: Flushed) -> tuple[str, ...]:
-    return (str(flushed),) if flushed.counts else ()
+    return (*((str(flushed),) if flushed.counts else ()), *remarks(flushed.model))
 
 
 def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ def _tried(
         return narrow
 
     with paused_garbage_collection():
-        return settle(model, channel_map, choose, list(examples)).channel_map
+        return settle(model, channel_map, choose, list(examples), plain=wanted.plain_classes).channel_map
 
 
 def _networks(

@@ -117,7 +117,7 @@ def plan_model(
             return made[-1][0].keep
 
         with paused_garbage_collection():
-            settled = settle(model, chart, choose, examples)
+            settled = settle(model, chart, choose, examples, plain=settings.plain_classes)
         added = tuple(
             f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known
         )

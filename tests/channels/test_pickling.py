@@ -7,17 +7,25 @@ import copy
 import io
 import multiprocessing
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from equivalence import randomised, settled_plan
+from equivalence import TOLERANCE, parity, random_keep, randomised, settled_plan
+from nets_stated import CLASSES as STATED
 from nets_stated import WIDTH, Quotient
 from torch import nn
 
+from prunekit import prune
+from prunekit.channels import trace
 from prunekit.channels.rewriting import original_of, sized_class
-from prunekit.compaction import compact
+from prunekit.channels.trial import settle
+from prunekit.compaction import compact, remarks
 from prunekit.errors import ArtifactError
+from prunekit.hooks import HookWarning
+from prunekit.masking import masked
+from prunekit.planning import Plan
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 
@@ -142,3 +150,45 @@ def test_substituted_attention_goes_through_pickle() -> None:
     assert type(again[1].self_attn) is type(small[1].self_attn)
     with torch.no_grad():
         assert torch.equal(again(*EXAMPLE), small(*EXAMPLE))
+
+
+@pytest.mark.parametrize("cls", [*STATED, nn.MultiheadAttention])
+def test_plain_classes_prune_what_needs_no_other_class(cls: Any) -> None:
+    inner = nn.TransformerEncoderLayer(WIDTH, 3, 16, batch_first=True) if cls is nn.MultiheadAttention else cls()
+    net = randomised(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, WIDTH), inner, nn.Linear(WIDTH, 4))).eval()
+    chart = trace(net, EXAMPLE)
+    free = settle(net, chart, partial(random_keep, seed=1, share=0.5), [EXAMPLE])
+    for start in (chart, free.channel_map):  # also where a trial has settled on other classes already
+        settled = settle(net, start, partial(random_keep, seed=1, share=0.5), [EXAMPLE], plain=True)
+        plan = Plan(settled.channel_map, settled.keep)
+        small = compact(net, plan)
+        assert [type(module) for module in small.modules()] == [type(module) for module in net.modules()]
+        assert parity(net, plan, EXAMPLE) <= TOLERANCE
+        assert small[0].out_features < 9  # type: ignore[index]
+        reasons = [lock.reason for lock in settled.channel_map.locks]
+        changed = any(type(a) is not type(b) for a, b in zip(free.compact.modules(), net.modules(), strict=True))
+        assert changed or not any("plain_classes" in reason for reason in reasons)
+
+
+def test_notes_name_classes_that_are_not_the_models_own() -> None:
+    assert remarks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == ()
+    (said,) = remarks(narrow(Quotient))
+    assert said.startswith("methods compiled again with explicit sizes: Quotient. Pickled, as by torch.save(model)")
+    attention = randomised(nn.TransformerEncoderLayer(6, 3, 16, batch_first=True)).eval()
+    pruned = prune(attention, EXAMPLE, channels=0.6)
+    assert any("explicit sizes in place of torch's or the model's own: SizedMul" in note for note in pruned.notes)
+    assert prune(attention, EXAMPLE, channels=0.6, plain_classes=True).notes == ()
+
+
+def test_notes_say_that_a_model_is_frozen_and_masks_that_nothing_is_trained() -> None:
+    net = randomised(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)))
+    net[0].weight.requires_grad_(False)
+    assert prune(net, EXAMPLE, channels=0.6).notes == ()
+    net.requires_grad_(False)
+    pruned = prune(net, EXAMPLE, channels=0.6)
+    assert not any(parameter.requires_grad for parameter in pruned.model.parameters())
+    assert pruned.notes[0].startswith("all 4 parameters are frozen (requires_grad=False), as in the model that was")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    warned = pytest.warns(HookWarning, match="every parameter of Sequential has requires_grad=False, so no step")
+    with warned, masked(net, pruned.plan, optimizer):
+        pass
