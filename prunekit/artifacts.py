@@ -14,6 +14,8 @@ from typing import Any
 
 from prunekit.errors import ArtifactError
 
+StrPath = str | os.PathLike[str]
+"""What every public function takes as a path."""
 _LEFT = ".tmp"
 """How names of temporaries end."""
 

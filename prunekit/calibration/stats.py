@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from prunekit.artifacts import StrPath
 from prunekit.calibration import store
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
@@ -131,7 +132,7 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
             return _frame(StatsKey("", "output", 0), LayerStats.empty(0))
         return pd.concat([_frame(key, layer) for key, layer in self.items()], ignore_index=True)
 
-    def save(self, path: Path) -> Path:
+    def save(self, path: StrPath) -> Path:
         """Writes the statistics exactly, as safetensors, and a CSV table beside them.
 
         Args:
@@ -146,7 +147,7 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
         return file
 
     @classmethod
-    def load(cls, path: Path) -> ChannelStats:
+    def load(cls, path: StrPath) -> ChannelStats:
         """Reads what `save` wrote.
 
         Raises:

@@ -14,7 +14,7 @@ import pandas as pd
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from prunekit.artifacts import atomic_file
+from prunekit.artifacts import StrPath, atomic_file
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import ARRAYS, LayerStats, StatsKey
 from prunekit.calibration.moments import InputMoments
@@ -39,7 +39,7 @@ class Contents(NamedTuple):
     reads: Mapping[str, Consumer]
 
 
-def locate(path: Path) -> Path:
+def locate(path: StrPath) -> Path:
     """The safetensors file that a path means: itself, or the one inside a folder."""
     path = Path(path)
     return path if path.suffix == ".safetensors" else path / FILE_NAME

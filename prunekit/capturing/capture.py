@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prunekit.artifacts import StrPath
 from prunekit.capturing.hooks import LayerHooks, What, Where
 from prunekit.capturing.layers import Layers
 from prunekit.capturing.reducers import Named, Reducer, reducer_of
@@ -56,7 +56,7 @@ class Capture(LayerHooks):
         *,
         reduce: Named | Reducer | None,
         every: int,
-        to: str | Path,
+        to: StrPath,
         limit_mib: float | None,
         example: tuple[Any, ...] | None,
     ) -> None:
@@ -167,7 +167,7 @@ def capture(
     *,
     reduce: Named | Reducer | None = None,
     every: int = 1,
-    to: str | Path = "cpu",
+    to: StrPath = "cpu",
     limit_mib: float | None = None,
     example: tuple[Any, ...] | None = None,
 ) -> Capture:

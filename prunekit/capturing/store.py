@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from prunekit.artifacts import atomic_file
+from prunekit.artifacts import StrPath, atomic_file
 from prunekit.errors import UsageError
 from prunekit.nested import gather, map_tensors
 
@@ -46,7 +46,7 @@ class Store:
         UsageError: the folder holds files already, or is a file; the limit is negative.
     """
 
-    def __init__(self, to: str | Path, limit_mib: float | None, device: torch.device) -> None:
+    def __init__(self, to: StrPath, limit_mib: float | None, device: torch.device) -> None:
         self.folder = None if to in ("cpu", "device") else Path(to)
         self._cpu = to == "cpu"
         self._numbers = itertools.count()

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from prunekit.artifacts import atomic_folder, read_json, sha256, write_json
+from prunekit.artifacts import StrPath, atomic_folder, read_json, sha256, write_json
 from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.belonging import own_buffers, require_compact
 from prunekit.channels.copying import foreign_methods, named_tensors, with_tensors
@@ -37,7 +37,7 @@ MANIFEST = "prunekit.json"
 
 
 def save(
-    folder: Path,
+    folder: StrPath,
     model: nn.Module,
     plan: Plan,
     *,
@@ -91,7 +91,7 @@ def save(
     return Path(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: StrPath) -> dict[str, Any]:
     """The manifest of a model folder.
 
     Raises:
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def load(folder: str | Path, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
+def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = None) -> nn.Module:
     """Loads a compact model from its folder, in eval mode on the CPU.
 
     The dense model is built without allocating its weights, takes on the folder's structure and its weights. Nothing

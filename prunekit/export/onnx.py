@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from prunekit.artifacts import StrPath
 from prunekit.errors import RunError
 
 OPSET = 23
 """The first with an operator for attention; what came after is of no use to networks that torch traces so far."""
 
 
-def export_onnx(model: nn.Module, sample: Tensor | tuple[Tensor, ...], path: Path) -> Path:
+def export_onnx(model: nn.Module, sample: Tensor | tuple[Tensor, ...], path: StrPath) -> Path:
     """Writes a model as one ONNX file, for inputs of exactly this shape, by `torch.onnx.export` on `torch.export`.
 
     Weights beyond two gigabytes, the limit of the format, lie in a file beside it.
@@ -39,10 +40,10 @@ def export_onnx(model: nn.Module, sample: Tensor | tuple[Tensor, ...], path: Pat
                 verbose=False,
             )
             assert program is not None
-            program.save(path)
+            program.save(Path(path))
         except Exception as error:  # the exporter has a family of errors of its own, and the model's code any
             raise RunError(f"{type(model).__name__} cannot be exported to ONNX: {_cause(error)}") from error
-    return path
+    return Path(path)
 
 
 def _cause(error: BaseException) -> str:

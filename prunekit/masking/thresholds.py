@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from prunekit.artifacts import read_json, write_json
+from prunekit.artifacts import StrPath, read_json, write_json
 from prunekit.calibration import MagnitudeSketch
 from prunekit.channels import channel_axis
 from prunekit.context import training_mode
@@ -62,18 +62,18 @@ class ActivationThresholds(Mapping[str, float]):
         target = self.target
         return {path: share for path, share in self.reached.items() if target and abs(share - target) > tolerance}
 
-    def save(self, path: Path) -> None:
+    def save(self, path: StrPath) -> None:
         """Writes the thresholds as JSON."""
-        write_json(path, {**vars(self), "thresholds": dict(self.thresholds), "reached": dict(self.reached)})
+        write_json(Path(path), {**vars(self), "thresholds": dict(self.thresholds), "reached": dict(self.reached)})
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: StrPath) -> Self:
         """Reads what `save` wrote.
 
         Raises:
             ArtifactError: the file is missing, damaged, or something else.
         """
-        found = read_json(path)
+        found = read_json(Path(path))
         if not isinstance(found, dict) or found.keys() != _VALID.keys():
             raise ArtifactError(f"{path}: expected activation thresholds, an object with {', '.join(_VALID)}")
         for name, (valid, expected) in _VALID.items():

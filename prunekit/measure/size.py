@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.artifacts import StrPath
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.recording import record
 from prunekit.channels.running import plain_attention
@@ -55,8 +56,9 @@ def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int =
     return record(model, example_inputs, batch, dtype).peak_bytes
 
 
-def size_bytes(path: Path) -> int:
+def size_bytes(path: StrPath) -> int:
     """Size of a file in bytes, or of all files in a folder together."""
+    path = Path(path)
     if path.is_dir():
         return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return path.stat().st_size

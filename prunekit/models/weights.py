@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from prunekit.artifacts import StrPath
 from prunekit.errors import ModelError
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".th")
@@ -17,7 +18,7 @@ PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torc
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: StrPath) -> None:
     """Loads a state dict into a model, in place.
 
     Args:
@@ -29,6 +30,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         ModelError: the file is missing or unreadable, or its names and shapes are not the model's; all are listed.
     """
+    path = Path(path)
     state = _strip(_unwrap(_read(path), path))
     assign_weights(model, state, str(path))
 

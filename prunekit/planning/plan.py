@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from prunekit.artifacts import atomic_file, read_json, sha256, write_text
+from prunekit.artifacts import StrPath, atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
 from prunekit.channels.belonging import require_model
 from prunekit.channels.costs import MacTerm, Stored
@@ -133,7 +133,7 @@ class Plan:
             for group in self.channel_map.groups
         }
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: StrPath) -> None:
         """Writes `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""
         folder = Path(folder)
         chart = self.channel_map
@@ -170,7 +170,7 @@ class Plan:
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
 
 
-def load_plan(folder: Path) -> Plan:
+def load_plan(folder: StrPath) -> Plan:
     """Reads a plan that `Plan.save` wrote.
 
     Raises:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from ruamel.yaml import YAML
 
+from prunekit.artifacts import StrPath
 from prunekit.errors import RecipeError, nearest
 from prunekit.recipe.checks import Finding, consistency
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
@@ -21,7 +22,7 @@ from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, wr
 from prunekit.workflow.settings import JobSettings
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> JobSettings:
+def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:
     """Reads a recipe, lays overrides over it, and checks all of it before anything runs.
 
     Args:

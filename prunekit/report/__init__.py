@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prunekit.artifacts import StrPath
 
-def write(run_folder: Path, *, state: str | None = None) -> Path:
+
+def write(run_folder: StrPath, *, state: str | None = None) -> Path:
     """Renders `report.html` into a run folder: one page that needs no other file and asks for nothing on the network.
 
     Args:
@@ -26,21 +28,21 @@ def write(run_folder: Path, *, state: str | None = None) -> Path:
     return write_page(Path(run_folder), state)
 
 
-def write_sensitivity(run_folder: Path, *, state: str | None = None) -> Path:
+def write_sensitivity(run_folder: StrPath, *, state: str | None = None) -> Path:
     """Renders `report.html` into the folder of a sensitivity analysis; see `write`."""
     from prunekit.report.sensitivity import write_sensitivity_page
 
     return write_sensitivity_page(Path(run_folder), state)
 
 
-def write_profile(run_folder: Path, *, state: str | None = None) -> Path:
+def write_profile(run_folder: StrPath, *, state: str | None = None) -> Path:
     """Renders `report.html` into the folder of a latency profile; see `write`."""
     from prunekit.report.profile import write_profile_page
 
     return write_profile_page(Path(run_folder), state)
 
 
-def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
+def write_explanation(folder: StrPath, result: Mapping[str, Any]) -> Path:
     """Renders `explain.html` into a folder, which is made; `result` is a `workflow.explain.Explanation` as JSON has it,
     with the names of its `dense` and `pruned` models.
     """
@@ -49,7 +51,7 @@ def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
     return write_explanation_page(Path(folder), result)
 
 
-def write_features(folder: Path) -> Path:
+def write_features(folder: StrPath) -> Path:
     """Renders `features.html` into a folder of pictures that `prunekit.workflow.features.write_features` has written,
     with what it returned in `features.json`.
 
@@ -61,7 +63,7 @@ def write_features(folder: Path) -> Path:
     return write_features_page(Path(folder))
 
 
-def write_again(run_folder: Path, page: Path | None = None) -> Path:
+def write_again(run_folder: StrPath, page: StrPath | None = None) -> Path:
     """Renders the page of a run of any kind: a job, a sensitivity analysis or a latency profile.
 
     Args:
@@ -73,10 +75,10 @@ def write_again(run_folder: Path, page: Path | None = None) -> Path:
     """
     from prunekit.report.again import write_page_again
 
-    return write_page_again(Path(run_folder), page)
+    return write_page_again(Path(run_folder), None if page is None else Path(page))
 
 
-def write_comparison(run_folders: Sequence[Path], page: Path) -> dict[str, Any]:
+def write_comparison(run_folders: Sequence[StrPath], page: StrPath) -> dict[str, Any]:
     """Renders a page that compares runs of `finetune` and `prune`, with links to their reports, which are written where
     they are missing.
 
@@ -92,7 +94,7 @@ def write_comparison(run_folders: Sequence[Path], page: Path) -> dict[str, Any]:
     return write_comparison_page([Path(folder) for folder in run_folders], Path(page))
 
 
-def write_histograms(folder: Path, run: Path | None = None) -> Path:
+def write_histograms(folder: StrPath, run: StrPath | None = None) -> Path:
     """Renders `histograms.html` into a folder that `prunekit.workflow.statistics.write_statistics` has written, with
     what it returned in `histograms.json`; `run` is the folder of the run whose scores are shown too.
 
@@ -101,7 +103,7 @@ def write_histograms(folder: Path, run: Path | None = None) -> Path:
     """
     from prunekit.report.histograms import write_histograms_page
 
-    return write_histograms_page(Path(folder), run)
+    return write_histograms_page(Path(folder), None if run is None else Path(run))
 
 
 __all__ = [

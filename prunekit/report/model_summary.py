@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from prunekit.artifacts import atomic_file
+from prunekit.artifacts import StrPath, atomic_file
 from prunekit.errors import ModelError
 from prunekit.inputs import arguments
 from prunekit.measure.module_table import ModuleRow, Shapes, module_table
@@ -79,7 +79,7 @@ class ModelSummary:
         """The rows as plain values; shapes as text, such as `1x3x224x224`."""
         return [{**asdict(row), "inputs": shown(row.inputs), "outputs": shown(row.outputs)} for row in self.rows]
 
-    def to_csv(self, path: Path | str) -> Path:
+    def to_csv(self, path: StrPath) -> Path:
         """Writes the rows as a CSV file, whole or not at all."""
         import pandas as pd
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prunekit.artifacts import remove_leftovers
+from prunekit.artifacts import StrPath, remove_leftovers
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.states import differences, read_state, write_state
 from prunekit.training.settings import CheckpointSettings
@@ -45,7 +45,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: StrPath,
         settings: CheckpointSettings | None = None,
         *,
         facts: Mapping[str, Any] | None = None,

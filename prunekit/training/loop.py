@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from prunekit.artifacts import StrPath
 from prunekit.context import seeded, training_mode
 from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.distributed.exchange import wait_for_all
@@ -57,7 +58,7 @@ def fit(
     progress: bool = False,
     label: str = "training",
     on_epoch: Callable[[EpochRow], None] | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: StrPath | None = None,
     checkpoints: Checkpoints | None = None,
     until: Callable[[], bool] = never,
     begin: LeftRun | None = None,
@@ -140,7 +141,7 @@ def fit(
     facts, warn = ({}, _warn) if checkpoints is None else (checkpoints.facts, checkpoints.warn)
     facts = {"device": device.type, "seed": seed, "batch": batch, "processes": size(), **facts}
     identity = identity_of(given, splits, settings, taking, **facts)
-    best = BestWeights(given, checkpoint, warn, trained=model)
+    best = BestWeights(given, None if checkpoint is None else Path(checkpoint), warn, trained=model)
     score = splits.task.main.name
     bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main(), score)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
-from prunekit.artifacts import atomic_file
+from prunekit.artifacts import StrPath, atomic_file
 from prunekit.data.rgb import in_rgb
 from prunekit.errors import DataError, UsageError
 
@@ -73,7 +73,7 @@ class Preprocessing:
         return mean, std
 
 
-def read_image(path: Path | str, transform: Transform) -> Tensor:
+def read_image(path: StrPath, transform: Transform) -> Tensor:
     """Reads an image file, turned as its EXIF data says, and makes it a model's input, (C, H, W).
 
     Raises:
@@ -107,8 +107,9 @@ def coloured(values: NDArray[np.floating] | Tensor, low: float, high: float) -> 
     return np.ascontiguousarray(found)
 
 
-def write_png(path: Path, pixels: Pixels) -> Path:
+def write_png(path: StrPath, pixels: Pixels) -> Path:
     """Writes pixels (H, W, 3) as a PNG file, whole or not at all."""
+    path = Path(path)
     with atomic_file(path) as temporary:
         Image.fromarray(pixels).save(temporary, format="PNG", optimize=True)
     return path

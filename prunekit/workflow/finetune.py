@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prunekit.artifacts import StrPath
 from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.distributed.exchange import from_main, wait_for_all
@@ -47,7 +48,7 @@ def finetune(
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
-    resume: str | Path | None = None,
+    resume: StrPath | None = None,
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
@@ -82,7 +83,7 @@ def prune_job(
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
-    resume: str | Path | None = None,
+    resume: StrPath | None = None,
 ) -> RunResult:
     """As `finetune`, without fine-tuning: what is left is repaired as the job's `repair` says, and that is all.
 
@@ -106,7 +107,7 @@ def _run(
     resolved: str,
     finish: Finish | None,
     own: Own,
-    resume: str | Path | None,
+    resume: StrPath | None,
     *,
     training: bool,
 ) -> RunResult:

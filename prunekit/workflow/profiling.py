@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from prunekit.artifacts import StrPath
 from prunekit.channels import ChannelMap
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.map import Keep
@@ -49,7 +50,7 @@ def profile(
     prune: PruneSettings,
     *,
     networks: int | None = None,
-    cache: Path | None = None,
+    cache: StrPath | None = None,
     again: bool = False,
     transform: Transform = AS_IT_IS,
     log: Log,
@@ -88,7 +89,7 @@ def profile(
     keeps = list(sampled(channel_map, parts, networks or NETWORKS))
     log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
     made = _networks(model, channel_map, keeps, transform)
-    kept_in = cache or cache_folder()
+    kept_in = cache_folder() if cache is None else Path(cache)
     dense = transform(model)
     times = time_networks(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in, again=again, log=log)
     samples = tuple(Sample(keep, found) for keep, found in zip(keeps, times, strict=True))

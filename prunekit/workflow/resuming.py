@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from prunekit.artifacts import read_json, write_json
+from prunekit.artifacts import StrPath, read_json, write_json
 from prunekit.distributed.group import size
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.states import differences
@@ -46,7 +46,7 @@ def note(run: RunFolder, identity: Mapping[str, Any]) -> None:
     write_json(run.resume / "run.json", identity)
 
 
-def find_run(asked: str | Path, runs: Path, identity: Mapping[str, Any], log: Log) -> Path | None:
+def find_run(asked: StrPath, runs: Path, identity: Mapping[str, Any], log: Log) -> Path | None:
     """The folder of the run to go on with; None: there is none, and the log says so.
 
     Args:
