@@ -55,14 +55,14 @@ def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "a
     }
 
 
-def too_slow(latency: Sequence[dict[str, Any]], max_latency_ms: float) -> list[dict[str, Any]]:
-    """The rows of the last-named model that are not shown to keep a limit, in milliseconds for the whole batch.
+def gated(latency: Sequence[dict[str, Any]], max_latency_ms: float) -> list[tuple[dict[str, Any], bool]]:
+    """Return the rows of the last-named model, and whether each is shown to keep a limit, in ms for the whole batch.
 
     A stable row keeps it with its median, an unstable one with the whole 95 % interval: noise makes models slower, so
     one that is fast enough in it is fast enough.
     """
     rows = [row for row in latency if row["model"] == latency[-1]["model"]]
-    return [row for row in rows if row["median_ms" if row["stable"] else "high_ms"] > max_latency_ms]
+    return [(row, row["median_ms" if row["stable"] else "high_ms"] <= max_latency_ms) for row in rows]
 
 
 def devices(names: str, settings: LatencySettings) -> list[torch.device]:

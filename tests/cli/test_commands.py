@@ -290,10 +290,14 @@ def test_bench_times_the_users_own_model_first_and_gates_the_last(own_model: str
 
 
 def test_bench_passes_a_model_that_is_fast_enough(own_model: str) -> None:
-    arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--batch", "1", "--repeats", "5"]
+    arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--repeats", "5", "--threads", "1"]
     result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
     assert result.exit_code == 0, result.stderr
     assert "initialised  cpu     eager" in result.stdout
+    # The gate is for batch 1 where no batch is named, and says so.
+    gates = [line for line in result.stderr.splitlines() if "the limit is 1e+06 ms" in line]
+    assert len(gates) == 1
+    assert gates[0].startswith("prunekit: fast enough: initialised (eager, cpu, batch 1, 1 thread, float32): ")
 
 
 def test_a_runtime_that_computes_something_else_exits_with_1(

@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.measure import LatencySettings
-from prunekit.workflow.bench import bench, devices, too_slow
+from prunekit.workflow.bench import bench, devices, gated
 from prunekit.workflow.targets import Target
 
 QUICK = LatencySettings(batches=(1, 2), threads=(1,), repeats=5)
@@ -69,12 +69,12 @@ def test_the_gate_looks_at_the_last_named_model_only(limit: float, slow: list[in
         {"model": model, "batch": batch, "median_ms": ms, "high_ms": 9 * ms, "stable": True}
         for model, batch, ms in (("dense", 1, 9.0), ("pruned", 1, 2.0), ("dense", 2, 9.9), ("pruned", 2, 3.5))
     ]
-    assert [row["batch"] for row in too_slow(rows, limit)] == slow
+    assert [row["batch"] for row, fast in gated(rows, limit) if not fast] == slow
 
 
 def test_an_unstable_row_passes_the_gate_with_its_whole_interval() -> None:
     row = {"model": "pruned", "median_ms": 2.0, "high_ms": 2.6, "stable": False}
-    assert too_slow([row], 2.5) == [row]
-    assert too_slow([row], 2.6) == []
-    assert too_slow([{**row, "stable": True}], 2.5) == []
-    assert too_slow([], 1.0) == []
+    assert gated([row], 2.5) == [(row, False)]
+    assert gated([row], 2.6) == [(row, True)]
+    assert [fast for _, fast in gated([{**row, "stable": True}], 2.5)] == [True]
+    assert gated([], 1.0) == []
