@@ -157,6 +157,9 @@ class CallWatch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.transformed()
+            return function(*args, **named)
         name = getattr(function, "__name__", "")
         if name in _LOOKS:
             looked = self.look(name, function, *args, **named)
@@ -167,6 +170,9 @@ class CallWatch(TorchFunctionMode):
             return self.compute(name, function, *args, **named)
         self.number += 1
         return self.call(Call(self.number, name, function, args, named, self.compute))
+
+    def transformed(self) -> None:
+        """What happens at a call within a transform of functions, such as vmap, where tensors aren't what they seem."""
 
     def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
         """Calls one that computes nothing."""

@@ -26,8 +26,8 @@ class Blank(NamedTuple):
         return cls(key, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def tensor(self) -> Tensor:
-        """A tensor of this shape that takes no memory."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        """A tensor of this shape that takes no memory, of values that show wherever they get to."""
+        return torch.full((), _poison(self.dtype), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +46,13 @@ class Kept:
         """The same in memory of its own, except for that at the addresses `fixed`."""
         storages: dict[int, torch.UntypedStorage] = {}
         return Kept(self.calls, {key: _moved(tensor, storages, fixed) for key, tensor in self.tensors.items()})
+
+
+def _poison(dtype: torch.dtype) -> float:
+    """NaN, or where a type has none its largest value."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _moved(tensor: Tensor, storages: dict[int, torch.UntypedStorage], fixed: frozenset[int]) -> Tensor:

@@ -26,6 +26,7 @@ class Lifetimes:
     samples: int = 1
     steps: dict[int, int] = field(default_factory=dict)
     _last: dict[Key, int] = field(default_factory=dict)
+    _pinned: set[Key] = field(default_factory=set)
     _memory: dict[Key, int] = field(default_factory=dict)
     _sizes: list[int] = field(default_factory=list)
 
@@ -41,11 +42,15 @@ class Lifetimes:
     def read(self, keys: Iterable[Key], step: int) -> None:
         """Takes note of tensors that a call reads."""
         for key in keys:
-            self._last[key] = step
+            self._last[key] = max(step, self._last.get(key, 0))
+
+    def pin(self, key: Key) -> None:
+        """Takes note of a tensor that is read again whenever a pass goes on: from then on it is always live."""
+        self._pinned.add(key)
 
     def live(self, step: int) -> Iterator[Key]:
         """Tensors made by then that are read later."""
-        return (key for key, last in self._last.items() if key[0] <= step < last)
+        return (key for key, last in self._last.items() if key[0] <= step and (step < last or key in self._pinned))
 
     def held_bytes(self) -> dict[int, float]:
         """Memory of a sample's live tensors before each call, by its number."""
@@ -59,9 +64,11 @@ class Lifetimes:
     def _summed(self, beyond: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Memory at each step of what is needed from its birth until `beyond` its last use."""
         spans: dict[int, tuple[int, int]] = {}
+        end = 1 + max([0, *self._last.values(), *self.steps.values()])
         for key, memory in self._memory.items():
             first, last = spans.get(memory, (key[0], key[0]))
-            spans[memory] = (min(first, key[0]), max(last, self._last[key] + beyond))
+            until = end if key in self._pinned else self._last[key] + beyond
+            spans[memory] = (min(first, key[0]), max(last, until))
         changes = np.zeros(2 + max((last for _, last in spans.values()), default=0), dtype=np.int64)
         for memory, (first, last) in spans.items():
             changes[first] += self._sizes[memory]

@@ -207,7 +207,10 @@ class Gathering:
             kept, self._kept[i] = self._kept[i], None
             try:
                 self._kept[i] = self._run.take(aim, batch, kept, keep_at, stop_at)
+                if kept is not None and not all(bool(part.isfinite().all()) for part in self._run.taken.values()):
+                    raise DivergedError  # perhaps of a blank that something read where nobody looks
             except DivergedError:
+                self._kept[i] = None
                 self._run.take(aim, batch, None, 0, stop_at)
             parts.append(self._run.taken)
         if not all(part.keys() == parts[0].keys() and part for part in parts):

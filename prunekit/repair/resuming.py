@@ -3,20 +3,41 @@
 A pass that goes on runs the model's Python from the start; calls that were made before are not made again: each gives
 what was kept of its result, or a blank of the same shape where nothing behind reads it. So whatever Python a model is
 made of, memory is that of the tensors that are live at one place.
+
+What is not called as one of torch's functions (scripted and traced code, C++ extensions, autograd's own) can't be left
+out: it runs again in every pass. Its operators are seen at the dispatcher, so what they read is kept for good, and
+passes are kept only before the first thing that can't be followed there either, see `ResumableRun.opaque`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.calibration.layers import Call, CallWatch
 from prunekit.nested import gather
 from prunekit.repair.kept import Blank, Kept, rebuilt
 from prunekit.repair.lifetimes import Key, Lifetimes
+
+_PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Results that are the same whenever they are handed out; an array of NumPy's or a storage shares memory."""
+_ADDRESSES = frozenset({"data_ptr", "const_data_ptr", "mutable_data_ptr"})
+_ALLOCATIONS = frozenset(
+    {
+        torch.ops.aten.empty,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.empty_strided,
+        torch.ops.aten.new_empty,
+        torch.ops.aten.new_empty_strided,
+    }
+)
+"""Operators that give memory to be filled by what is no operator."""
 
 
 class DivergedError(BaseException):
@@ -35,6 +56,19 @@ class _Mark(NamedTuple):
     blank: Blank | None = None
 
 
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows a run the operators that the dispatcher is asked for, whoever asks."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, run: ResumableRun) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._run.dispatched(function, args, kwargs or {})
+
+
 class ResumableRun(CallWatch):
     """Runs a model on one batch after another, each from where it was kept.
 
@@ -44,6 +78,8 @@ class ResumableRun(CallWatch):
 
     Attributes:
         lifetimes: how long results are needed, from `learn`.
+        opaque: whether the running pass did what can't be done again from what is kept: memory was handed out beside
+            torch's functions, written to where nobody looks, or gradients and transforms of functions were at work.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
@@ -55,6 +91,7 @@ class ResumableRun(CallWatch):
         )
         self._learning = False
         self._kept: Kept | None = None
+        self._seeing = 0
         self._begin(None, 0, 0)
 
     def before(self, call: Call) -> None:
@@ -87,21 +124,31 @@ class ResumableRun(CallWatch):
             DivergedError: `kept` does not fit this pass.
         """
         again = kept is not None and not keep_at
-        self._run(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
+        try:
+            self._run(inputs, kept.copied(self._fixed) if again and kept is not None else kept, keep_at, stop_at)
+        except Exception as error:  # of code that doesn't let pass that a blank was read
+            if kept is None:
+                raise
+            raise DivergedError from error
+        if self._leaked:
+            raise DivergedError
         return self._found if keep_at else kept
 
     def _run(self, inputs: tuple[Tensor, ...], kept: Kept | None, keep_at: int, stop_at: int) -> None:
         self._begin(kept, keep_at, stop_at)
         given = [self._input(i, tensor) for i, tensor in enumerate(inputs)]
-        with self.watching():
+        unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+        with self.watching(), _Dispatched(self), unfused:
             try:
                 self._model(*given)
-            except _Stopped:
-                pass
+            except (_Stopped, Exception):  # what calls back from C++ may make another one of it
+                if not self._stopped:
+                    raise
             finally:
                 self._kept = None
                 self._live.clear()
                 self._blanks.clear()
+                self._pinned.clear()
 
     def _begin(self, kept: Kept | None, keep_at: int, stop_at: int) -> None:
         self._owner, self._step, self._new = object(), 0, 0
@@ -111,6 +158,9 @@ class ResumableRun(CallWatch):
         self._found: Kept | None = None
         self._live: dict[Key, weakref.ref[Tensor]] = {}
         self._blanks: dict[Key, Tensor] = {}
+        self.opaque = self._leaked = self._stopped = False
+        self._pinned: dict[Key, Tensor] = {}
+        self._unseen: dict[int, weakref.ref[Tensor]] = {}
 
     def _input(self, index: int, tensor: Tensor) -> Tensor:
         """A model may write into what it is given, so it gets a copy; where nothing reads it any more, a blank."""
@@ -146,46 +196,140 @@ class ResumableRun(CallWatch):
 
     def call(self, call: Call) -> Any:
         """Keeps, stops or goes on."""
-        if call.number == self._keep_at:
+        if call.number == self._keep_at and not self.opaque and call.number in self.lifetimes.steps:
             self._found = self._keep(self._stop_at > self._keep_at)
-        if self._learning:
+        if self._learning and not self.opaque:
             self.lifetimes.steps[call.number] = self._step
         self.before(call)
         if call.number == self._stop_at:
+            self._stopped = True
             raise _Stopped
         result = call.run()
         self.after(call, result)
         return result
 
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._seen():
+            return super().__torch_function__(function, types, args, kwargs)
+
+    def leave(self, given: tuple[Any, ...], result: Any) -> None:
+        """As any other call."""
+        with self._seen():
+            super().leave(given, result)
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """What is dispatched in here belongs to a call of one of torch's functions."""
+        self._seeing += 1
+        try:
+            yield
+        finally:
+            self._seeing -= 1
+
+    def transformed(self) -> None:
+        """Tensors in a transform of functions are there in it alone."""
+        self._lost()
+
+    def _lost(self) -> None:
+        """Something begins that can't be followed: it may read all that there is, and write to it."""
+        self.opaque = True
+        self._read_all()
+
+    def _read_all(self) -> None:
+        if self._learning:
+            self.lifetimes.read((key for key, known in self._live.items() if known() is not None), self._step)
+
+    def dispatched(self, function: Any, args: Any, named: Any) -> Any:
+        """Runs an operator; what it reads without a call of torch's functions is kept for good.
+
+        Raises:
+            DivergedError: it would read a blank.
+        """
+        with self._seen(), torch._C.DisableTorchFunction():
+            tensors = gather((args, named))
+            marks = [(tensor, mark) for tensor in tensors for mark in [self._mark(tensor)] if mark is not None]
+            if any(mark.blank is not None for _, mark in marks):
+                self._leaked = True
+                raise DivergedError
+            if not isinstance(function, torch._ops.OpOverload):  # of functions, which may know other tensors
+                self._read_all()
+            elif self._learning:
+                self.lifetimes.read((mark.key for _, mark in marks), self._step)
+            result = function(*args, **named)
+            if self._seeing == 1:
+                self._unnoted(function, result, marks)
+            return result
+
+    def _unnoted(self, function: Any, result: Any, marks: list[tuple[Tensor, _Mark]]) -> None:
+        """Takes note of an operator that runs in every pass."""
+        known = isinstance(function, torch._ops.OpOverload)
+        if not known or function._schema.is_mutable or function.overloadpacket in _ALLOCATIONS:
+            self._lost()
+        for tensor, mark in marks:
+            self._pinned[mark.key] = tensor
+            if self._learning:
+                self.lifetimes.pin(mark.key)
+        self._unseen |= {_storage(tensor): weakref.ref(tensor) for tensor in gather(result)}
+
+    def _is_unseen(self, tensor: Tensor) -> bool:
+        """Whether an operator made its memory that runs in every pass."""
+        made = self._unseen.get(_storage(tensor))
+        return made is not None and made() is not None
+
     def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
-        """A blank has its own strides in memory."""
-        mark = self._mark(args[0]) if name == "stride" and args else None
-        if mark is None or mark.blank is None:
-            return function(*args, **named)
-        return mark.blank.stride[args[1]] if len(args) > 1 else mark.blank.stride
+        """A blank has its own strides in memory, and attributes that are tensors, such as `mT`, are blanks too."""
+        mark = self._mark(args[0]) if args and isinstance(args[0], Tensor) else None
+        if mark is not None and mark.blank is not None:
+            if name == "stride":
+                return mark.blank.stride[args[1]] if len(args) > 1 else mark.blank.stride
+            args = (mark.blank.tensor(), *args[1:])
+        looked = function(*args, **named)
+        if not isinstance(looked, (Tensor, tuple, *_PLAIN)):
+            self._lost()
+        return looked
 
     def compute(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
         """Makes a call, or gives what it gave before."""
         self._step, self._new = self._step + 1, 0
         if self._step <= self._skip:
             return self._again(name)
+        if name in _ADDRESSES:
+            self._lost()
         inputs = [self.real(tensor) for tensor in gather((args, named))]
         made = [(mark.key, tensor) for tensor in inputs for mark in [self._mark(tensor)] if mark is not None]
         if self._learning:
             self.lifetimes.read((key for key, _ in made), self._step)
+        known = [_version(tensor) for tensor in inputs]
         result = function(*args, **named)
         if name == "__iter__":
             result = list(result)
+        self._written([tensor for tensor, version in zip(inputs, known, strict=True) if _version(tensor) != version])
         self._calls.append((name, self._noted(result, inputs, made)))
         return iter(result) if name == "__iter__" else result
+
+    def _written(self, tensors: list[Tensor]) -> None:
+        """Memory was written to; that of this pass alone is kept with what it holds."""
+        for tensor in tensors:
+            if (
+                self._mark(tensor) is None
+                or tensor.untyped_storage().data_ptr() in self._fixed
+                or self._is_unseen(tensor)
+                or any(_storage(tensor) == _storage(pinned) for pinned in self._pinned.values())
+            ):
+                self._lost()
 
     def _noted(self, result: Any, inputs: list[Tensor], made: list[tuple[Key, Tensor]]) -> Any:
         """A result without its values; tensors that were there before are themselves."""
         if isinstance(result, (tuple, list)):
             return rebuilt(result, [self._noted(item, inputs, made) for item in result])
         if not isinstance(result, Tensor):
+            if not isinstance(result, _PLAIN):
+                self._lost()
             return result
         mark = self._mark(result)
+        if not _plain(result) or (mark is None and self._is_unseen(result)):
+            self._lost()
+            return None
         if mark is None:
             if any(result is tensor for tensor in inputs):
                 return result  # a parameter, or what an earlier pass left in a module
@@ -226,3 +370,18 @@ class ResumableRun(CallWatch):
         found = {key: self._live[key]() for key in self.lifetimes.live(self._step) if key in self._live}
         kept = Kept(list(self._calls), {key: tensor for key, tensor in found.items() if tensor is not None})
         return kept.copied(self._fixed) if copied else kept
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its memory, and no more: not sparse, nor with gradients, nor within a transform."""
+    strided = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return strided and (not tensor.requires_grad or isinstance(tensor, nn.Parameter))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to, where that is counted."""
+    return 0 if tensor.is_inference() else tensor._version

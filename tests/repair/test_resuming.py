@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from equivalence import randomised
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from prunekit.calibration.finding import find_layers
 from prunekit.calibration.layers import Call
@@ -81,6 +86,143 @@ class Attention(nn.Module):
         return self.layer(x) + y  # type: ignore[no-any-return]
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # TorchScript is deprecated, and used
+
+    @torch.jit.script
+    def scripted(x: Tensor, y: Tensor) -> Tensor:
+        """Reads both, and writes to what it made."""
+        made = torch.tanh(x) + y
+        made.mul_(2.0)
+        return made * y
+
+    @torch.jit.script
+    def scripted_write(x: Tensor, y: Tensor) -> Tensor:
+        """Writes to what it is given, through a view."""
+        x.view(-1).add_(y.reshape(-1))
+        return x
+
+    traced = torch.jit.trace(lambda x, y: x.sigmoid() - y, (torch.ones(1, 2, 3), torch.ones(1, 2, 3)))
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.mark_dirty(x)
+        return x.add_(y.exp())
+
+
+@torch.library.custom_op("prunekit_tests::hidden", mutates_args=())
+def hidden(x: Tensor, y: Tensor) -> Tensor:
+    return torch.from_numpy(x.numpy() * y.numpy())
+
+
+def numpy_shared(x: Tensor, y: Tensor) -> Tensor:
+    """Writes to a tensor from outside, before and after torch reads it."""
+    array = x.numpy()
+    array += y.numpy()
+    made = x.exp()
+    array[...] = np.tanh(array)
+    return made * x
+
+
+def by_address(x: Tensor, y: Tensor) -> Tensor:
+    x, y = x.contiguous(), y.contiguous()
+    values = (ctypes.c_float * x.numel()).from_address(x.data_ptr())
+    for i, value in enumerate(y.flatten().tolist()):
+        values[i] += value
+    return x
+
+
+def below_functions(x: Tensor, y: Tensor) -> Tensor:
+    """Calls that pass torch's functions by, between two writes that don't."""
+    x.add_(1)
+    with torch._C.DisableTorchFunction():
+        found = x * y
+        seen = found.view(-1)
+    x.mul_(3)
+    seen.sub_(1)  # of what isn't seen
+    return found + x
+
+
+def by_inference(x: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        made = x * y
+        made += 1
+    return made.clone()
+
+
+def with_gradients(x: Tensor, y: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad((x.tanh() * y).sum(), x)
+    return gradient
+
+
+Mix = Callable[[Tensor, Tensor], Tensor]
+MIXES: dict[str, Mix] = {
+    "scripted": scripted,
+    "scripted write": scripted_write,
+    "traced": traced,
+    "autograd function": lambda x, y: Sum.apply(x, y),  # type: ignore[no-untyped-call]
+    "custom operator": hidden,  # type: ignore[dict-item]
+    "by its name": torch.ops.prunekit_tests.hidden,
+    "compiled": torch.compile(lambda x, y: x.exp() * y, backend="eager"),
+    "checkpoint": lambda x, y: checkpoint(scripted, x, y, use_reentrant=False),
+    "vmap": lambda x, y: torch.vmap(lambda a, b: a.softmax(-1) @ b.mT)(x, y)[..., :1] * x,
+    "func.grad": lambda x, y: torch.func.grad(lambda a: (a.tanh() * y).sum())(x),
+    "cond": lambda x, y: torch.cond(x.sum() > y.sum() + 1e9, lambda a: a + 1, lambda a: a * y, (x,)),
+    "shared with NumPy": numpy_shared,
+    "list": lambda x, y: torch.tensor(x.tolist()) * y,
+    "dlpack": lambda x, y: torch.from_dlpack(x).mul_(2) + x * y,  # type: ignore[attr-defined]
+    "storage": lambda x, y: torch.empty(0).set_(x.untyped_storage()).view(x.shape).mul_(2) + x * y,  # type: ignore[arg-type]
+    "address": by_address,
+    "data": lambda x, y: x.data.mul_(2) + x * y,
+    "below torch's functions": below_functions,
+    "inference mode": by_inference,
+    "gradients": with_gradients,
+}
+
+
+FOLLOWED = {
+    "traced",
+    "cond",
+    "autograd function",
+    "by its name",
+    "custom operator",
+    "compiled",
+    "list",
+    "data",
+    "inference mode",
+}
+
+
+class Mixed(nn.Module):
+    """Three layers, and between them what isn't one of torch's functions; and a buffer that passes write to."""
+
+    memory: Tensor
+
+    def __init__(self, mix: Mix, buffer: bool = False) -> None:
+        super().__init__()
+        self.mix, self.buffer = mix, buffer
+        self.one, self.two, self.three = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("memory", torch.zeros(4, 2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        y = self.two(x).relu()
+        if self.buffer:
+            self.memory[: len(x)] = x.exp()
+            y = y + self.memory[: len(x)]
+        z = self.mix(x + y, y)
+        x = self.three(z)
+        return self.two(self.mix(x + z, y) + x)  # type: ignore[no-any-return]
+
+
+def remembered(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
 class Noted(ResumableRun):
     """Copies the results of all calls that are really made."""
 
@@ -125,6 +267,67 @@ def test_going_on_from_any_call_gives_the_same(case: str) -> None:
                 for got, want in zip(run.results[later], plain[later], strict=True):
                     assert torch.equal(got, want), (number, later)
     assert all(torch.equal(tensor, other) for tensor, other in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize("mix", [*MIXES, "buffer"])
+def test_what_is_not_seen_counts_as_read(mix: str) -> None:
+    """From every call, with other batches in between; what can't be followed is run again from the start."""
+    torch.manual_seed(0)
+    model = Mixed(MIXES.get(mix, remembered), buffer=mix == "buffer").eval()
+    batches = torch.randn(2, 4, 2, 3)
+    run = Noted(model)
+    run.learn((batches[0, :2],))
+    plain = []
+    for batch in batches:
+        run.results.clear()
+        run.run((batch,), None, 0, 0)
+        plain.append(dict(run.results))
+    with torch.no_grad():
+        for batch, results in zip(batches, plain, strict=True):
+            assert torch.equal(results[max(results)][0], model(batch.clone()))
+    cuts = set()
+    for number in plain[0]:
+        kept = [run.run((batch,), None, number, number) for batch in batches]
+        cuts |= {number} - {0 if each is not None else number for each in kept}
+        for _ in range(2):
+            for batch, each, want in zip(batches, kept, plain, strict=True):
+                run.results.clear()
+                run.run((batch,), each, 0, 0)
+                for later in range(number, 1 + max(want)):
+                    assert all(map(torch.equal, run.results[later], want[later])), (number, later)
+    assert {1, 2, 3} <= cuts  # before any of it
+    assert (max(plain[0]) in cuts) == (mix in FOLLOWED)
+
+
+def test_what_reads_a_blank_makes_the_pass_start_anew() -> None:
+    """Also where the model catches what it raises, or it is read as no operator does."""
+
+    class Catching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+            self.peek = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            y = self.layers[1](x)
+            if self.peek:
+                try:
+                    with torch._C.DisableTorchFunction():
+                        x = x + 1
+                except Exception:
+                    x = torch.zeros(4, 3)
+            return self.layers[2](y)  # type: ignore[no-any-return]
+
+    model, x = Catching().eval(), torch.randn(4, 3)
+    run = ResumableRun(model)
+    run.learn((x[:2],))
+    kept = run.run((x,), None, 3, 3)
+    assert kept is not None
+    run.run((x,), kept, 0, 0)
+    model.peek = True
+    with pytest.raises(DivergedError):
+        run.run((x,), kept, 0, 0)
 
 
 def test_only_what_later_calls_read_is_kept() -> None:
