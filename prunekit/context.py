@@ -38,6 +38,43 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
+def same_draws(model: nn.Module) -> Iterator[None]:
+    """One forward pass that is compared with others: whatever it draws, they draw too.
+
+    Each begins with the same seeds (see `seeded`), and leaves the generators that modules hold themselves (Python's,
+    NumPy's and torch's, in their attributes) as it found them.
+    """
+    held = [value for module in model.modules() for value in vars(module).values()]
+    states = [(value, _state_of(value)) for value in held if isinstance(value, _GENERATORS)]
+    try:
+        with seeded(0):
+            yield
+    finally:
+        for generator, state in states:
+            _set_state(generator, state)
+
+
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    return generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif not isinstance(generator, random.Random):
+        generator.set_state(state)
+    elif state is not None:  # the system's own has none
+        generator.setstate(state)
+
+
+@contextmanager
 def same_random_state() -> Iterator[None]:
     """Whatever draws or seeds inside: afterwards the states of Python's, NumPy's and torch's generators are what they
     were."""

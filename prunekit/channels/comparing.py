@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Any
@@ -15,13 +15,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.decisions import Decision, decision, without_chance
-from prunekit.channels.differences import TOLERANCE, relative_difference
+from prunekit.channels.differences import TOLERANCE, relative_difference, rounding
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.operators import Operator, Run, is_counted
-from prunekit.channels.precision import AS_DOUBLE, Precision
+from prunekit.channels.precision import AS_DOUBLE, OWN, Precision
 from prunekit.channels.running import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
 from prunekit.channels.slicing import take
+from prunekit.context import same_draws
 from prunekit.errors import ModelError
 from prunekit.nested import gather
 
@@ -117,7 +118,7 @@ class Reference:
     values: dict[Key, tuple[str, list[Any]]]
     outputs: list[torch.Tensor]
     decisions: dict[Key, Decision]
-    precision: Precision = nullcontext
+    precision: Precision = OWN
     failed: Divergence | None = None
 
 
@@ -127,7 +128,7 @@ def record(
     keep: Keep,
     example: tuple[Any, ...],
     run: Run,
-    precision: Precision = nullcontext,
+    precision: Precision = OWN,
 ) -> Reference:
     """Runs the masked model on one input, its norms over channels on kept ones (see `NarrowNorms`).
 
@@ -172,9 +173,11 @@ def check(
     if reference.failed is not None:
         return reference.failed.difference, reference.failed
     worst = peak = 0.0
+    own = reference.precision is OWN  # a model that rounds: what is computed from coarse numbers is as coarse
 
     def see(key: Key, name: str, arguments: Any, outs: list[torch.Tensor]) -> None:
-        nonlocal worst, peak
+        nonlocal worst, peak, tolerance
+        tolerance = max(tolerance, rounding(outs)) if own else tolerance
         expected = reference.values.get(key)
         if expected is None or expected[0] != name:
             return
@@ -234,7 +237,7 @@ def _forward(
     """Runs a model with every operator seen, and returns the tensors of its output."""
     stack = ModuleStack(model)
     watch = _Watch(stack, see)
-    with mode_for_trace(model, training), stack, torch.no_grad(), plain_attention(), precision():
+    with same_draws(model), mode_for_trace(model, training), stack, torch.no_grad(), plain_attention(), precision():
         try:
             with watch:
                 output = model(*example)

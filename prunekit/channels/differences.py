@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 TOLERANCE = 1e-9
 """Largest difference over the largest reference value that float64 rounding explains."""
+
+ROUNDING = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""The same by the precision that something was computed in, for models that do not run in float64."""
 
 FILLER = 1e6
 """Larger values are taken for fillers, such as those that mask attention, and say nothing of the run's scale."""
@@ -46,3 +51,9 @@ def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: floa
             return float("inf"), "NaN or Inf where the other model has none", peak
         return relative_difference(want[finite], got[finite], peak)
     return difference, f"values differ by {difference:.3g} of the largest", peak
+
+
+def rounding(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest relative difference that rounding explains in any of some tensors: that of the coarsest."""
+    dtypes = {tensor.dtype.to_real() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
+    return max((ROUNDING.get(dtype, ROUNDING[torch.bfloat16]) for dtype in dtypes), default=0.0)

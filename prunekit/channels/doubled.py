@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from prunekit.channels.copying import has_gradients, named_tensors, with_tensors
+from prunekit.channels.differences import ROUNDING, TOLERANCE
+from prunekit.channels.precision import AS_DOUBLE, OWN, Precision
 from prunekit.channels.slicing import KeptIndices, blank
 from prunekit.hooks import HookOwner
 from prunekit.nested import map_tensors
@@ -58,6 +61,33 @@ def as_double(
         return tensor.detach().to("cpu", wanted)
 
     return tuple(map_tensors(value, convert) for value in example)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run two models that are compared.
+
+    Attributes:
+        convert: what their tensors become.
+        dtype: of the inputs; None: their own.
+        precision: under which they run.
+    """
+
+    convert: Convert
+    dtype: torch.dtype | None
+    precision: Precision
+
+    def inputs(self, example: tuple[Any, ...], *, noise: bool = True) -> tuple[Any, ...]:
+        """An example in this precision, see `as_double`."""
+        return as_double(example, self.dtype, noise=noise)
+
+    def tolerance(self, least: float = TOLERANCE) -> float:
+        """The largest difference that counts as equal to begin with, of what is no coarser than float32."""
+        return max(least, ROUNDING[torch.float32]) if self.dtype is None else least
+
+
+WAYS = (*(Way(to_double, torch.float64, precision) for precision in AS_DOUBLE), Way(as_it_is, None, OWN))
+"""In the order in which they are to be tried: float64, and only for code that does not run in it what the model has."""
 
 
 class DoubledWhileRunning(HookOwner):

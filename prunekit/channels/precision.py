@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,3 +68,6 @@ def _reported_narrow() -> Iterator[None]:
 Precision = Callable[[], AbstractContextManager[Any]]
 AS_DOUBLE: tuple[Precision, ...] = (_Widened, _reported_narrow)
 """Ways to run a model in float64 that has its tensors and inputs in it, to be tried in this order."""
+
+OWN: Precision = nullcontext
+"""A model's own precision, whatever that is: operators that take float32 or bfloat16 alone run in no other."""

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.copying import has_gradients, named_tensors, owners, with_tensors
+from prunekit.channels.decisions import without_chance
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
@@ -24,7 +25,7 @@ from prunekit.channels.shortcut import run_on_meta
 from prunekit.channels.sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.storages import Storages
 from prunekit.channels.substitutes import substitute_all
-from prunekit.context import seeded
+from prunekit.context import same_draws, seeded
 from prunekit.errors import ModelError, PrunekitError
 from prunekit.nested import gather, map_tensors, tensors_in
 
@@ -73,7 +74,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func._schema.name).replace("::", ".")
-        out = run_on_meta(func, name, args, kwargs)
+        out = without_chance(name, run_on_meta(func, name, args, kwargs))  # the way that a trial takes
         flow = self.flow
         flow.module, flow.call, flow.operator = self.stack.current, self.stack.call, name
         inputs = gather((args, kwargs))
@@ -252,7 +253,8 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
-    with stack, torch.no_grad(), plain_attention(), LabelMode(flow, run, stack, earlier, example):
+    mode = LabelMode(flow, run, stack, earlier, example)
+    with same_draws(clone), stack, torch.no_grad(), plain_attention(), mode:
         output = clone(*example)
     flow.operator, flow.call = "", None
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})

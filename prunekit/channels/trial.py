@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.batches import BatchAxes
 from prunekit.channels.comparing import Divergence, Reference, check, keyed, record
 from prunekit.channels.constraints import LockRecord
-from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double, with_zeros
+from prunekit.channels.doubled import WAYS, DoubledWhileRunning, as_double, doubled, to_double, with_zeros
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.operators import Operator, Run
@@ -24,11 +23,7 @@ from prunekit.channels.resolve import with_constraints, with_locks, with_plain, 
 from prunekit.channels.scales import Scales
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
-from prunekit.context import seeded
 from prunekit.errors import ModelError, PlanError
-
-OWN_PRECISION = 1e-4
-"""Tolerance of a trial in the model's own precision, for models whose code does not let them run in float64."""
 
 PLAIN = "plain_classes keeps its class as it is"
 
@@ -138,8 +133,7 @@ class _Trial:
         for run in self.channel_map.traced.trace.runs:
             if run.repeats:
                 continue
-            with seeded(0):
-                difference, divergence = self._sure(compact, run) if sure else self._quick(compact, run)
+            difference, divergence = self._sure(compact, run) if sure else self._quick(compact, run)
             worst = max(worst, difference)
             if divergence is not None:
                 return worst, (divergence, run)
@@ -161,17 +155,17 @@ class _Trial:
 
     def _sure(self, compact: nn.Module, run: Run) -> tuple[float, Divergence | None]:
         """In float64 with copies; where that fails in every way, in the model's precision."""
-        example = as_double(self.examples[run.example])
-        for precision in AS_DOUBLE:
-            masked = doubled(self.model, with_zeros(to_double, self.kept))
+        for way in WAYS:
+            example = way.inputs(self.examples[run.example])
+            masked = doubled(self.model, with_zeros(way.convert, self.kept))
             try:
-                reference = self._record(masked, example, run, precision)
+                reference = self._record(masked, example, run, way.precision)
             except ModelError:  # the model's code asks for another precision
+                if way is WAYS[-1]:
+                    raise
                 continue
-            return check(reference, doubled(compact, to_double), example, run)
-        example = as_double(self.examples[run.example], None)
-        reference = self._record(doubled(self.model, with_zeros(as_it_is, self.kept)), example, run, nullcontext)
-        return check(reference, doubled(compact, as_it_is), example, run, OWN_PRECISION)
+            return check(reference, doubled(compact, way.convert), example, run, way.tolerance())
+        raise AssertionError("there is a last way")
 
     def _record(self, masked: nn.Module, example: tuple[Any, ...], run: Run, precision: Precision) -> Reference:
         return record(masked, self.channel_map, self.keep, example, run, precision)

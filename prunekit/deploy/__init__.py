@@ -2,7 +2,7 @@
 
 from prunekit.deploy.folding import Folded, fold_batchnorm
 from prunekit.deploy.layout import channels_last
-from prunekit.deploy.subnormals import count_subnormals, flush_subnormals, flush_subnormals_in_place
+from prunekit.deploy.subnormals import count_subnormals, flush_subnormals, flush_subnormals_in_place, without_subnormals
 
 __all__ = [
     "Folded",
@@ -11,4 +11,5 @@ __all__ = [
     "flush_subnormals",
     "flush_subnormals_in_place",
     "fold_batchnorm",
+    "without_subnormals",
 ]

@@ -42,7 +42,7 @@ def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, toleran
     """Folds every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
 
     What is left computes the same in eval mode with one operator and one pass over the activations less for each norm.
-    Folded weights that would be subnormal in their dtype are 0.
+    Folded weights that processors would compute with slowly, as subnormal in their dtype, are 0.
     It is for inference: no statistics are left that training could update. Folders of folded models are written and
     read as others are; `prunekit.verify` compares with the masked model before folding, not after.
 
@@ -56,8 +56,9 @@ def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, toleran
     """
     found = to_fold(model, example_inputs)
     double = _folded(doubled(model, to_double), found.pairs)
-    difference = compare_outputs(model, double, example_inputs, tolerance=tolerance)
-    return Folded(folded(model, found.pairs), {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)
+    narrow = folded(model, found.pairs)
+    difference = compare_outputs(model, double, example_inputs, tolerance=tolerance, narrow=narrow)
+    return Folded(narrow, {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)
 
 
 def to_fold(model: nn.Module, example_inputs: tuple[Any, ...]) -> Foldable:

@@ -1,4 +1,7 @@
-"""Numbers too small for full precision, which many processors compute with a hundred times slower than with others."""
+"""Numbers too small for full precision, which many processors compute with a hundred times slower than with others.
+
+Those of float32, bfloat16 and float64: float16 is computed in wider formats, which hold its smallest numbers normally.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.errors import VerificationError
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
 
@@ -22,14 +26,21 @@ class Flushed:
         model: a new one; the given one where there was nothing to do.
         counts: name of each tensor that held subnormal numbers -> how many.
         max_relative_difference: of the outputs on the example, in float64.
+        stay: why those that are there were left; empty where none were.
     """
 
     model: nn.Module
     counts: dict[str, int]
     max_relative_difference: float
+    stay: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What there is to say, in sentences."""
+        return (str(self),) if self.counts or self.stay else ()
 
     def __str__(self) -> str:
-        return (
+        return self.stay or (
             f"{sum(self.counts.values())} subnormal numbers in {len(self.counts)} tensors set to 0; outputs change by "
             f"{self.max_relative_difference:.1e}"
         )
@@ -53,6 +64,15 @@ def flush_subnormals(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flush
     return Flushed(flushed, counts, compare_outputs(model, flushed, example_inputs))
 
 
+def without_subnormals(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flushed:
+    """As `flush_subnormals`, but a model that computes something else without such numbers stays as it is."""
+    try:
+        return flush_subnormals(model, example_inputs)
+    except VerificationError as error:  # it takes their logarithm, or divides by them
+        count = sum(count_subnormals(model).values())
+        return Flushed(model, {}, 0.0, f"{count} subnormal numbers stay: {error}")
+
+
 def count_subnormals(model: nn.Module) -> dict[str, int]:
     """How many subnormal numbers each parameter and buffer holds, for those that hold any."""
     return {name: int(found.sum()) for name, _, found in _holding(model)}
@@ -69,7 +89,11 @@ def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
 
 
 def _holding(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Parameters and buffers that hold subnormal numbers, by name, and where: bool, of the same shape."""
+    """Parameters and buffers that hold subnormal numbers, by name, and where: bool, of the same shape.
+
+    Complex ones as their real and imaginary parts.
+    """
     for name, tensor in named_tensors(model):
-        if tensor.is_floating_point() and bool((found := is_subnormal(tensor)).any()):
-            yield name, tensor, found
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+        if real.is_floating_point() and bool((found := is_subnormal(real)).any()):
+            yield name, real, found

@@ -119,6 +119,13 @@ def subnormals(value: Any) -> int:
 
 
 def is_subnormal(tensor: Tensor) -> Tensor:
-    """bool, of the shape of a tensor of floating-point numbers."""
+    """bool, of the shape of a tensor of floating-point numbers: which of them processors compute with slowly.
+
+    Not of float16 and less: they are computed in float32, where their smallest numbers are like any other, or by units
+    that take them as fast. bfloat16 has the range of float32.
+    """
+    tiny = torch.finfo(tensor.dtype).tiny
+    if tiny > torch.finfo(torch.float32).tiny:
+        return torch.zeros_like(tensor, dtype=torch.bool)
     size = tensor.detach().abs()
-    return (size > 0) & (size < torch.finfo(tensor.dtype).tiny)
+    return (size > 0) & (size < tiny)

@@ -14,7 +14,7 @@ from prunekit.calibration.gradients import Loss
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.running import plain_attention
-from prunekit.context import training_mode
+from prunekit.context import same_draws, training_mode
 from prunekit.inputs import count_of, moved, taken
 from prunekit.masking import WeightMasks
 from prunekit.measure.outputs import Batch, Spread, Sums, labelled_alike, observed, require_alike
@@ -92,13 +92,15 @@ class _Measuring:
         """Runs the dense model and all masked ones on a batch; yields after each."""
         inputs = moved(batch.inputs, next(self._model.parameters()).device)
         prefix = self._prefix = self._prefix or self._shared(inputs)
-        wanted = observed(self._model, inputs, prefix.record(inputs), "the dense model")
+        with same_draws(self._model):
+            output = prefix.record(inputs)
+        wanted = observed(self._model, inputs, output, "the dense model")
         self._spread.add(wanted)
         self._dense.add(wanted, wanted, batch, self._loss)
         yield
         for (name, kept), plan in self._plans.items():
             where = f"group {name} masked to {kept} of {self._orders[name].size} channels"
-            with WeightMasks(self._model, plan, restore=True):
+            with same_draws(self._model), WeightMasks(self._model, plan, restore=True):
                 found = observed(self._model, inputs, prefix.run(name, inputs), where)
             require_alike(wanted, found, where)
             self._sums[name, kept].add(found, wanted, batch, self._loss)

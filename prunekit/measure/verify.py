@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.comparing import check, following, record
 from prunekit.channels.copying import has_gradients, named_tensors
-from prunekit.channels.differences import TOLERANCE
-from prunekit.channels.doubled import as_double, doubled, to_double
+from prunekit.channels.differences import ROUNDING, TOLERANCE, rounding
+from prunekit.channels.doubled import WAYS, Way, doubled
 from prunekit.channels.narrowed import NarrowNorms
-from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
-from prunekit.context import training_mode
+from prunekit.context import same_draws, training_mode
 from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.measure.differing import apart, largest_difference
-from prunekit.nested import tensors_in
+from prunekit.nested import gather, tensors_in
 from prunekit.planning import Plan
 
 
@@ -32,7 +33,8 @@ class Verification:
     Attributes:
         max_relative_difference: largest absolute difference of any output over the largest absolute reference value.
         inputs: samples compared.
-        dtype: in which both were computed.
+        dtype: the coarsest in which both were computed: float64, but for models whose code runs in no other precision
+            than its own, such as quantized layers. Then what that rounds counts as equal.
     """
 
     max_relative_difference: float
@@ -50,6 +52,8 @@ def verify(
 ) -> Verification:
     """Compares masked and compact model in float64 on the CPU: their outputs in eval mode, and what is in them.
 
+    A model whose code does not run in float64 is compared in its own precision, as in the trial of its plan.
+
     An output need not show a wrong index: the channel may be dead on these inputs. So every tensor of the compact
     model is compared with the kept entries of the masked one as well. Scores that are equal but for rounding may come
     in another order: outputs that differ are compared once more with the order of the masked model in both.
@@ -63,100 +67,168 @@ def verify(
         compact: what `prunekit.compaction.compact` made of it.
         plan: for finding the operator when they differ.
         examples: positional inputs of `forward`, one tuple for each call.
-        tolerance: largest relative difference that counts as equal.
+        tolerance: largest relative difference that counts as equal; at least what the precision rounds in which the
+            model runs.
 
     Raises:
         PlanError: the plan is that of another model.
         VerificationError: they differ, or hold NaN; the message names the first operator and its module path.
-        ModelError: the masked model does not run in float64, see `channels.precision`.
+        ModelError: the masked model does not run on an example.
         UsageError: there is no example, or no tensor in the output: nothing would be compared.
     """
     plan.require_model(masked)
-    masked64, compact64 = doubled(masked, to_double), doubled(compact, to_double)
-    worst, seen = 0.0, 0
-    misplaced = _misplaced(masked64, compact64, plan, tolerance)
+    masked_in, compact_in = _Twins(masked), _Twins(compact)
+    misplaced_in: dict[Way, str] = {}
+    worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS
     for example in examples:
-        inputs = as_double(example, noise=False)
-        precision, want = _expected(masked64, plan, inputs)
+        expected = _expected(masked_in, example, ways, lambda twin: NarrowNorms(twin, plan.channel_map, plan.keep))
+        way, allowed = expected.way, max(tolerance, expected.rounding)
+        ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
+        masked_twin, compact_twin, inputs = masked_in[way], compact_in[way], way.inputs(example, noise=False)
+        if way not in misplaced_in:
+            misplaced_in[way] = _misplaced(masked_twin, compact_twin, plan, tolerance)
+        misplaced = misplaced_in[way]
         try:
-            got = _run(compact64, inputs, precision)
+            got = _run(compact_twin, inputs, way)
         except Exception as error:  # whatever the model's own code makes of a wrong size
             difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
         else:
-            difference, reason = largest_difference(want, got)
-        if misplaced or not difference <= tolerance:
-            difference, reason = _by_operator(masked64, compact64, plan, inputs, precision, misplaced or reason)
-        if misplaced and difference <= tolerance:
+            difference, reason = largest_difference(expected.output, got)
+        if misplaced or not difference <= allowed:
+            difference, reason = _by_operator(masked_twin, compact_twin, plan, inputs, way, misplaced or reason)
+        if misplaced and difference <= allowed:
             difference, reason = inf, f"{misplaced}; no operator before shows it"
-        if not difference <= tolerance:
-            raise VerificationError(f"masked and compact model differ: {reason}")
-        worst = max(worst, difference)
+        if not difference <= allowed:
+            raise VerificationError(f"masked and compact model differ: {reason}{_not_masked(masked, plan)}")
+        worst, coarsest = max(worst, difference), max(coarsest, expected.rounding)
         seen += next((tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()), 1)
     if not seen:
         raise UsageError("examples: expected at least one input to compare the models on, got none")
-    return Verification(worst, seen)
+    names = {rounded: str(dtype).removeprefix("torch.") for dtype, rounded in ROUNDING.items()}
+    return Verification(worst, seen, names[coarsest])
 
 
 def compare_outputs(
-    model: nn.Module, changed: nn.Module, example: tuple[Any, ...], *, tolerance: float = TOLERANCE
+    model: nn.Module,
+    changed: nn.Module,
+    example: tuple[Any, ...],
+    *,
+    tolerance: float = TOLERANCE,
+    narrow: nn.Module | None = None,
 ) -> float:
     """Largest relative difference of the outputs of two models in eval mode, in float64 on the CPU.
+
+    Of a model whose code does not run in float64, in its own precision; then what that rounds is taken as equal.
 
     Args:
         model: the reference.
         changed: what should compute the same.
         example: positional inputs of `forward`.
         tolerance: largest relative difference that counts as equal.
+        narrow: what is compared in the model's own precision, if it is not `changed`.
 
     Raises:
         VerificationError: they differ by more, or one output holds NaN.
-        ModelError: the model does not run in float64, see `channels.precision`.
+        ModelError: the model does not run.
     """
-    inputs = as_double(example, noise=False)
-    precision, want = _in_double(doubled(model, to_double), inputs)
-    difference, reason = largest_difference(want, _run(doubled(changed, to_double), inputs, precision))
-    if not difference <= tolerance:
+    expected = _expected(_Twins(model), example)
+    way = expected.way
+    other = changed if narrow is None or way.dtype is not None else narrow
+    got = _run(_Twins(other)[way], way.inputs(example, noise=False), way)
+    difference, reason = largest_difference(expected.output, got)
+    if not difference <= max(tolerance, expected.rounding):
         raise VerificationError(f"{type(model).__name__} and its changed copy differ: {reason}")
     return difference
 
 
-def _expected(masked: nn.Module, plan: Plan, inputs: tuple[Any, ...]) -> tuple[Precision, Any]:
-    """The first way of running the masked model in float64 that its code lets through, and what it computes."""
-    with NarrowNorms(masked, plan.channel_map, plan.keep):
-        return _in_double(masked, inputs)
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    """What a model computes; `rounding` is how far it may be off by the coarsest numbers that it computes with."""
+
+    way: Way
+    output: Any
+    rounding: float
 
 
-def _in_double(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Precision, Any]:
+class _Twins(dict[Way, nn.Module]):
+    """Copies of a model by the way in which they run, made when they are asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __missing__(self, way: Way) -> nn.Module:
+        self[way] = doubled(self.model, way.convert)
+        return self[way]
+
+
+def _expected(
+    twins: _Twins,
+    example: tuple[Any, ...],
+    ways: Sequence[Way] = WAYS,
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> _Expected:
+    """The output in the first way of running a model that its code lets through."""
     failures = []
-    for precision in AS_DOUBLE:
+    for way in ways:
+        watch = _Rounding()
         try:
-            return precision, _run(model, inputs, precision)
+            with around(twins[way]), watch if way.dtype is None else nullcontext():
+                output = _run(twins[way], way.inputs(example, noise=False), way)
         except Exception as error:  # whatever the model's own code makes of a type that it does not expect
             failures.append(error)
+            twins.pop(way, None)
+            continue
+        return _Expected(way, output, max(way.tolerance(), watch.found))
     raise ModelError(
-        f"{type(model).__name__} does not run in float64, in which models are compared: "
-        f"{type(failures[0]).__name__}: {failures[0]}; expected code that takes the type of its inputs"
-    ) from failures[0]
+        f"{type(twins.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
+        f"{failures[-1]}; expected the positional arguments of its forward, one tuple for each call"
+    ) from failures[-1]
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...], precision: Precision) -> Any:
-    with training_mode(model, False), torch.no_grad(), plain_attention(), precision():
+class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees how coarse the numbers are that a model computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.found = max(self.found, rounding(gather(out)))
+        return out
+
+
+def _run(model: nn.Module, inputs: tuple[Any, ...], way: Way) -> Any:
+    with same_draws(model), training_mode(model, False), torch.no_grad(), plain_attention(), way.precision():
         return model(*inputs)
 
 
 def _by_operator(
-    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], precision: Precision, reason: str
+    masked: nn.Module, compact: nn.Module, plan: Plan, inputs: tuple[Any, ...], way: Way, reason: str
 ) -> tuple[float, str]:
     """Where two models first part; nowhere if only equal scores came in another order, see `Decision`."""
     if plan.channel_map.source is None:
         return inf, f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
-    reference = record(masked, plan.channel_map, plan.keep, inputs, run, precision)
-    divergence = check(reference, compact, inputs, run)[1]
+    reference = record(masked, plan.channel_map, plan.keep, inputs, run, way.precision)
+    divergence = check(reference, compact, inputs, run, way.tolerance())[1]
     if divergence is not None:
         return inf, f"first at {divergence}"
     difference, reason = largest_difference(reference.outputs, following(reference, compact, inputs, run))
     return difference, f"{reason}; no operator before shows it"
+
+
+def _not_masked(masked: nn.Module, plan: Plan) -> str:
+    """Says that a model was not masked, if so: the dense one is given by mistake."""
+    for name, tensor in named_tensors(masked):
+        keep = plan.mask(name) if has_gradients(tensor) and not name.endswith("running_var") else None
+        if keep is not None and bool(tensor.detach().masked_fill(keep.to(tensor.device), 0).any()):
+            return (
+                f"; {name} of the masked model is not 0 where the plan prunes: give the model as `prunekit.masked` "
+                "or a repair left it, not the dense one"
+            )
+    return ""
 
 
 def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: float) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.judging import Judge, Spread
+from prunekit.context import same_draws
 from prunekit.errors import DataError, UsageError
 from prunekit.repair.batches import Batch
 
@@ -53,7 +54,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
 
 
 def _values(model: nn.Module, batch: Batch, judge: Judge) -> list[tuple[int | str, Tensor]]:
-    with torch.no_grad():
+    with torch.no_grad(), same_draws(model):
         found = judge.values(model, tuple(tensor.clone() for tensor in batch.inputs), batch.counted)
     if not found:
         raise UsageError("repair: the model's output holds no tensor of floating-point numbers to compare")

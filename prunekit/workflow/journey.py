@@ -13,7 +13,7 @@ from prunekit.artifacts import write_json
 from prunekit.channels import ChannelMap
 from prunekit.compaction import compact, load, remarks, save
 from prunekit.data import batches, describe_corrupt
-from prunekit.deploy import flush_subnormals
+from prunekit.deploy import without_subnormals
 from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import is_main
 from prunekit.inputs import arguments
@@ -203,20 +203,19 @@ class Journey:
         return measure_masks(self.prepared, small, thresholds, log=self.log)
 
     def _compact(self, pruned: nn.Module, dense: nn.Module, plan: Plan) -> tuple[nn.Module, Verification]:
-        flushed = flush_subnormals(compact(pruned, plan), self.prepared.example_inputs)
-        small = flushed.model
-        if flushed.counts:
-            self.log(f"compact: {flushed}")
-        for remark in remarks(small):
-            self.log(f"compact: {remark}")
+        cut = compact(pruned, plan)
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
-        proof = verify(pruned, small, plan, (arguments(pruned, inputs) for inputs, _ in held_out))
+        proof = verify(pruned, cut, plan, (arguments(pruned, inputs) for inputs, _ in held_out))
         self.log(
             f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} "
             f"{self.prepared.splits.task.samples} ({proof.dtype})"
         )
+        flushed = without_subnormals(cut, self.prepared.example_inputs)
+        small = flushed.model
+        for note in (*flushed.notes, *remarks(small)):
+            self.log(f"compact: {note}")
         save(
             self.run.path / "model",
             small,

@@ -17,7 +17,7 @@ from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact, remarks
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion
-from prunekit.deploy.subnormals import Flushed, flush_subnormals
+from prunekit.deploy.subnormals import Flushed, without_subnormals
 from prunekit.errors import DataError
 from prunekit.inputs import arguments, moved, taken
 from prunekit.measure.verify import verify
@@ -165,8 +165,8 @@ def prune(
         if repair:
             raise DataError("repair: expected images to repair from, a tensor or a loader; got a tuple of inputs")
         planned, frozen = _planned(model, data, settings, given, _traced(model, data, given))
-        flushed = flush_subnormals(planned.compact, data)
-        difference = planned.max_relative_difference
+        flushed = without_subnormals(planned.compact, data)
+        difference = max(planned.max_relative_difference, flushed.max_relative_difference)
         result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
         return _timed(frozen, result)
     seen = gathered(model, data, images, task)
@@ -198,13 +198,16 @@ def _prune_on(
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
     notes = _notes(settings.criterion, given.stats, patches)
     if repairing is None:
-        flushed = flush_subnormals(planned.compact, example)
+        flushed = without_subnormals(planned.compact, example)
+        difference = max(difference, flushed.max_relative_difference)
         result = Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
         return _timed(frozen, result)
     masked, report = repair_masked(model, plan, images, repairing)
-    flushed = flush_subnormals(compact(masked, plan), example)
-    proof = verify(masked, flushed.model, plan, [arguments(model, taken(images, slice(8)))])
-    difference, notes = max(difference, proof.max_relative_difference), notes + _said(flushed)
+    small = compact(masked, plan)
+    proof = verify(masked, small, plan, [arguments(model, taken(images, slice(8)))])
+    flushed = without_subnormals(small, example)
+    difference = max(difference, proof.max_relative_difference, flushed.max_relative_difference)
+    notes += _said(flushed)
     result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
     return _timed(frozen, result)
 
@@ -222,7 +225,7 @@ def _quiet(message: str) -> None:
 
 
 def _said(flushed: Flushed) -> tuple[str, ...]:
-    return (*((str(flushed),) if flushed.counts else ()), *remarks(flushed.model))
+    return (*flushed.notes, *remarks(flushed.model))
 
 
 def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import TOLERANCE, Net, image, masked_double, randomised, settled_plan
+from equivalence import TOLERANCE, Net, image, masked_double, randomised, settled_plan, zero_removed
 from net_registry import conv, tokens
 from torch import Tensor, nn
 
+import prunekit
+from prunekit.channels.differences import ROUNDING
 from prunekit.channels.precision import AS_DOUBLE
 from prunekit.compaction import compact
-from prunekit.errors import ModelError
-from prunekit.measure.verify import verify
+from prunekit.errors import ModelError, VerificationError
+from prunekit.measure.verify import compare_outputs, verify
 
 Case = tuple[nn.Module, tuple[Any, ...], str]
 
@@ -100,14 +103,57 @@ def test_a_norm_in_float32_computes_in_float64() -> None:
     torch.testing.assert_close(got, x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), rtol=1e-14, atol=1e-14)
 
 
-def test_code_that_no_way_of_running_it_satisfies_is_named() -> None:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        if x.element_size() != 4:
-            raise TypeError("expected 4 bytes a number")
-        return torch.as_tensor(net.b(net.a(x).relu()))
+class OnlyBytes(nn.Module):
+    """Runs in numbers of one size alone, as a kernel that is written for one type does."""
 
-    model = randomised(Net(forward, a=conv(3, 16), b=conv(16, 4))).eval()
-    plan = settled_plan(model, image())
-    masked = masked_double(model, plan).float()
-    with pytest.raises(ModelError, match=r"does not run in float64.*TypeError: expected 4 bytes a number"):
-        verify(masked, compact(masked, plan), plan, [image()])
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.bytes, self.a, self.norm, self.b = dtype.itemsize, nn.Linear(6, 32), nn.LayerNorm(32), nn.Linear(32, 3)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.element_size() != self.bytes:
+            raise TypeError(f"expected {self.bytes} bytes a number")
+        return self.b(self.norm(self.a(x)).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_the_trial_accepts_in_its_own_precision_is_verified_in_it(dtype: torch.dtype) -> None:
+    model, example = OnlyBytes(dtype), (torch.randn(64, 6, generator=torch.Generator().manual_seed(0)).to(dtype),)
+    pruned = prunekit.prune(model, example, macs=0.6)
+    assert pruned.plan.widths()["a"][0] < 32
+    masked = zero_removed(copy.deepcopy(model), pruned.plan)
+    proof = verify(masked, pruned.model, pruned.plan, [example, (example[0] + 1,)])
+    assert proof.dtype == str(dtype).removeprefix("torch.")
+    assert proof.max_relative_difference <= ROUNDING[dtype]
+    assert compare_outputs(masked, masked, example) == 0
+    with torch.no_grad():
+        pruned.model.get_parameter("b.weight")[0, 0] += 1
+    with pytest.raises(VerificationError, match=r"first at aten\.\w+ in b: values differ"):
+        verify(masked, pruned.model, pruned.plan, [example])
+
+
+def test_a_kernel_for_one_type_in_a_model_of_another() -> None:
+    """Coarse numbers make coarse ones of all that is computed from them; what comes before is compared as finely."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).relu()
+        offsets = torch.tensor([2, len(y)], dtype=torch.int32)
+        y = y + torch._grouped_mm(y.bfloat16(), net.experts.bfloat16(), offsets).to(y.dtype)
+        return torch.as_tensor(net.c(net.b(y).relu()))
+
+    experts = nn.Parameter(torch.randn(2, 16, 16))
+    net = Net(forward, a=nn.Linear(6, 16), experts=experts, b=nn.Linear(16, 40), c=nn.Linear(40, 3))
+    images = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    pruned = prunekit.prune(randomised(net), images, params=0.8)
+    assert pruned.masked is not None
+    assert pruned.plan.widths()["b"][0] < 40
+    assert verify(pruned.masked, pruned.model, pruned.plan, [(images,)]).dtype == "bfloat16"
+
+
+def test_code_that_no_way_of_running_it_satisfies_is_named() -> None:
+    model = OnlyBytes(torch.float32).eval()
+    plan = settled_plan(model, (torch.randn(4, 6),))
+    masked = zero_removed(copy.deepcopy(model), plan)
+    with pytest.raises(ModelError, match=r"does not run, neither in float64 nor as it is: TypeError: expected 4 bytes"):
+        verify(masked, compact(masked, plan), plan, [(torch.randn(4, 6).half(),)])

@@ -10,7 +10,7 @@ from equivalence import Net, assert_unchanged, difference, image, randomised, sn
 from torch import nn
 
 import prunekit
-from prunekit.deploy import count_subnormals, flush_subnormals_in_place
+from prunekit.deploy import count_subnormals, flush_subnormals_in_place, without_subnormals
 from prunekit.errors import VerificationError
 
 
@@ -73,6 +73,43 @@ def test_subnormal_numbers_are_counted_and_set_to_zero(dtype: torch.dtype) -> No
     assert count_subnormals(model) == {}
     changed = [name for name, tensor in snapshot(model).items() if not torch.equal(tensor, before[name])]
     assert changed == ["a.weight", "norm.running_mean"]
+
+
+def test_float16_has_no_numbers_that_are_too_small() -> None:
+    """Whatever computes with it does so in a wider format, where its smallest numbers are like any other."""
+    model = net().half()
+    with torch.no_grad():
+        model.a.weight[0] = 3e-6
+        model.norm.bias[:] = 6e-8
+    assert count_subnormals(model) == {}
+    example = (image()[0].half(),)
+    flushed = prunekit.flush_subnormals(model, example)
+    assert (flushed.counts, flushed.max_relative_difference) == ({}, 0)
+    folded = prunekit.fold_batchnorm(model, example).model
+    assert (folded.get_parameter("a.weight")[0] != 0).all()
+
+
+def test_precisions_in_one_model_are_told_apart_and_complex_numbers_have_two_parts() -> None:
+    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat))
+    small = torch.full((4,), 5e-7, dtype=torch.half)
+    model = Net(lambda net, x: (x @ net.a).real.float() * net.scale, a=weight, scale=small)
+    with torch.no_grad():
+        model.a[0, 0] = torch.complex(torch.tensor(1e-40), torch.tensor(1.0))  # type: ignore[operator, index]
+    example = (torch.randn(2, 4, dtype=torch.cfloat),)
+    flushed = prunekit.flush_subnormals(model, example)
+    assert flushed.counts == {"a": 1}
+    assert flushed.model.a[0, 0] == 1j  # type: ignore[index]
+    assert (flushed.model.scale > 0).all()  # type: ignore[operator]
+
+
+def test_numbers_that_matter_stay_and_that_is_said() -> None:
+    net = Net(lambda net, x: net.a(x) + net.prior.log(), a=nn.Linear(3, 2), prior=torch.tensor([1e-40, 1.0]))
+    with pytest.raises(VerificationError):
+        prunekit.flush_subnormals(net, (torch.randn(2, 3),))
+    found = without_subnormals(net, (torch.randn(2, 3),))
+    assert found.model is net
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("1 subnormal numbers stay: Net and its changed copy differ: ")
 
 
 def test_a_model_without_subnormal_numbers_is_left_bit_for_bit() -> None:

@@ -113,6 +113,30 @@ def test_the_model_given_stays_as_it_is() -> None:
     assert done.model.conv1.out_channels < 16
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("images", [False, True])
+def test_models_of_any_precision(dtype: torch.dtype, images: bool) -> None:
+    """Small weights are weights: in float16 half of these are below what it calls its smallest normal number."""
+    model = randomised(Net()).to(dtype).eval()
+    with torch.no_grad():
+        model.conv1.weight.mul_(1e-4)  # type: ignore[union-attr, operator]
+        model.bn1.running_var.mul_(1e-6)  # type: ignore[union-attr, operator]
+    data = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    done = prunekit.prune(model, data if images else (data,), macs=0.6)
+    assert done.max_relative_difference <= 1e-9
+    assert {parameter.dtype for parameter in done.model.parameters()} == {dtype}
+    assert not any("set to 0" in note for note in done.notes)
+
+
+def test_a_bias_of_subnormal_numbers_alone_is_proven_before_it_goes() -> None:
+    model = randomised(Net()).eval()
+    with torch.no_grad():
+        model.bn1.bias.fill_(1e-41)  # type: ignore[union-attr, operator]
+    done = prunekit.prune(model, torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)), macs=0.6)
+    assert done.max_relative_difference <= 1e-9
+    assert any(note.endswith("in 1 tensors set to 0; outputs change by 0.0e+00") for note in done.notes)
+
+
 def test_subnormal_weights_of_the_compact_model_are_set_to_zero_and_said() -> None:
     model = randomised(Net()).eval()
     with torch.no_grad():
