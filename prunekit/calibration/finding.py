@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -60,11 +62,13 @@ class Flow(NamedTuple):
         owner: of which pass.
         origins: the layers, by their place among the drafts, whose outputs it is made of without another in between.
         selected: whether computed values say which entries it has and where, as for boxes that a detector selects.
+        behind: the weights of all layers that it was made with, one bit each.
     """
 
     owner: object
     origins: frozenset[int] = frozenset()
     selected: bool = False
+    behind: int = 0
 
 
 @dataclass
@@ -77,7 +81,6 @@ class Draft:
         reads: how often the result of each stage is read.
         rectified: the stage that a ReLU reads.
         source: the layer whose rectified end this one reads.
-        selected: see `Layer`.
         index: where each value of the output lies at the last stage, once it was moved.
     """
 
@@ -87,7 +90,6 @@ class Draft:
     reads: Counter[str] = field(default_factory=Counter)
     rectified: str = ""
     source: int | None = None
-    selected: bool = False
     index: Tensor | None = None
 
     def places(self) -> Tensor:
@@ -103,7 +105,6 @@ class Draft:
         layer = replace(
             self.layer,
             calls=calls,
-            selected=self.selected,
             rectified=rectified,
             norm=self.layer.norm if "norm" in stages else None,
         )
@@ -140,7 +141,7 @@ class Finder(CallWatch):
         self.readers: dict[str, list[str]] = {}
         self.calls: list[str] = []
         self.boundary: set[int] = set()
-        self._owner = object()
+        self._owner, self._bits = object(), dict[str, int]()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -169,8 +170,7 @@ class Finder(CallWatch):
             found = Mark(self._owner, call.number, result._version, layer, stage)
             result._prunekit_mark = found  # type: ignore[attr-defined]
             if stage == "layer" and layer is not None:
-                self.drafts[layer].selected = flow.selected
-                flow = flow._replace(origins=frozenset({layer}))
+                flow = self._through(self.drafts[layer], flow)._replace(origins=frozenset({layer}))
         result = list(result) if call.name == "__iter__" else result
         for tensor in gather(inputs[:1] if call.name in _WRITING else result):
             tensor._prunekit_flow = flow  # type: ignore[attr-defined]
@@ -196,7 +196,13 @@ class Finder(CallWatch):
             selected = selected or any(flow.origins for flow in first)
         if selected:
             self.boundary.update(i for flow in flows if not flow.selected for i in flow.origins)
-        return Flow(self._owner, origins, selected)
+        return Flow(self._owner, origins, selected, reduce(or_, (flow.behind for flow in flows), 0))
+
+    def _through(self, draft: Draft, flow: Flow) -> Flow:
+        """What a layer makes of what it reads."""
+        own = 1 << self._bits.setdefault(draft.layer.weight, len(self._bits))
+        draft.layer = replace(draft.layer, selected=flow.selected, recurrent=bool(flow.behind & own))
+        return flow._replace(behind=flow.behind | own)
 
     def _role(
         self, call: Call, inputs: list[Tensor], marks: list[Mark | None], result: Tensor
@@ -336,6 +342,12 @@ def pooled(layers: Iterable[Layer]) -> dict[str, tuple[Layer, ...]]:
     for layer in layers:
         found.setdefault(layer.weight, []).append(layer)
     return {weight: _alike(calls) for weight, calls in found.items()}
+
+
+def merged(calls: Sequence[Layer]) -> Layer:
+    """All calls of a weight as one layer: the first of them, with the rows of all."""
+    selected, recurrent = any(call.selected for call in calls), any(call.recurrent for call in calls)
+    return replace(calls[0], rows=sum(call.rows for call in calls), selected=selected, recurrent=recurrent)
 
 
 def _alike(calls: list[Layer]) -> tuple[Layer, ...]:

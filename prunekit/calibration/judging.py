@@ -55,7 +55,7 @@ class Judge:
                     outputs.append(place)
             else:
                 made |= flow.origins
-        alone = {draft.layer.weight for draft in finder.drafts if draft.selected}
+        alone = {draft.layer.weight for draft in finder.drafts if draft.layer.selected}
         weights = dict.fromkeys(finder.drafts[i].layer.weight for i in sorted(made))
         return cls(tuple(outputs), tuple(weight for weight in weights if weight not in alone))
 

@@ -39,6 +39,7 @@ class Layer:
         calls: how often the weight is used in a forward pass.
         selected: whether what it reads was selected by computed values, as boxes by their scores: under masks its
             positions are others.
+        recurrent: whether what it reads is made with an earlier call of its own weight.
         transposed: whether the weight lies as (inputs, outputs).
         moves: numbers of the calls between the output, or the norm, and `total` that only move its values: views,
             permutations, slices.
@@ -58,6 +59,7 @@ class Layer:
     rectified: bool = False
     calls: int = 1
     selected: bool = False
+    recurrent: bool = False
     transposed: bool = False
     moves: tuple[int, ...] = ()
     gain: Tensor | None = field(default=None, compare=False)

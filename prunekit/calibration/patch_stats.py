@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.finding import Draft, Finder, Mark, find_layers, pooled
+from prunekit.calibration.finding import Draft, Finder, Mark, find_layers, merged, pooled
 from prunekit.calibration.layers import Call, Layer
 from prunekit.calibration.patches import Reading, gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
@@ -219,9 +219,8 @@ def collect_patches(
             samples = count_of(given)
             if collector is None:
                 few = taken(given, slice(2))
-                every = pooled(find_layers(model, few, norms)).values()
-                first = [replace(calls[0], rows=sum(call.rows for call in calls)) for calls in every]
-                wanted = tuple(x for x in first if inputs is None or (x.weight, x.axes[1]) in inputs)
+                layers = [merged(calls) for calls in pooled(find_layers(model, few, norms)).values()]
+                wanted = tuple(x for x in layers if inputs is None or (x.weight, x.axes[1]) in inputs)
                 columns = _columns(wanted, dict(named_tensors(model)), memory_bytes)
                 if log is not None:
                     log(_stated(wanted, columns))

@@ -57,6 +57,9 @@ class LayerFitter(LayerWeights):
         if dense is None or running is None:
             self.done.append(LayerRepair(layer.weight, note="the model takes another path under masks"))
             return
+        if not 0 < dense.fitted < sum(map(sum, dense.totals)):
+            self.done.append(LayerRepair(layer.weight, note="not read on these images"))
+            return
         groups = kept_groups(layer, self._plan)
         if len(groups) > MOST_GROUPS and self._settings.fit == "patch":
             self.done.append(self._many_groups(layer, dense, running, len(groups)))
@@ -65,6 +68,8 @@ class LayerFitter(LayerWeights):
         report = joined(layer.weight, [part for part in found if part is not None])
         if running.before is not None:
             report = self._with_source(layer, dense, running, report)
+        if layer.selected and report.applied and not report.note:
+            report = replace(report, note="at what values select in the dense model")
         self.done.append(report)
 
     def _with_source(self, layer: Layer, dense: Sample, running: Sample, report: LayerRepair) -> LayerRepair:

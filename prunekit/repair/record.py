@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.finding import Survey, pooled, survey
 from prunekit.calibration.layers import Call, Layer
 from prunekit.calibration.patches import sampled_rows
 from prunekit.repair.batches import Batch
 from prunekit.repair.kept import Kept
+from prunekit.repair.lifetimes import Lifetimes
 from prunekit.repair.resuming import DivergedError, ResumableRun
 from prunekit.repair.windows import Windows
 
@@ -31,11 +33,12 @@ class Aim:
 
     Attributes:
         layer: which.
-        rows: how many positions of its output to fit on.
+        rows: how many positions of its output to fit on, over all of its calls.
         channels: of its input whose patches are taken; None: no patches.
         centres: whether the whole input is taken at the centres of the patches.
         outputs: whether what the layer gives is taken.
         source: of the layer before, and of this one's ends in the same windows; None: nothing.
+        calls: those of the layer's weight in the pass; empty: the layer's own.
     """
 
     layer: Layer
@@ -44,6 +47,36 @@ class Aim:
     centres: bool = False
     outputs: bool = False
     source: SourceAim | None = None
+    calls: tuple[Layer, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The calls that a model makes in a pass over one batch.
+
+    Attributes:
+        names: of all of them.
+        layers: the calls of each weight.
+        lifetimes: how long results are needed.
+        cuts: for each step of a walk the number of the call from which passes go on to it.
+    """
+
+    names: tuple[str, ...]
+    layers: Mapping[str, tuple[Layer, ...]]
+    lifetimes: Lifetimes
+    cuts: Sequence[int]
+
+    def stop(self, weight: str) -> int:
+        """Number of the call before which all is there that a layer is fitted to."""
+        return max((call.ready for call in self.layers.get(weight, ())), default=0)
+
+    def aimed(self, aim: Aim) -> Aim:
+        """An aim at the layer's calls in this pass."""
+        source = aim.source
+        if source is not None:
+            before = self.layers.get(source.layer.weight)
+            source = None if before is None else source._replace(layer=before[0])
+        return replace(aim, calls=self.layers.get(aim.layer.weight, ()), source=source)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +93,7 @@ class Sample:
         there: (n, 1, ...) False where what the layer reads in them is padding.
         window_outputs, window_others: (n * positions, output channels) as `outputs` and `others`, in the windows.
         windows_fitted: how many of the windows are for fitting.
+        totals: how many rows each call has of which those are drawn, batch by batch.
     """
 
     fitted: int
@@ -72,158 +106,276 @@ class Sample:
     window_outputs: Tensor | None = None
     window_others: Tensor | None = None
     windows_fitted: int = 0
+    totals: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(eq=False)
+class _Seen:
+    """One call of a layer, as far as a pass has come.
+
+    Attributes:
+        layer: the call.
+        number: among those of its weight.
+        share: of the rows of all of them.
+        taken: by the names of a `Sample`'s tensors.
+        total: rows of the call.
+    """
+
+    layer: Layer
+    number: int
+    share: float
+    taken: dict[str, Tensor] = field(default_factory=dict)
+    total: int = 0
+    other: Tensor | None = None
+    rows: Tensor | None = None
+    windows: Tensor | None = None
+    places: Tensor | None = None
+    shape: torch.Size = field(default_factory=torch.Size)
 
 
 class LayerPass(ResumableRun):
     """Takes what a layer reads and gives in one pass after another.
 
     Attributes:
-        taken: in the last pass, by the names of a `Sample`'s tensors; empty where the layer was not called.
+        taken: in the last pass, by the names of a `Sample`'s tensors, call after call; empty where there was none.
+        totals: rows of each call.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__(model, norms)
         self.taken: dict[str, Tensor] = {}
+        self.totals: tuple[int, ...] = ()
+        self._norm_paths = tuple(norms)
         self._aim: Aim | None = None
         self._batch: Batch | None = None
-        self._other: Tensor | None = None
-        self._rows: Tensor | None = None
-        self._windows: Tensor | None = None
-        self._places: Tensor | None = None
-        self._shape = torch.Size()
+        self._aimed: list[_Seen] = []
+
+    def survey(self, batch: Batch) -> Survey:
+        """Finds the calls of a pass over a batch, and how long results are needed in it."""
+        self.learn(batch.inputs)
+        return survey(self._model, tuple(tensor.clone() for tensor in batch.inputs), self._norm_paths)
 
     def take(self, aim: Aim, batch: Batch, kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
-        """One pass over a batch, see `ResumableRun.run`."""
+        """One pass over a batch, see `ResumableRun.run`.
+
+        Raises:
+            DivergedError: a call of the layer was not made as it was expected.
+        """
+        calls = aim.calls or (aim.layer,)
+        total = sum(call.rows for call in calls) or 1
+        self._aimed = [_Seen(call, i, call.rows / total if len(calls) > 1 else 1.0) for i, call in enumerate(calls)]
         self._aim, self._batch, self.taken = aim, batch, {}
         try:
-            return self.run(batch.inputs, kept, keep_at, stop_at)
+            found = self.run(batch.inputs, kept, keep_at, stop_at)
+            self.totals = tuple(seen.total for seen in self._aimed)
+            names = list(self._aimed[0].taken)
+            if not names or any(set(seen.taken) != set(names) for seen in self._aimed):
+                raise DivergedError
+            self.taken = {name: _joined([seen.taken.pop(name) for seen in self._aimed]) for name in names}
+            return found
         finally:
-            self._aim = self._other = self._rows = self._windows = self._places = None
+            self._aim, self._aimed = None, []
 
     def before(self, call: Call) -> None:
         """Takes what the layer reads, and the other summand before it may be written to."""
-        aim = self._aim
-        if aim is None:
-            return
-        layer, source = aim.layer, aim.source
-        if source is not None and call.number == source.layer.call:
+        for seen in self._aimed:
+            self._before(call, seen)
+
+    def _before(self, call: Call, seen: _Seen) -> None:
+        aim, layer = self._aim, seen.layer
+        assert aim is not None
+        if aim.source is not None and call.number == aim.source.layer.call:
             operands = self.operands(call)
-            if operands is not None and operands.weight == source.layer.weight:
-                self._read_before(layer, source, operands.inputs)
+            if operands is not None and operands.weight == aim.source.layer.weight:
+                self._read_before(seen, aim.source, operands.inputs)
         if call.number == layer.call:
             operands = self.operands(call)
             if operands is not None and operands.weight == layer.weight:
-                self._read(aim, self.real(operands.inputs))
-        if call.number == layer.ready and self._other is not None and self._rows is not None:
-            other = self.real(self._other)
-            self._take_rows("others", other if self._places is None else self._landed(other), layer)
+                self._read(aim, seen, self.real(operands.inputs))
+        if call.number == layer.ready and seen.other is not None and seen.rows is not None:
+            other = self.real(seen.other)
+            self._take_rows("others", other if seen.places is None else self._landed(seen, other), seen)
 
-    def _read(self, aim: Aim, inputs: Tensor) -> None:
-        reading = aim.layer.reading
+    def _read(self, aim: Aim, seen: _Seen, inputs: Tensor) -> None:
+        reading = seen.layer.reading
         spatial = reading.spatial(inputs)
-        self._rows = rows = self._sampled(aim, inputs).to(inputs.device)
+        seen.total = reading.rows_of(inputs)
+        seen.rows = rows = self._sampled(aim, seen, inputs).to(inputs.device)
         if aim.channels is not None:
-            self.taken["inputs"] = reading.patches(reading.channels(inputs, aim.channels), rows, spatial)
+            seen.taken["inputs"] = reading.patches(reading.channels(inputs, aim.channels), rows, spatial)
         if aim.centres:
-            self.taken["centres"] = reading.centres(inputs, rows, spatial)
+            seen.taken["centres"] = reading.centres(inputs, rows, spatial)
 
-    def _sampled(self, aim: Aim, inputs: Tensor) -> Tensor:
+    def _sampled(self, aim: Aim, seen: _Seen, inputs: Tensor) -> Tensor:
         assert self._batch is not None
-        reading, count = aim.layer.reading, max(1, round(aim.rows * self._batch.share))
+        reading, count = seen.layer.reading, max(1, round(aim.rows * self._batch.share * seen.share))
         among = reading.counted(reading.positions_of(inputs), self._batch.counted)
-        return sampled_rows(reading.rows_of(inputs), count, self._seed(aim.layer), among)
+        return sampled_rows(seen.total, count, self._seed(seen), among)
 
-    def _seed(self, layer: Layer) -> int:
+    def _seed(self, seen: _Seen) -> int:
+        """The same for a call in both models, whatever is called before it."""
+        assert self._aim is not None
         assert self._batch is not None
-        return layer.call + 100_003 * self._batch.number
+        return self._aim.layer.call + 100_003 * self._batch.number + 1_000_003 * seen.number
 
-    def _read_before(self, layer: Layer, source: SourceAim, inputs: Tensor) -> None:
+    def _read_before(self, seen: _Seen, source: SourceAim, inputs: Tensor) -> None:
         """Windows of the layer's output are known before it is called, by shapes, which a blank has too."""
         assert self._batch is not None
         first, counted = source.layer.reading, self._batch.counted
         among = None if first.kernel else first.counted(first.positions_of(inputs), counted)
-        windows = Windows.drawn(first, layer.reading, inputs, source.each, self._seed(layer), among)
-        self._windows = windows.rows()
+        windows = Windows.drawn(first, seen.layer.reading, inputs, source.each, self._seed(seen), among)
+        seen.windows = windows.rows()
         if source.channels is not None:
             values = source.layer.reading.channels(self.real(inputs), source.channels)
-            self.taken |= {"before": windows.inputs(values), "there": windows.there()}
+            seen.taken |= {"before": windows.inputs(values), "there": windows.there()}
 
-    def _take_rows(self, name: str, values: Tensor, layer: Layer) -> None:
+    def _take_rows(self, name: str, values: Tensor, seen: _Seen) -> None:
         """Of a tensor that lies as the layer's output does."""
-        assert self._rows is not None
-        self.taken[name] = layer.reading.outputs(values, self._rows)
-        if self._windows is not None:
-            self.taken[f"window_{name}"] = layer.reading.outputs(values, self._windows)
+        assert seen.rows is not None
+        seen.taken[name] = seen.layer.reading.outputs(values, seen.rows)
+        if seen.windows is not None:
+            seen.taken[f"window_{name}"] = seen.layer.reading.outputs(values, seen.windows)
 
-    def _landed(self, other: Tensor) -> Tensor:
+    def _landed(self, seen: _Seen, other: Tensor) -> Tensor:
         """The other summand as the layer's output lies; 0 where of that nothing is left."""
-        assert self._places is not None
-        landed = other.new_zeros(self._shape.numel())
-        landed[self._places.flatten()] = other.flatten()
-        return landed.view(self._shape)
+        assert seen.places is not None
+        landed = other.new_zeros(seen.shape.numel())
+        landed[seen.places.flatten()] = other.flatten()
+        return landed.view(seen.shape)
 
     def after(self, call: Call, result: Any) -> None:
         """Takes what the layer gives, and holds the other summand."""
-        aim = self._aim
-        if aim is None or not isinstance(result, Tensor):
-            return
-        layer = aim.layer
+        if isinstance(result, Tensor):
+            for seen in self._aimed:
+                self._after(call, result, seen)
+
+    def _after(self, call: Call, result: Tensor, seen: _Seen) -> None:
+        aim, layer = self._aim, seen.layer
+        assert aim is not None
         if call.number == layer.other:
-            self._other = result
-        if call.number == layer.call and self._rows is not None:
+            seen.other = result
+        if call.number == layer.call and seen.rows is not None:
             if aim.outputs:
-                self._take_rows("outputs", result, layer)
+                self._take_rows("outputs", result, seen)
             if layer.moves:
-                self._shape = result.shape
-                self._places = torch.arange(result.numel(), device=result.device).view(result.shape)
-        if call.number in layer.moves and self._places is not None:
-            self._places = call.function(self._places, *call.args[1:], **call.named)
+                seen.shape = result.shape
+                seen.places = torch.arange(result.numel(), device=result.device).view(result.shape)
+        if call.number in layer.moves and seen.places is not None:
+            seen.places = call.function(seen.places, *call.args[1:], **call.named)
 
 
 class Gathering:
     """One model over all batches, as far as it has run.
 
+    Another batch may make other calls, as one of more images does where a model loops over them: each has a route of
+    its own where the one that it is expected to take turns out to be wrong.
+
     Args:
         run: of the model.
         batches: those to fit on first.
         fitted: how many these are.
+        cuts: of a walk, see `Route`, from the calls of each weight and how long results are needed.
+        found: the calls that all are expected to make, of which the run has learned how long their results are needed;
+            None: those of the first batch.
+
+    Attributes:
+        route: that all batches are expected to take.
     """
 
-    def __init__(self, run: LayerPass, batches: Sequence[Batch], fitted: int) -> None:
+    def __init__(
+        self,
+        run: LayerPass,
+        batches: Sequence[Batch],
+        fitted: int,
+        cuts: Callable[[Mapping[str, tuple[Layer, ...]], Lifetimes], Sequence[int]],
+        found: Survey | None = None,
+    ) -> None:
         self._run, self._batches, self._fitted = run, batches, fitted
         self._kept: list[Kept | None] = [None] * len(batches)
-        self._at = 0
+        self._at = [0] * len(batches)
+        self._cuts, self._by_size = cuts, dict[int, Route]()
+        self.route = self._routed(run.survey(batches[0]) if found is None else found)
+        self._routes = [self.route] * len(batches)
 
-    def take(self, aim: Aim, keep_at: int, stop_at: int) -> Sample | None:
-        """What the layer reads and gives; None where it is not called in each pass.
+    def _routed(self, found: Survey) -> Route:
+        layers = pooled(found.layers)
+        return Route(found.calls, layers, self._run.lifetimes, self._cuts(layers, self._run.lifetimes))
+
+    def take(self, aim: Aim, step: int, *, ahead: bool = False) -> Sample | None:
+        """What the layer reads and gives; None where that is not the same in each pass.
 
         Args:
-            keep_at: number of the call from which later passes go on.
-            stop_at: of the call up to which this one goes.
+            step: of the walk, from whose cut the passes of later steps go on.
+            ahead: whether this pass goes on to there, and to what the layer gives.
         """
         parts: list[dict[str, Tensor]] = []
-        keep_at, self._at = (0 if keep_at == self._at else keep_at), keep_at
-        for i, batch in enumerate(self._batches):
-            kept, self._kept[i] = self._kept[i], None
-            try:
-                self._kept[i] = self._run.take(aim, batch, kept, keep_at, stop_at)
-                if kept is not None and not all(bool(part.isfinite().all()) for part in self._run.taken.values()):
-                    raise DivergedError  # perhaps of a blank that something read where nobody looks
-            except DivergedError:
-                self._kept[i] = None
-                self._run.take(aim, batch, None, 0, stop_at)
+        totals: list[tuple[int, ...]] = []
+        for i in range(len(self._batches)):
+            if not self._found(i, aim, step, ahead=ahead):
+                return None
             parts.append(self._run.taken)
-        if not all(part.keys() == parts[0].keys() and part for part in parts):
+            totals.append(self._run.totals)
+        names = next((list(part) for part in parts if part), [])
+        if not names or any(part and list(part) != names for part in parts):
             return None
-        names = list(parts[0])
-        counts = {name: sum(len(part[name]) for part in parts[: self._fitted]) for name in names}
+        fitting = [part for part in parts[: self._fitted] if part]
+        counts = {name: sum(len(part[name]) for part in fitting) for name in names}
         rows = next(counts[name] for name in ("inputs", "outputs", "centres") if name in counts)
-        tensors = {name: _joined([part.pop(name) for part in parts]) for name in names}
-        return Sample(rows, **tensors, windows_fitted=counts.get("before", 0))
+        tensors = {name: _joined([part.pop(name) for part in parts if part]) for name in names}
+        return Sample(rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(totals))
+
+    def _found(self, i: int, aim: Aim, step: int, *, ahead: bool) -> bool:
+        """Runs a batch: from where it was kept, from its start, by the route of others of its size, or by its own."""
+        for attempt in (self._same, self._restarted, self._as_others, self._surveyed):
+            if attempt(i):
+                try:
+                    self._pass(i, aim, step, ahead=ahead)
+                except DivergedError:
+                    continue
+                return True
+        self._restarted(i)
+        return False
+
+    def _pass(self, i: int, aim: Aim, step: int, *, ahead: bool) -> None:
+        run, batch, route = self._run, self._batches[i], self._routes[i]
+        run.lifetimes, run.expected, run.taken, run.totals = route.lifetimes, route.names, {}, ()
+        keep_at, stop_at = route.cuts[step], route.stop(aim.layer.weight)
+        stop_at = max(stop_at + 1, keep_at) if ahead else stop_at
+        if aim.layer.weight not in route.layers:
+            return
+        kept, self._kept[i] = self._kept[i], None
+        now = 0 if keep_at == self._at[i] else keep_at
+        found = run.take(route.aimed(aim), batch, kept, now, stop_at)
+        if kept is not None and not all(bool(part.isfinite().all()) for part in run.taken.values()):
+            raise DivergedError  # perhaps of a blank that something read where nobody looks
+        self._kept[i], self._at[i] = found, keep_at
+
+    def _same(self, i: int) -> bool:
+        return True
+
+    def _restarted(self, i: int) -> bool:
+        self._kept[i], before, self._at[i] = None, self._at[i], 0
+        return before > 0
+
+    def _as_others(self, i: int) -> bool:
+        known = self._by_size.get(len(self._batches[i].inputs[0]))
+        self._restarted(i)
+        if known is None or known is self._routes[i]:
+            return False
+        self._routes[i] = known
+        return True
+
+    def _surveyed(self, i: int) -> bool:
+        self._restarted(i)
+        batch = self._batches[i]
+        self._routes[i] = self._by_size[len(batch.inputs[0])] = self._routed(self._run.survey(batch))
+        return True
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """Concatenates tensors, each freed as soon as it is copied."""
+    if len(parts) == 1:
+        return parts[0]
     whole = parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
     start = 0
     for i, part in enumerate(parts):

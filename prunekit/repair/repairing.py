@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.finding import survey
+from prunekit.calibration.finding import Survey, merged, pooled, survey
 from prunekit.calibration.judging import Judge
 from prunekit.calibration.layers import Layer
 from prunekit.channels.copying import named_tensors, with_tensors
@@ -21,7 +23,9 @@ from prunekit.inputs import counted_positions, samples_in
 from prunekit.planning import Plan
 from prunekit.repair.batches import Inputs, batches_of
 from prunekit.repair.difference import difference
+from prunekit.repair.fits import NEGLIGIBLE
 from prunekit.repair.fitting import LayerFitter
+from prunekit.repair.lifetimes import Lifetimes
 from prunekit.repair.memory import (
     HELD,
     ROOM,
@@ -78,10 +82,12 @@ def repair(
     original, masked = _copy(dense), _copy(dense)
     _mask(masked, plan)
     with training_mode(original, False), training_mode(masked, False), torch.no_grad():
-        layers, skipped = _fitted_layers(original, inputs, plan)
+        found = _surveyed(original, inputs, plan, SAMPLES)
+        layers, skipped = _fitted_layers(found, plan)
+        looping = bool(layers) and _is_looping(original, inputs, plan, found)
         judge = Judge.of(original, inputs)
         with NarrowNorms(masked, plan.channel_map, plan.keep):
-            walk = _Prepared(original, masked, plan, layers, inputs, settings)
+            walk = _Prepared(original, masked, plan, found, layers, inputs, settings, looping=looping)
             if log is not None:
                 log(f"repair: {walk.memory}")
             before = difference(original, masked, walk.judging, judge)
@@ -89,11 +95,13 @@ def repair(
             _mask(masked, plan)
             after = difference(original, masked, walk.judging, judge)
     done = _in_model_order(fitter.done, skipped, original)
-    if not after < before:
+    better = after < before or after <= NEGLIGIBLE  # what is pruned may be such that nothing compared depends on it
+    kept = better and any(layer.applied for layer in done)
+    if not kept:
         masked = _copy(dense)
         _mask(masked, plan)
         done = tuple(dropped(layer) for layer in done)
-    return _as_given(dense, masked), RepairReport(done, before, after, after < before, walk.memory)
+    return _as_given(dense, masked), RepairReport(done, before, after, kept, walk.memory)
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
@@ -131,12 +139,15 @@ class _Prepared:
         original: nn.Module,
         masked: nn.Module,
         plan: Plan,
+        found: Survey,
         layers: Sequence[Layer],
         inputs: Inputs,
         settings: RepairSettings,
+        *,
+        looping: bool,
     ) -> None:
-        self._layers, self._settings = sorted(layers, key=lambda layer: layer.ready), settings
-        self._fitter = LayerFitter(original, masked, plan, settings)
+        self._layers = sorted(layers, key=lambda layer: layer.ready)
+        self._settings, self._fitter = settings, LayerFitter(original, masked, plan, settings)
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.norms) for model in models]
         for run in runs:
@@ -146,27 +157,26 @@ class _Prepared:
         sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
         sources = [self._source(layer, plan, item, inputs[0]) for layer in self._layers]
-        calls = [layer.call for layer in self._layers]
-        early = [call if source is None else source.layer.call for call, source in zip(calls, sources, strict=True)]
-        firsts = [calls, early]  # the dense model need not go back to the layer before
-        places = [cuts(first, run.lifetimes, count, limit) for first, run in zip(firsts, runs, strict=False)]
-        size = batch_size([run.lifetimes for run in runs], count, settings)
+        weights = [layer.weight for layer in self._layers]
+        early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
+        size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
+        batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
+        self.judging = batches[fitted:]
+        self._gatherings = [
+            Gathering(run, batches, fitted, partial(_cuts, firsts, count, limit), found)
+            for firsts, run in zip((weights, early), runs, strict=False)  # the dense one need not go back to the source
+        ]
         self.memory = RepairMemory(
             size,
             int(ROOM * size * max(run.lifetimes.peak_bytes() for run in runs)),
-            sum(held(place, run.lifetimes, count) for place, run in zip(places, runs, strict=True)),
+            sum(held(each.route.cuts, each.route.lifetimes, count) for each in self._gatherings),
             max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
-        batches, fitted = batches_of(inputs, settings.held_out, size, counted_positions(original, inputs))
-        self.judging = batches[fitted:]
-        self._gatherings = [Gathering(run, batches, fitted) for run in runs]
         device = inputs[0].device
         self._steps = [
-            Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), *at)
-            for layer, number, at in zip(
-                self._layers, rows, zip(sources, places[0], places[-1], strict=True), strict=True
-            )
+            Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), source)
+            for layer, number, source in zip(self._layers, rows, sources, strict=True)
         ]
 
     def _source(self, layer: Layer, plan: Plan, item: int, images: Tensor) -> SourceAim | None:
@@ -206,21 +216,43 @@ def _mask(model: nn.Module, plan: Plan) -> None:
                 tensor.masked_fill_(~plan.element_masks[name].to(tensor.device), 0)
 
 
-def _fitted_layers(model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[tuple[Layer, ...], list[LayerRepair]]:
-    found = survey(model, tuple(tensor[:SAMPLES] for tensor in inputs), plan.channel_map.norms)
-    reasons = {layer.weight: _reason(layer, plan) for layer in found.layers}
+def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> Survey:
+    return survey(model, tuple(tensor[:samples] for tensor in inputs), plan.channel_map.norms)
+
+
+def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: Survey) -> bool:
+    """Whether more samples are more calls of a layer: they are looped over, so that one at a time is no slower."""
+    if all(layer.calls == 1 for layer in found.layers):
+        return False
+    return len(_surveyed(model, inputs, plan, SAMPLES + 1).layers) > len(found.layers)
+
+
+def _cuts(
+    firsts: Sequence[str], images: int, limit: float, layers: Mapping[str, tuple[Layer, ...]], lifetimes: Lifetimes
+) -> list[int]:
+    """Where passes go on from, see `cuts`: for each step before the first call of a weight, where it has one."""
+    calls = [layers[weight][0].call if weight in layers else sys.maxsize for weight in firsts]
+    return cuts(calls, lifetimes, images, limit)
+
+
+def _fitted_layers(found: Survey, plan: Plan) -> tuple[list[Layer], list[LayerRepair]]:
+    layers = pooled(found.layers)
+    reasons = {weight: _reason(calls, plan) for weight, calls in layers.items()}
     for name, labels in plan.channel_map.labels.items():
         if name not in reasons and name in plan.kept_indices and sum(axis is not None for axis in labels) > 1:
             by = " and ".join(sorted(set(found.readers.get(name, ()))))
             reasons[name] = f"read by {by}, not by a convolution or linear layer" if by else "not read on these images"
     skipped = [LayerRepair(name, note=reason) for name, reason in reasons.items() if reason]
-    return tuple(layer for layer in found.layers if not reasons[layer.weight]), skipped
+    return [merged(calls) for weight, calls in layers.items() if not reasons[weight]], skipped
 
 
-def _reason(layer: Layer, plan: Plan) -> str:
-    if layer.calls > 1:
-        return f"its weight is used {layer.calls} times in a forward pass"
-    if layer.weight in plan.element_masks:
+def _reason(calls: Sequence[Layer], plan: Plan) -> str:
+    first = calls[0]
+    if first.calls != len(calls):
+        return f"its weight is used {first.calls} times in a forward pass"
+    if len({(call.bias, call.transposed, call.reading.groups) for call in calls}) > 1:
+        return f"its weight is used {first.calls} times in a forward pass, with another bias or in other groups"
+    if first.weight in plan.element_masks:
         return "single weights of it are pruned"
     return ""
 

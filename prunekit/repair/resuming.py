@@ -80,11 +80,13 @@ class ResumableRun(CallWatch):
         lifetimes: how long results are needed, from `learn`.
         opaque: whether the running pass did what can't be done again from what is kept: memory was handed out beside
             torch's functions, written to where nobody looks, or gradients and transforms of functions were at work.
+        expected: names of all calls of a pass; None: any.
     """
 
     def __init__(self, model: nn.Module, norms: Iterable[str] = ()) -> None:
         super().__init__(model, norms)
         self.lifetimes = Lifetimes()
+        self.expected: tuple[str, ...] | None = None
         self._model = model
         self._fixed = frozenset(
             tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]
@@ -102,7 +104,7 @@ class ResumableRun(CallWatch):
 
     def learn(self, inputs: tuple[Tensor, ...]) -> None:
         """Runs the model on a few samples to see how long each result is needed, and how large it is."""
-        self._learning, self.lifetimes = True, Lifetimes(samples=len(inputs[0]))
+        self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=len(inputs[0])), None
         try:
             self._run(inputs, None, 0, 0)
         finally:
@@ -196,6 +198,8 @@ class ResumableRun(CallWatch):
 
     def call(self, call: Call) -> Any:
         """Keeps, stops or goes on."""
+        if self.expected is not None and self.expected[call.number - 1 : call.number] != (call.name,):
+            raise DivergedError
         if call.number == self._keep_at and not self.opaque and call.number in self.lifetimes.steps:
             self._found = self._keep(self._stop_at > self._keep_at)
         if self._learning and not self.opaque:

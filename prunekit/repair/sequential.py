@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ class Step:
         channels: kept channels of its input, over all groups.
         centres: whether it is to be fitted by channels.
         source: what is taken of the layer before, to fit both together; None: nothing.
-        dense_cut, cut: number of the call from which passes of the dense and of the running model go on.
     """
 
     layer: Layer
@@ -31,8 +30,6 @@ class Step:
     channels: Tensor
     centres: bool
     source: SourceAim | None
-    dense_cut: int
-    cut: int
 
 
 class Walk:
@@ -51,24 +48,29 @@ class Walk:
         self._dense, self._running, self._steps = dense, running, steps
 
     def samples(self) -> Iterator[tuple[Layer, Sample | None, Sample | None]]:
-        """Each layer, what the dense model has there, and the running one; refit it before asking for the next."""
-        for step, following in zip(self._steps, [*self._steps[1:], None], strict=True):
-            layer, aim = step.layer, Aim(step.layer, step.rows)
-            if self._running is None:
-                dense = running = self._dense_sample(step, following, step.channels)
+        """Each layer, what the dense model has there, and the running one; refit it before asking for the next.
+
+        Of a layer that reads what computed values select, the running model has other positions than the dense one:
+        there both are the dense one's.
+        """
+        for i, step in enumerate(self._steps):
+            layer = step.layer
+            if self._running is None or layer.selected or layer.recurrent:
+                dense = running = self._dense_sample(i, step.channels)
             else:
-                dense = self._dense_sample(step, following, None)
-                running = self._running.take(
-                    replace(aim, channels=step.channels, source=step.source), step.cut, layer.ready
-                )
+                dense = self._dense_sample(i, None)
+                aim = Aim(layer, step.rows, step.channels, source=step.source)
+                running = self._running.take(aim, i)
+            if dense is None or running is None or dense.totals != running.totals:
+                dense = running = None
             yield layer, dense, running
 
-    def _dense_sample(self, step: Step, following: Step | None, channels: Tensor | None) -> Sample | None:
+    def _dense_sample(self, i: int, channels: Tensor | None) -> Sample | None:
         """The dense model goes on to where the next layer's pass will begin."""
+        step = self._steps[i]
         source = None if step.source is None else step.source._replace(channels=None)
         aim = Aim(step.layer, step.rows, channels, step.centres, outputs=True, source=source)
-        cut = step.dense_cut if following is None else following.dense_cut
-        return self._dense.take(aim, cut, max(step.layer.ready + 1, cut))
+        return self._dense.take(aim, min(i + 1, len(self._steps) - 1), ahead=True)
 
 
 def norm_affine(norm: nn.Module) -> tuple[Tensor, Tensor]:

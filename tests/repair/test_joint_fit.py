@@ -147,9 +147,8 @@ def test_what_the_layer_before_reads_makes_what_the_layer_gives(size: int, each:
     layer = next(found for found in find_layers(model, images[:2]) if found.weight == "conv2.weight")
     assert layer.source is not None
     aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, each, torch.arange(6)))
-    run = LayerPass(model)
-    run.learn((images[:2],))
-    sample = Gathering(run, *batches_of((images,), 0.2, size)).take(aim, layer.source.call, layer.ready + 1)
+    cut = layer.source.call
+    sample = Gathering(LayerPass(model), *batches_of((images,), 0.2, size), lambda *_: [cut]).take(aim, 0, ahead=True)
     assert sample is not None
     assert sample.before is not None
     assert sample.there is not None

@@ -363,17 +363,16 @@ def test_a_pass_that_takes_another_path_says_so() -> None:
 
 def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[Sample]:
     """Samples of all layers at all rows, in passes that begin at each layer or always at the start."""
-    layers = sorted(find_layers(model, x[:2]), key=lambda layer: layer.ready)
     run = LayerPass(model)
-    run.learn((x[:2],))
     batches, fitted = batches_of((x,), 0.25, size)
-    gathering = Gathering(run, batches, fitted)
+    layers = sorted(find_layers(model, x[:2]), key=lambda layer: layer.ready)
+    firsts = [min(layer.call for layer in layers[i:]) for i in range(len(layers))]
+    gathering = Gathering(run, batches, fitted, lambda *_: firsts if cuts else [0] * len(layers))
     found = []
     for i, layer in enumerate(layers):
         channels = torch.arange(next(m for n, m in model.named_parameters() if n == layer.weight).shape[1])
-        earliest = min(other.call for other in layers[i:])
         aim = Aim(layer, 10**6, channels, centres=True, outputs=True)
-        sample = gathering.take(aim, earliest if cuts else 0, layer.ready + 1)
+        sample = gathering.take(aim, min(i + 1, len(layers) - 1), ahead=True)
         assert sample is not None
         found.append(sample)
     return found
