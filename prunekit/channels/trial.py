@@ -52,9 +52,10 @@ def settle(
     examples: list[tuple[Any, ...]],
     *,
     plain: bool = False,
-    attempts: int = 20,
 ) -> Settled:
     """Plans, tries, locks what differs, and plans again until masked and compact model agree everywhere.
+
+    As often as it takes: each time fewer channels are free, or more sizes known.
 
     Args:
         choose: makes `keep` (bool, (n_labels,)) for a map; called again after each lock.
@@ -63,7 +64,7 @@ def settle(
             class, is locked.
 
     Raises:
-        PlanError: no agreement after `attempts` locks.
+        PlanError: the models differ where no channel is pruned, or where what was locked changes nothing.
     """
     divergence: Divergence | None = None
     failed: set[tuple[Any, ...]] = set()
@@ -71,7 +72,9 @@ def settle(
     scales = Scales(model, examples)
     if plain:
         channel_map = with_plain(channel_map)
-    for _ in range(attempts):
+    before: tuple[int, ...] = ()
+    while (known := _known(channel_map)) != before:
+        before = known
         if channel_map.traced.stated and not _same_when_whole(model, channel_map, examples):
             channel_map = with_ties(channel_map)
         keep = channel_map.completed(choose(channel_map))
@@ -109,7 +112,12 @@ def settle(
             same = [other for other in others if other is not None and other.positions == lock.positions]
             why = f"; {PLAIN}" if search.withheld else ""
             channel_map = with_locks(channel_map, [replace(one, reason=one.reason + why) for one in (lock, *same)])
-    raise PlanError(f"no plan passed its trial after {attempts} locks; the last to differ was {divergence}")
+    raise PlanError(f"no plan passed its trial, and further locks change nothing; the last to differ was {divergence}")
+
+
+def _known(channel_map: ChannelMap) -> tuple[int, ...]:
+    """What every trial changes, in one direction: free labels, how many go apart, and sizes."""
+    return int(np.count_nonzero(channel_map.traced.final)), channel_map.n_labels, len(channel_map.sizes)
 
 
 @dataclass(eq=False)

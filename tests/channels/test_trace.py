@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from equivalence import Net, assert_unchanged, image, parity, random_keep, randomised, settled_plan, snapshot
 from torch import Tensor, nn
 
+import prunekit
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.map import group_labels
 from prunekit.channels.resolve import with_locks
 from prunekit.channels.trial import settle
 from prunekit.compaction import compact
-from prunekit.errors import ModelError, PrunekitError
+from prunekit.errors import ModelError, PlanError, PrunekitError
 from prunekit.hooks import count_hooks
 from prunekit.planning import Plan
 
@@ -402,3 +403,62 @@ def test_a_dtype_fixed_in_the_models_code() -> None:
 
     model, example = randomised(Net(forward, **two_layers())), (torch.randn(2, 4),)
     assert settled_plan(model, example).removed > 0
+
+
+def test_a_plan_is_tried_as_often_as_it_takes() -> None:
+    """Each of these classes refuses another width, so that each trial finds out about one of them."""
+
+    def fixed(x: Tensor, width: int) -> Tensor:
+        if x.shape[-1] != width:
+            raise ValueError(f"expected {width} channels")
+        return x
+
+    def refusing(width: int) -> nn.Module:
+        def forward(block: Any, x: Tensor) -> Tensor:
+            return x + fixed(block.a(x).relu(), width).sum(-1, keepdim=True)
+
+        block: Any = type(f"Refuses{width}", (nn.Module,), {"forward": forward})()
+        block.a = nn.Linear(3, width)
+        return block  # type: ignore[no-any-return]
+
+    model = nn.Sequential(*[refusing(width) for width in range(2, 24)], nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 3))
+    plan = settled_plan(randomised(model), (torch.randn(2, 3),))
+    assert list(plan.widths()) == ["22"]
+    assert plan.removed
+    assert sum("expected" in lock.reason for lock in plan.channel_map.locks) == 22
+
+
+def test_locks_that_change_nothing_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x)
+        if y.shape[-1] < 8:
+            raise ValueError("too narrow")
+        return torch.as_tensor(net.b(y))
+
+    monkeypatch.setattr("prunekit.channels.trial.with_locks", lambda channel_map, records: channel_map)
+    with pytest.raises(
+        PlanError, match="further locks change nothing; the last to differ was the Python code in the top"
+    ):
+        settled_plan(randomised(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3))), (torch.randn(2, 4),))
+
+
+def test_as_many_steps_as_convergence_needs() -> None:
+    """The number of calls follows the values: it differs between batches, and between dense and pruned model."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y = net.a(x).relu()
+        for _ in range(60):
+            before, y = y, torch.tanh(net.c(net.b(y).relu()) + y) * 0.7
+            if float((y - before).abs().max()) < 1e-3:
+                break
+        return torch.as_tensor(net.d(y).mean((2, 3)))
+
+    parts = {"a": nn.Conv2d(3, 12, 3), "b": nn.Conv2d(12, 20, 1), "c": nn.Conv2d(20, 12, 1), "d": nn.Conv2d(12, 3, 1)}
+    model = randomised(Net(forward, **parts))
+    images = torch.randn(32, 3, 6, 6, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 3, 32).view(
+        -1, 1, 1, 1
+    )
+    for data in ((images[:4],), images):
+        done = prunekit.prune(model, data, macs=0.8)
+        assert done.plan.widths()["b"][0] < 20
+        assert done.max_relative_difference <= 1e-9
