@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.layers import Call, CallWatch, Layer, Operands
-from prunekit.calibration.patches import Reading, reading
+from prunekit.calibration.patches import laid_like, reading
 from prunekit.nested import gather
 
 _SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
@@ -155,10 +155,10 @@ class Finder(CallWatch):
         inputs = gather((call.args, dict(call.named)))
         marks = [self.mark(tensor) for tensor in inputs]
         self.calls.append(call.name)
-        for tensor in inputs:
-            if id(tensor) in self.names:
-                self.readers.setdefault(self.names[id(tensor)], []).append(call.name)
         result = call.run()
+        if self.turned(result) is None:
+            for name in filter(None, (self.names.get(id(tensor)) or self.turned(tensor) for tensor in inputs)):
+                self.readers.setdefault(name, []).append(call.name)
         if any(result is tensor and self.mark(tensor) is not None for tensor in inputs):
             return result  # dropout in eval mode hands on what it was given
         for mark in marks:
@@ -228,7 +228,7 @@ class Finder(CallWatch):
         return None, ""
 
     def _layer(self, call: Call, operands: Operands, result: Tensor) -> tuple[int | None, str]:
-        how = Reading() if operands.transposed else reading(call.name, call.args, call.named)
+        how = reading(call.name, call.args, call.named)
         if how is None:
             return None, ""
         layer = Layer(operands.weight, operands.bias, call.number, how, transposed=operands.transposed)
@@ -249,7 +249,7 @@ class Finder(CallWatch):
     def _move(self, call: Call, mark: Mark, draft: Draft) -> tuple[int | None, str]:
         if mark.stage != draft.stages[-1] or mark.stage == "sum":
             return None, ""
-        draft.index = call.function(draft.places(), *call.args[1:], **call.named)
+        draft.index = call.function(laid_like(draft.places(), call.args[0]), *call.args[1:], **call.named)
         draft.layer = replace(draft.layer, moves=(*draft.layer.moves, call.number))
         draft.stages.append(f"move {call.number}")
         return mark.layer, draft.stages[-1]

@@ -19,7 +19,7 @@ from prunekit.calibration.patches import CONVOLUTIONS, Reading
 from prunekit.channels.copying import named_tensors
 from prunekit.hooks import HookOwner
 
-_LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_floating_point", "_set_grad_enabled"})
+_LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_floating_point", "_set_grad_enabled"})
 """Functions that compute nothing: asking for a shape is no reading of a value."""
 
 
@@ -112,7 +112,10 @@ class Call(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a linear layer is called with; the names are those of the model's parameters."""
+    """What a linear layer is called with; the names are those of the model's parameters.
+
+    `transposed`: whether the weight, as the model has it, lies as (inputs, outputs).
+    """
 
     inputs: Tensor
     matrix: Tensor
@@ -202,6 +205,8 @@ class CallWatch(TorchFunctionMode):
         if place is None or len(call.args) <= place[1]:
             return None
         inputs, matrix = call.args[place[0]], call.args[place[1]]
+        turned = self.turned(matrix)
+        matrix = matrix if turned is None else matrix._base
         weight = self.names.get(id(matrix))
         bias = None if place[2] is None else (*call.args, None, None)[place[2]]
         bias = call.named.get("bias") if bias is None else bias
@@ -209,7 +214,14 @@ class CallWatch(TorchFunctionMode):
         usual = not place[3] or (not call.named and matrix.dim() == 2 and inputs.dim() >= 2)
         if weight is None or (bias is not None and name is None) or not usual:
             return None
-        return Operands(inputs, matrix, weight, name, place[3])
+        return Operands(inputs, matrix, weight, name, place[3] != (turned is not None))
+
+    def turned(self, value: Any) -> str | None:
+        """Of which matrix of the model's a tensor is the transpose, as `w.t()` is in `x @ w.t()`."""
+        base = value._base if isinstance(value, Tensor) and value.dim() == 2 else None
+        if base is None or base.dim() != 2 or (value.shape, value.stride()) != (base.shape[::-1], base.stride()[::-1]):
+            return None
+        return self.names.get(id(base))
 
 
 def _given(result: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -140,8 +140,8 @@ class Reading:
 
 
 def reading(name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Reading | None:
-    """How a call of `torch.nn.functional.linear` or `conv1d` to `conv3d` reads; None where it cannot be followed."""
-    if name == "linear":
+    """How a call of a linear layer, or of `conv1d` to `conv3d`, reads; None where it cannot be followed."""
+    if name not in CONVOLUTIONS:
         return Reading()
     axes = CONVOLUTIONS[name]
     values = [
@@ -215,6 +215,14 @@ def sampled_rows(total: int, count: int, seed: int, among: Tensor | None = None)
     if count >= total:
         return torch.arange(total)
     return torch.randperm(total, generator=generator)[:count].sort().values
+
+
+def laid_like(index: Tensor, values: Tensor) -> Tensor:
+    """An index of values, as they lie in memory: so what asks for that (views, reshape) treats both alike."""
+    if index.stride() == values.stride():
+        return index
+    lying = torch.empty_strided(values.shape, values.stride(), dtype=index.dtype, device=index.device)
+    return lying.copy_(index)
 
 
 def pixel_by_pixel(images: Tensor) -> Tensor:

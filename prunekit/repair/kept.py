@@ -29,6 +29,10 @@ class Blank(NamedTuple):
         """A tensor of this shape that takes no memory, of values that show wherever they get to."""
         return torch.full((), _poison(self.dtype), dtype=self.dtype, device=self.device).expand(self.shape)
 
+    def layout(self) -> Tensor:
+        """One that lies in memory as it did, but has none."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
 
 @dataclass(frozen=True, eq=False)
 class Kept:

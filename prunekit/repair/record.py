@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.finding import Survey, pooled, survey
 from prunekit.calibration.layers import Call, Layer
-from prunekit.calibration.patches import sampled_rows
+from prunekit.calibration.patches import laid_like, sampled_rows
 from prunekit.repair.batches import Batch
 from prunekit.repair.kept import Kept
 from prunekit.repair.lifetimes import Lifetimes
@@ -261,7 +261,7 @@ class LayerPass(ResumableRun):
                 seen.shape = result.shape
                 seen.places = torch.arange(result.numel(), device=result.device).view(result.shape)
         if call.number in layer.moves and seen.places is not None:
-            seen.places = call.function(seen.places, *call.args[1:], **call.named)
+            seen.places = call.function(laid_like(seen.places, call.args[0]), *call.args[1:], **call.named)
 
 
 class Gathering:

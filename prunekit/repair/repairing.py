@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -69,7 +69,8 @@ def repair(
 
     Returns:
         The masked model, dense in size, and what was done. Where the repaired model's output on held-out images is
-        no nearer to the dense one's than without repair, it is the masked model without repair, and the report says so.
+        no nearer to the dense one's than without repair, fewer layers are repaired, the first half of them, the first
+        quarter and so on, down to none; and the report says so.
 
     Raises:
         DataError: see `require_images`.
@@ -93,15 +94,17 @@ def repair(
             before = difference(original, masked, walk.judging, judge)
             fitter = walk.run()
             _mask(masked, plan)
-            after = difference(original, masked, walk.judging, judge)
-    done = _in_model_order(fitter.done, skipped, original)
-    better = after < before or after <= NEGLIGIBLE  # what is pruned may be such that nothing compared depends on it
-    kept = better and any(layer.applied for layer in done)
-    if not kept:
-        masked = _copy(dense)
-        _mask(masked, plan)
-        done = tuple(dropped(layer) for layer in done)
-    return _as_given(dense, masked), RepairReport(done, before, after, kept, walk.memory)
+            fitted = after = difference(original, masked, walk.judging, judge)
+            applied = [layer.weight for layer in fitter.done if layer.applied]
+            count = len(applied)
+            while count and not (after < before or after <= NEGLIGIBLE):  # nothing compared may depend on it
+                count //= 2
+                walk.undo(applied[count:])
+                _mask(masked, plan)
+                after = difference(original, masked, walk.judging, judge) if count else before
+    done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.done]
+    layers_done = _in_model_order(done, skipped, original)
+    return _as_given(dense, masked), RepairReport(layers_done, before, after, count > 0, walk.memory, fitted)
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
@@ -148,6 +151,7 @@ class _Prepared:
     ) -> None:
         self._layers = sorted(layers, key=lambda layer: layer.ready)
         self._settings, self._fitter = settings, LayerFitter(original, masked, plan, settings)
+        self._tensors = [dict(named_tensors(model)) for model in (original, masked)]
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.norms) for model in models]
         for run in runs:
@@ -194,6 +198,15 @@ class _Prepared:
                 _require_finite(layer, wanted)
             self._fitter.refit(layer, wanted, found)
         return self._fitter
+
+    def undo(self, weights: Collection[str]) -> None:
+        """Makes layers what they are in the dense model."""
+        dense, masked = self._tensors
+        for layer in (layer for layer in self._layers if layer.weight in weights):
+            norm = [] if layer.norm is None else [f"{layer.norm}.bias", f"{layer.norm}.running_mean"]
+            for name in (layer.weight, layer.bias, *norm):
+                if name in masked:
+                    masked[name].copy_(dense[name])
 
 
 def _copy(model: nn.Module) -> nn.Module:

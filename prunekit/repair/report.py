@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import mean
+
+NO_BETTER = "with all layers fitted the model's output is no better on held-out images"
+"""Why a layer's fit was dropped."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,12 @@ class RepairReport:
     Attributes:
         layers: in the order in which they run.
         before, after: mean squared difference of the model's output from the dense model's on held-out images, as a
-            share of that one's variance.
-        kept: whether the repaired weights were kept; where the output is no better, each layer is left as it was, and
-            its note says so.
+            share of that one's variance: without repair, and of the model that is handed out.
+        kept: whether repaired weights were kept; where the output is no better, layers are left as they were, and
+            their notes say so.
         memory: what it took, as planned before it started.
+        fitted: the same difference with all layers fitted; where it is no less than `before`, only the first layers
+            are kept, or none.
     """
 
     layers: tuple[LayerRepair, ...]
@@ -82,14 +89,35 @@ class RepairReport:
     after: float
     kept: bool
     memory: RepairMemory
+    fitted: float = 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on a repair that kept nothing, or not all that it fitted; none where it kept all."""
+        applied = [layer for layer in self.layers if layer.applied]
+        tried = [layer for layer in self.layers if layer.applied or layer.note.endswith(NO_BETTER)]
+        reasons = reasons_of(self.layers)
+        if not tried:
+            return (f"repair: no layer was refitted: {'; '.join(reasons) or 'no layer is a convolution or linear'}",)
+        if len(applied) == len(tried):
+            return ()
+        which = f"the first {len(applied)} of {len(tried)} fitted layers are" if applied else "nothing is"
+        error = "the output's error on held-out samples is"
+        found = f"with all of them {error} {self.fitted:.3g} of its variance, without {self.before:.3g}"
+        return (f"repair: {which} kept: {found}{f', with those {self.after:.3g}' if applied else ''}",)
+
+
+def reasons_of(layers: Iterable[LayerRepair]) -> list[str]:
+    """Each note, and of how many layers it is."""
+    notes = Counter(layer.note for layer in layers if layer.note)
+    return [f"{note} ({count} layer{'s'[: count > 1]})" for note, count in notes.items()]
 
 
 def dropped(layer: LayerRepair) -> LayerRepair:
     """A layer that was better for its fit, while the whole model is not."""
     if not layer.applied:
         return layer
-    note = f"{layer.applied} dropped: with all layers fitted the model's output is no better on held-out images"
-    return replace(layer, applied="", after=layer.before, note=note)
+    return replace(layer, applied="", after=layer.before, note=f"{layer.applied} dropped: {NO_BETTER}")
 
 
 def joined(name: str, parts: list[LayerRepair]) -> LayerRepair:

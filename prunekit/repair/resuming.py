@@ -281,12 +281,11 @@ class ResumableRun(CallWatch):
         return made is not None and made() is not None
 
     def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
-        """A blank has its own strides in memory, and attributes that are tensors, such as `mT`, are blanks too."""
+        """A blank lies otherwise in memory, and attributes that are tensors, such as `mT`, are blanks too."""
         mark = self._mark(args[0]) if args and isinstance(args[0], Tensor) else None
         if mark is not None and mark.blank is not None:
-            if name == "stride":
-                return mark.blank.stride[args[1]] if len(args) > 1 else mark.blank.stride
-            args = (mark.blank.tensor(), *args[1:])
+            layout = name in {"stride", "is_contiguous"}
+            args = (mark.blank.layout() if layout else mark.blank.tensor(), *args[1:])
         looked = function(*args, **named)
         if not isinstance(looked, (Tensor, tuple, *_PLAIN)):
             self._lost()

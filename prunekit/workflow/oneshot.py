@@ -51,9 +51,9 @@ class Pruned:
         max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
             and of the outputs where it was repaired.
         repair: what the repair did; None without.
-        notes: what the calibration was short of, channels that were zero all along, and what was set to 0 in the
-            compact model as too small for full precision, in sentences; which classes are not the model's own any more;
-            whether all of it is frozen; and what was promised and not delivered.
+        notes: what the calibration was short of, channels that were zero all along, what a repair did not keep, and
+            what was set to 0 in the compact model as too small for full precision, in sentences; which classes are not
+            the model's own any more; whether all of it is frozen; and what was promised and not delivered.
         delivered: what was asked for and measured, where a budget is one of time.
     """
 
@@ -207,7 +207,7 @@ def _prune_on(
     proof = verify(masked, small, plan, [arguments(model, taken(images, slice(8)))])
     flushed = without_subnormals(small, example)
     difference = max(difference, proof.max_relative_difference, flushed.max_relative_difference)
-    notes += _said(flushed)
+    notes += report.notes + _said(flushed)
     result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
     return _timed(frozen, result)
 

@@ -14,6 +14,7 @@ from prunekit.inputs import count_of
 from prunekit.masking import masked
 from prunekit.planning import Plan
 from prunekit.repair import LayerRepair, RepairReport, repair
+from prunekit.repair.report import reasons_of
 from prunekit.training import recalibrate_batchnorm
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.calibrate import calibration_batches, calibration_images
@@ -74,13 +75,12 @@ def _repaired(
 
 def _lines(report: RepairReport) -> list[str]:
     change = f"output error on held-out images {report.before:.4g} -> {report.after:.4g} of its variance"
-    lines = [change if report.kept else f"{change}: no better, so nothing was changed"]
+    lines = [change, *(note.removeprefix("repair: ") for note in report.notes)]
     applied = Counter(layer.applied for layer in report.layers if layer.applied)
     left = [layer for layer in report.layers if not layer.applied]
     done = ", ".join(f"{count} by {how}" for how, count in applied.items()) or "none"
     lines.append(f"layers refitted: {done}; left as they were: {len(left)}")
-    notes = Counter(layer.note for layer in report.layers if layer.note)
-    return lines + [f"{note} ({count} layer{'s'[: count > 1]})" for note, count in notes.items()]
+    return lines + reasons_of(report.layers)
 
 
 def repair_summary(report: RepairReport | None) -> dict[str, Any] | None:

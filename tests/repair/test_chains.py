@@ -88,6 +88,40 @@ class Transposed(Channels):
         return out.view(tokens.shape).permute(0, 3, 1, 2)
 
 
+class Turned(Transposed):
+    """The same by products with transposes of weights that lie as (outputs, inputs)."""
+
+    def __init__(self, of: Channels) -> None:
+        super().__init__(of)
+        for parameters in (self.ups, self.downs):
+            for i, parameter in enumerate(parameters):
+                parameters[i] = nn.Parameter(parameter.detach().T.clone())
+
+    def branch(self, x: Tensor, i: int) -> Tensor:
+        tokens = x.permute(0, 2, 3, 1)
+        hidden = F.relu(torch.addmm(self.biases[i], tokens.reshape(-1, 6), self.ups[i].t()))
+        out = torch.addmm(self.others[i], hidden, self.downs[i].T)
+        return out.view(tokens.shape).permute(0, 3, 1, 2)
+
+
+class PerPixel(Channels):
+    """The same, with views that need the channels of a pixel together, or apart; what decides looks at memory."""
+
+    def __init__(self, of: Channels) -> None:
+        super().__init__()
+        self.stem, self.head, self.up, self.down = of.stem, of.head, of.up, of.down
+
+    def branch(self, x: Tensor, i: int) -> Tensor:
+        out = self.down[i](F.relu(self.up[i](x)))
+        pixels = out.permute(0, 2, 3, 1)
+        if i or not pixels.is_contiguous():
+            pixels = pixels.contiguous()
+        rows = pixels.view(-1, 6).view(len(x), 36, 6).transpose(1, 2)
+        apart = rows.clone(memory_format=torch.contiguous_format).view(len(x), 6 * 36).unflatten(1, (6, 6, 6))
+        rows = apart.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).view(-1, 6)
+        return rows.view(pixels.shape).permute(0, 3, 1, 2)
+
+
 def pruned(model: nn.Module, weights: list[str], axis: int, removed: list[int], images: Tensor = IMAGES) -> Plan:
     """A plan that removes the same channels along an axis of some weights."""
     chart = trace(model, (images[:2],))
@@ -115,14 +149,25 @@ def wanted(plain: Channels) -> RepairReport:
 
 @pytest.mark.parametrize(
     ("kind", "weights", "axis"),
-    [(Windows, ["down.0.weight", "down.1.weight"], 1), (Transposed, ["downs.0", "downs.1"], 0)],
+    [
+        (Windows, ["down.0.weight", "down.1.weight"], 1),
+        (Transposed, ["downs.0", "downs.1"], 0),
+        (Turned, ["downs.0", "downs.1"], 1),
+        (PerPixel, ["down.0.weight", "down.1.weight"], 1),
+    ],
 )
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_the_fit_is_that_of_plain_convolutions(
-    plain: Channels, wanted: RepairReport, kind: type[Channels], weights: list[str], axis: int
+    plain: Channels,
+    wanted: RepairReport,
+    kind: type[Channels],
+    weights: list[str],
+    axis: int,
+    layout: torch.memory_format,
 ) -> None:
-    model = kind(plain).eval()  # type: ignore[call-arg]
-    torch.testing.assert_close(model(IMAGES), plain(IMAGES))
-    _, report = repair(model, pruned(model, weights, axis, [0, 3, 7]), IMAGES, ALL)
+    model, images = kind(plain).eval(), IMAGES.contiguous(memory_format=layout)  # type: ignore[call-arg]
+    torch.testing.assert_close(model(images), plain(IMAGES))
+    _, report = repair(model, pruned(model, weights, axis, [0, 3, 7], images), images, ALL)
     assert wanted.after < 0.5 * wanted.before
     assert report.before == pytest.approx(wanted.before)
     assert report.after == pytest.approx(wanted.after, rel=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from equivalence import randomised, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from prunekit import prune
 from prunekit.calibration.finding import find_layers
 from prunekit.channels import trace
 from prunekit.compaction import compact
@@ -229,17 +232,40 @@ def test_recalibration_gives_each_output_what_its_norm_stands_for() -> None:
 
 
 def test_layers_are_left_as_they_were_where_the_model_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = iter([1.0, 1.5])
+    errors = chain([1.0], repeat(1.5))
     monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
     model = randomised(Residual().double()).eval()
     plan = planned(model, "conv2.weight", [0, 3])
     repaired, report = repair(model, plan, IMAGES, SETTINGS)
     assert not report.kept
+    assert (report.before, report.after, report.fitted) == (1.0, 1.0, 1.5)
+    (note,) = report.notes
+    assert note.startswith("repair: nothing is kept: with all of them the output's error on held-out samples is 1.5 ")
     assert not any(layer.applied for layer in report.layers)
     assert {layer.weight: layer for layer in report.layers}["conv2.weight"].note.startswith("patch dropped: ")
     for name, tensor in snapshot(model).items():
         kept = torch.ones_like(tensor) if plan.mask(name) is None else plan.mask(name)
         assert torch.equal(snapshot(repaired)[name], torch.where(kept.bool(), tensor, 0)) or "running_var" in name
+
+
+def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(Residual().double()).eval()
+    plan = planned(model, "conv2.weight", [0, 3])
+    whole, _ = repair(model, plan, IMAGES, SETTINGS)
+    errors = iter([1.0, 1.5, 0.5])
+    monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
+    repaired, report = repair(model, plan, IMAGES, SETTINGS)
+    assert (report.kept, report.before, report.after, report.fitted) == (True, 1.0, 0.5, 1.5)
+    kept, fitted = snapshot(repaired), snapshot(whole)
+    applied = {layer.weight: layer.applied for layer in report.layers}
+    assert applied["conv2.weight"] == "patch"
+    assert applied["head.weight"] == applied["grouped.weight"] == ""
+    assert torch.equal(kept["conv2.weight"], fitted["conv2.weight"])
+    assert torch.equal(kept["bn2.running_mean"], fitted["bn2.running_mean"])
+    for name in ("head.weight", "head.bias", "grouped.weight", "grouped.bias"):
+        assert not torch.equal(fitted[name], model.state_dict()[name])
+        assert torch.equal(kept[name], model.state_dict()[name])
+    assert "with those 0.5" in report.notes[0]
 
 
 @pytest.mark.parametrize("mebibytes", [1, 2, 8])
@@ -266,3 +292,31 @@ def test_a_norm_that_starts_at_zero_leaves_nothing_to_fit(fit: str) -> None:
     notes = {layer.weight: layer.note for layer in report.layers}
     assert notes["conv1.weight"] == "the norm behind it has no factor but 0"
     assert verify(masked, compact(masked, plan), plan, [(IMAGES[:4],)]).max_relative_difference < 1e-12
+
+
+class Products(nn.Module):
+    """No layer is a convolution or linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(12, 6)), nn.Parameter(torch.randn(12, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("...i,hi->...h", x, self.up).relu()
+        return torch.einsum("...h,ho->...o", hidden, self.down)
+
+
+def test_a_model_without_layers_is_masked_and_the_notes_say_so() -> None:
+    model, x = randomised(Products()).eval(), torch.randn(16, 6)
+    plan = planned(model, "down", [], x)
+    labels = plan.channel_map.labels["down"][0]
+    assert labels is not None
+    plan = Plan(plan.channel_map, ~np.isin(np.arange(plan.channel_map.n_labels), labels[[1, 5]]))
+    masked, report = repair(model, plan, x)
+    assert not report.kept
+    assert report.after == report.before > 0
+    assert report.notes == (
+        "repair: no layer was refitted: read by einsum, not by a convolution or linear layer (2 layers)",
+    )
+    verify(masked, compact(masked, plan), plan, [(x,)])
+    assert report.notes[0] in prune(model, x, macs=0.6).notes
