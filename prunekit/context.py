@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from prunekit.distributed.group import size
 from prunekit.distributed.launch import local_rank
-from prunekit.errors import UsageError
+from prunekit.errors import ModelError, UsageError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -27,6 +31,90 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter of a model takes a gradient; afterwards each is as it was."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def gradients_of(
+    value: torch.Tensor, tensors: Sequence[torch.Tensor], *, create_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """As `torch.autograd.grad`; where reentrant checkpointing refuses that, by a plain backward pass, which leaves no
+    `.grad` behind.
+
+    Args:
+        value: one number.
+        tensors: all leaves that it depends on.
+
+    Raises:
+        ModelError: the gradients are to have a graph of their own, and reentrant checkpointing gives none.
+    """
+    if not is_reentrant(value):
+        return torch.autograd.grad(value, tensors, allow_unused=True, create_graph=create_graph)
+    if create_graph:
+        raise ModelError(
+            "second derivatives: reentrant activation checkpointing has none; use use_reentrant=False, or turn "
+            "checkpointing off meanwhile"
+        )
+    with own_gradients(tensors):
+        value.backward()  # type: ignore[no-untyped-call]
+        return tuple(tensor.grad for tensor in tensors)
+
+
+@contextmanager
+def own_gradients(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Tensors begin without a `.grad`, and have afterwards what they had."""
+    before = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
+
+
+def is_reentrant(value: torch.Tensor) -> bool:
+    """Whether a value was computed under reentrant activation checkpointing, which allows `value.backward()` alone."""
+    checkpoint = CheckpointFunction._backward_cls
+    seen, ahead = set(), [value.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, checkpoint):
+            return True
+        seen.add(node)
+        ahead += [before for before, _ in node.next_functions]
+    return False
+
+
+def without_gradients(forward: Callable[[], T]) -> T:
+    """What a forward pass returns, run without gradients; with them where its own code takes some, as of forces."""
+    try:
+        with torch.no_grad():
+            return forward()
+    except RuntimeError as error:
+        if not takes_gradients(error):
+            raise
+    with torch.enable_grad():
+        return forward()
+
+
+def takes_gradients(error: BaseException) -> bool:
+    """Whether an error was raised by code that asked for gradients where none are recorded."""
+    asking = {torch.autograd.grad.__code__, torch.autograd.backward.__code__}
+    return any(frame.f_code in asking for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 @contextmanager

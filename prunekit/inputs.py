@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError
-from prunekit.nested import gather, map_tensors
+from prunekit.nested import gather, leaves, map_tensors
 
 MASK = "attention_mask"
 """The argument of `forward` that says which positions of a sequence are padding, in the convention of transformers."""
@@ -52,6 +53,21 @@ def arguments(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     )
 
 
+def advice(model: nn.Module, examples: Sequence[Any]) -> str:
+    """What to give a model that does not run on examples, each a tuple of positional arguments."""
+    found = _parameters(model)
+    alone = [one.name for one in found if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+    if alone:
+        calls = ", ".join(f"{name}={name}" for name in alone)
+        return (
+            f"its forward takes {', '.join(alone)} by name alone, and examples are positional: wrap it in a module "
+            f"whose forward takes them by position and returns model({calls})"
+        )
+    if any(isinstance(value, np.ndarray) for example in examples for value in leaves(example)):
+        return "expected tensors, got NumPy arrays; give torch.from_numpy(array)"
+    return "expected the positional arguments of its forward, as one tuple for each example"
+
+
 def moved(values: Any, device: torch.device) -> Any:
     """The same nesting with every tensor on a device."""
     return map_tensors(values, lambda tensor: tensor.to(device, non_blocking=True))
@@ -81,8 +97,12 @@ def joined(parts: Sequence[Any]) -> Any:
 
 def parameter_names(model: nn.Module) -> list[str]:
     """Names of the arguments of a model's `forward`, in their order; none where its code does not tell."""
+    return [parameter.name for parameter in _parameters(model)]
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter]:
     try:
-        return list(inspect.signature(model.forward).parameters)
+        return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):  # of code that is not Python
         return []
 

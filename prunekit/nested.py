@@ -21,6 +21,17 @@ def gather(value: Any) -> list[torch.Tensor]:
     return _gather(value, [])
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in nested tuples, lists and dicts that is none of these."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value
+
+
 def first_not_finite(named: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The name of the first tensor with a NaN or an Inf in it; None where all are finite."""
     return next((name for name, tensor in named if not bool(torch.isfinite(tensor).all())), None)

@@ -19,6 +19,7 @@ from prunekit.calibration.stats import ChannelStats
 from prunekit.errors import UsageError
 from prunekit.inputs import inputs_in, moved, taken
 from prunekit.tasks import Pairs, Task
+from prunekit.wrappers import unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,7 @@ def collect(
         DataError: a batch comes in a form that is not known; a `UsageError`.
         NonFiniteError: as for `RankCollector`.
     """
+    model = unwrapped(model, offloaded=True)
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
     second, pairs = None, iter(Pairs(model, batches, task))
     if moments == "full":

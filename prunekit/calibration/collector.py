@@ -19,8 +19,10 @@ from prunekit.calibration.reduce import summarise
 from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
+from prunekit.globs import globs
 from prunekit.hooks import never_called, refuse_nested
 from prunekit.nested import tensors_in
+from prunekit.wrappers import unwrapped
 
 Side = Literal["input", "output"]
 
@@ -75,6 +77,7 @@ class StatsCollector(ReadHooks):
         axes: Mapping[str, int] | None = None,
         fused: bool | None = None,
     ) -> None:
+        model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         self._targets = _targets(model, modules)
         self._every = modules is None
@@ -206,7 +209,7 @@ def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Mo
     if modules is None:
         leaves = {path: module for path, module in found.items() if not any(module.children())}
         return {path: module for path, module in leaves.items() if not never_called(module)}
-    for path in modules:
+    for path in globs(modules, "modules", model):
         if path not in found:
             raise UsageError(f"modules: the model has no module {path!r}; {nearest(path, found)}")
     return {path: found[path] for path in modules}

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from prunekit.calibration.curvature import Factors, curvature_factors
 from prunekit.calibration.layer_stats import FloatArray
 from prunekit.channels.running import plain_attention
-from prunekit.context import training_mode
+from prunekit.context import gradients_of, training_mode
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.inputs import described, moved
 from prunekit.nested import gather
 from prunekit.tasks import Pairs, Task, get_task
 from prunekit.tasks.batches import Pair
+from prunekit.wrappers import unwrapped
 
 Loss = Callable[[Any, Any], Tensor]
 """From what the model returned and the targets to one number, the mean over the batch."""
@@ -84,6 +85,7 @@ def collect_gradients(
             number with a gradient; or an operator of the model has no second derivative.
         NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter and the batch.
     """
+    model = unwrapped(model, offloaded=True)
     if loss is None and task is None:
         raise UsageError(
             "gradients: expected a loss, such as torch.nn.functional.cross_entropy, or a task; got neither"
@@ -99,7 +101,7 @@ def collect_gradients(
             _require_targets(pair, number)
             inputs, targets = moved(pair, device)
             value = _checked(wanted(model(*inputs), targets))
-            gradients = torch.autograd.grad(value, weights, allow_unused=True, create_graph=second_order)
+            gradients = gradients_of(value, weights, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]
             if second_order:
                 signs = torch.Generator().manual_seed(int(np.random.default_rng((seed, number)).integers(2**63)))

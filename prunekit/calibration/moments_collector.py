@@ -18,6 +18,7 @@ from prunekit.calibration.settings import MOMENTS_LIMIT_MIB
 from prunekit.errors import UsageError
 from prunekit.globs import matching
 from prunekit.nested import tensors_in
+from prunekit.wrappers import unwrapped
 
 MIB = 2**20
 
@@ -70,6 +71,7 @@ class MomentsCollector(ReadHooks):
         limit_mib: int = MOMENTS_LIMIT_MIB,
         positions: int | None = None,
     ) -> None:
+        model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         self.consumers = find_consumers(model, images)
         self._left_out = {path for glob in exclude for path in matching(glob, self.consumers, "moments_exclude")}

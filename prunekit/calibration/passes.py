@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prunekit.context import training_mode
+from prunekit.context import training_mode, without_gradients
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
 from prunekit.inputs import arguments, counted_positions, inputs_in, moved, rows_of, sequence_shape
@@ -120,8 +121,9 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device, *
         model: already on `device`; every module is afterwards in the mode it had.
         batches: inputs as `arguments` takes them, or tuples and lists whose first entry is that.
     """
-    with training_mode(model, False), torch.no_grad(), ExitStack() as entered:
+    with training_mode(model, False), ExitStack() as entered:
         for owner in owners:
             entered.enter_context(owner)
         for batch in batches:
-            model(*moved(arguments(model, inputs_in(batch)), device))
+            given = moved(arguments(model, inputs_in(batch)), device)
+            without_gradients(partial(model, *given))

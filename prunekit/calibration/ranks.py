@@ -17,6 +17,7 @@ from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks import never_called
 from prunekit.inputs import blank_padding, rows_of
 from prunekit.nested import tensors_in
+from prunekit.wrappers import unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,7 @@ class RankCollector(ReadHooks):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         self._sums: dict[StatsKey, MapRanks] = {}
         self._running: dict[StatsKey, MapRanks] = {}

@@ -21,6 +21,7 @@ from prunekit.hooks import HookWarning, recomputing, refuse_compiled
 from prunekit.hooks.gradients import GradientChange, InputGradients, OutputGradients, at
 from prunekit.hooks.reading import catch
 from prunekit.nested import gather, map_tensors
+from prunekit.wrappers import unwrapped
 
 What = Literal["input", "output", "grad_input", "grad_output"]
 
@@ -65,6 +66,7 @@ class LayerHooks(WatchedPasses):
     """What messages begin with."""
 
     def __init__(self, model: nn.Module, layers: Layers, what: What | Iterable[What], every: int = 1) -> None:
+        model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         name = self.purpose
         refuse_compiled(model, name)

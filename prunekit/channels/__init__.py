@@ -46,6 +46,7 @@ from prunekit.channels.resolve import channel_map
 from prunekit.channels.rules import Call, rule
 from prunekit.channels.tracing import channel_axis, trace_model
 from prunekit.errors import UsageError
+from prunekit.wrappers import unwrapped
 
 
 def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tuple[Any, ...]) -> ChannelMap:
@@ -66,6 +67,7 @@ def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tup
                 f"example_inputs: expected a tuple, the positional arguments of forward, got {type(example).__name__}; "
                 "a single input is written (x,)"
             )
+    model = unwrapped(model)
     return channel_map(model, trace_model(model, [example_inputs, *more_examples]))
 
 

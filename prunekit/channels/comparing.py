@@ -154,7 +154,7 @@ def record(
 
     try:
         with NarrowNorms(masked, channel_map, keep):
-            outputs = _forward(masked, example, run.training, see, precision)
+            outputs = _forward(masked, example, run, see, precision)
         return Reference(values, outputs, decisions, precision)
     except _Parted as parted:
         if parted.divergence.module in channel_map.norms:
@@ -190,7 +190,7 @@ def check(
                 raise _Parted(Divergence(key[0], name, key, difference, detail))
 
     try:
-        outputs = _forward(compact, example, run.training, see, reference.precision)
+        outputs = _forward(compact, example, run, see, reference.precision)
     except _Parted as parted:
         return parted.divergence.difference, replace(parted.divergence, line=line_of(parted))
     for want, got in zip_longest(reference.outputs, outputs):
@@ -211,13 +211,13 @@ def following(reference: Reference, compact: nn.Module, example: tuple[Any, ...]
         if key in reference.decisions:
             reference.decisions[key].follow(arguments, outs, TOLERANCE, 0.0)
 
-    return _forward(compact, example, run.training, see, reference.precision)
+    return _forward(compact, example, run, see, reference.precision)
 
 
 def watch(model: nn.Module, example: tuple[Any, ...], run: Run, see: See) -> None:
     """Hands a model's operators to `see`, as far as it runs."""
     with suppress(_Parted):
-        _forward(model, example, run.training, see, AS_DOUBLE[0])
+        _forward(model, example, run, see, AS_DOUBLE[0])
 
 
 def _inside(path: str, norms: Container[str]) -> bool:
@@ -232,12 +232,13 @@ class _Parted(Exception):
 
 
 def _forward(
-    model: nn.Module, example: tuple[Any, ...], training: bool, see: See, precision: Precision
+    model: nn.Module, example: tuple[Any, ...], run: Run, see: See, precision: Precision
 ) -> list[torch.Tensor]:
     """Runs a model with every operator seen, and returns the tensors of its output."""
     stack = ModuleStack(model)
     watch = _Watch(stack, see)
-    with same_draws(model), mode_for_trace(model, training), stack, torch.no_grad(), plain_attention(), precision():
+    gradients = torch.set_grad_enabled(run.gradients)
+    with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
         try:
             with watch:
                 output = model(*example)
@@ -250,4 +251,4 @@ def _forward(
             owner = stack.path_of(innermost_module(error))
             where = Divergence(module, "", (module, "", -1), float("inf"), detail, after=watch.total, owner=owner)
             raise _Parted(where) from error
-    return gather(output)
+    return [tensor.detach() for tensor in gather(output)]

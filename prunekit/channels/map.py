@@ -16,6 +16,7 @@ from prunekit.channels.joint import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace
+from prunekit.errors import ModelError
 
 Keep = NDArray[np.bool_]
 Slot = tuple[str, int]
@@ -186,6 +187,21 @@ class ChannelMap:
         if self.source is None:
             raise ValueError("a channel map read from a file has no trace: trace the model again")
         return self.source
+
+    def require_plain_forward(self, what: str) -> None:
+        """Checks that forward takes no gradients itself, as it does of forces.
+
+        Args:
+            what: runs it without recording gradients, in pieces.
+
+        Raises:
+            ModelError: it does.
+        """
+        if self.source is not None and any(run.gradients for run in self.source.trace.runs):
+            raise ModelError(
+                f"the model takes gradients inside its forward, which {what} cannot follow; prune on an example alone: "
+                "prunekit.prune(model, (x,), ...), whose scores and trial need no images"
+            )
 
     def resolve(self, field: Field) -> Labels:
         """Final labels of a field that the trace recorded."""

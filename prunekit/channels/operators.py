@@ -55,11 +55,14 @@ class Run:
     """The operators of one forward pass, in order, and which of the examples it was for.
 
     `repeats` says that it did exactly what the run before it did, label for label. `borrowed` are paths of modules that
-    used a tensor of another module's while they ran, each with the path of that owner.
+    used a tensor of another module's while they ran, each with the path of that owner. `gradients` were recorded, as
+    forward itself takes some. `uses_own` says that an operator read a parameter or buffer of the model.
     """
 
     example: int
     training: bool
     repeats: bool = False
+    gradients: bool = False
+    uses_own: bool = False
     operators: list[Operator] = field(default_factory=list)
     borrowed: set[tuple[str, str]] = field(default_factory=set)

@@ -67,6 +67,7 @@ class ModuleStack(HookOwner):
 
     def register(self) -> None:
         """Adds a forward-pre and a forward hook to every module."""
+        self.paths = [""]
         for path, module in self.model.named_modules():
             self.own(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
             self.own(module.register_forward_hook(self._leave(path), with_kwargs=True))

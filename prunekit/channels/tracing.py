@@ -25,8 +25,9 @@ from prunekit.channels.shortcut import run_on_meta
 from prunekit.channels.sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.storages import Storages
 from prunekit.channels.substitutes import substitute_all
-from prunekit.context import same_draws, seeded
+from prunekit.context import same_draws, seeded, takes_gradients
 from prunekit.errors import ModelError, PrunekitError
+from prunekit.inputs import advice
 from prunekit.nested import gather, map_tensors, tensors_in
 
 ActivationKey = tuple[str, str, int]
@@ -81,6 +82,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in inputs:
             flow.read(tensor)
             lenders = self.owners.get(id(tensor), ())
+            self.run.uses_own = self.run.uses_own or bool(lenders)
             if flow.module not in lenders:
                 self.run.borrowed.update([(flow.module, owner) for owner in lenders])
         outs = tuple(gather(out))
@@ -159,25 +161,48 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
         both_modes: whether train mode is looked at.
 
     Raises:
-        ModelError: the model does not run on an example, or cannot be copied.
+        ModelError: the model does not run on an example, runs something else than itself, or cannot be copied.
     """
+    trace = _traced(model, examples, both_modes)
+    if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
+        name, inside = type(model).__name__, _with_all_parameters(model)
+        there = f"; its .{inside} ({type(model.get_submodule(inside)).__name__}) has them: give that" if inside else ""
+        raise ModelError(f"{name} runs on the example without using any of its parameters{there}")
+    return trace
+
+
+def _with_all_parameters(model: nn.Module) -> str:
+    """Name of the child that has all parameters of a model; empty without one."""
+    own = {id(parameter) for parameter in model.parameters()}
+    children = model.named_children()
+    return next((name for name, child in children if own == {id(one) for one in child.parameters()}), "")
+
+
+def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool) -> Trace:
     with seeded(0):
         try:
             return _trace(model, examples, meta=True, both_modes=both_modes)
         except Exception:  # any failure on meta tensors: the model looks at values, or at its device
             pass
         try:
-            return _trace(model, examples, meta=False, both_modes=both_modes)
+            try:
+                return _trace(model, examples, meta=False, both_modes=both_modes)
+            except Exception as error:
+                if not takes_gradients(error):
+                    raise
+            return _trace(model, examples, meta=False, both_modes=both_modes, gradients=True)
         except PrunekitError:
             raise
         except Exception as error:
             raise ModelError(
-                f"{type(model).__name__} does not run on the example inputs: {_first_line(error)}; expected the "
-                "positional arguments of its forward, as one tuple for each example"
+                f"{type(model).__name__} does not run on the example inputs: {_first_line(error)}; "
+                f"{advice(model, examples)}"
             ) from error
 
 
-def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool, both_modes: bool) -> Trace:
+def _trace(
+    model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool, both_modes: bool, gradients: bool = False
+) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and has_gradients(tensor):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -202,11 +227,11 @@ def _trace(model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool, bot
     for index, example in enumerate(examples):
         inputs = map_tensors(example, stand_in)
         with mode_for_trace(clone, False), TrainModeWatch(clone) as watch:
-            _run(clone, inputs, Run(index, training=False), trace)
+            _run(clone, inputs, Run(index, training=False, gradients=gradients), trace)
         if watch.asked and both_modes:
             try:
                 with mode_for_trace(clone, True):
-                    _run(clone, inputs, Run(index, training=True, repeats=True), trace)
+                    _run(clone, inputs, Run(index, training=True, repeats=True, gradients=gradients), trace)
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
@@ -254,7 +279,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     flow.count_macs = not run.training and not trace.runs
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
     mode = LabelMode(flow, run, stack, earlier, example)
-    with same_draws(clone), stack, torch.no_grad(), plain_attention(), mode:
+    with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         output = clone(*example)
     flow.operator, flow.call = "", None
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})

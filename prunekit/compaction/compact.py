@@ -10,6 +10,7 @@ from prunekit.channels.slicing import bare_widths, narrow
 from prunekit.channels.substitutes import SizedAttention
 from prunekit.models import is_frozen
 from prunekit.planning import Plan
+from prunekit.wrappers import unwrapped
 
 
 def compact(model: nn.Module, plan: Plan) -> nn.Module:
@@ -28,6 +29,7 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: the plan is that of another model; names the first tensor that does not fit.
     """
+    model = unwrapped(model)
     plan.require_model(model)
     chart, keep = plan.channel_map, plan.keep
     return narrow(model, plan.kept_indices, bare_widths(model, chart, keep), attribute_values(model, chart, keep))

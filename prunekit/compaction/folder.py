@@ -28,6 +28,7 @@ from prunekit.errors import ArtifactError, ModelError
 from prunekit.layout import lies_channels_last, with_channels_last
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan
+from prunekit.wrappers import require_values, unwrapped
 
 FORMAT = 1
 SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
@@ -61,6 +62,8 @@ def save(
     Raises:
         PlanError: the model is not what the plan leaves of its own one; nothing is written.
     """
+    model = unwrapped(model)
+    require_values(model, "a file")
     folds = folds_of(model)
     indices = kept_of_folded(plan.kept_indices, folds)
     kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}

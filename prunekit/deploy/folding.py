@@ -19,6 +19,7 @@ from prunekit.context import seeded
 from prunekit.deploy.foldable import Foldable, Pair, foldable
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
+from prunekit.wrappers import unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,7 @@ def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, toleran
     Raises:
         VerificationError: the folded model computes something else.
     """
+    model = unwrapped(model)
     found = to_fold(model, example_inputs)
     double = _folded(doubled(model, to_double), found.pairs)
     narrow = folded(model, found.pairs)

@@ -9,6 +9,7 @@ from torch import nn
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.layout import with_channels_last
 from prunekit.measure.verify import compare_outputs
+from prunekit.wrappers import unwrapped
 
 
 def channels_last(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Module:
@@ -24,6 +25,7 @@ def channels_last(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Modul
     Raises:
         VerificationError: the copy computes something else, as code may that looks at strides.
     """
+    model = unwrapped(model)
     result = laid_out(model)
     compare_outputs(model, result, example_inputs)
     return result

@@ -16,6 +16,7 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.errors import VerificationError
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
+from prunekit.wrappers import unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,7 @@ def flush_subnormals(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flush
     Raises:
         VerificationError: the copy computes something else.
     """
+    model = unwrapped(model)
     if not count_subnormals(model):
         return Flushed(model, {}, 0.0)
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from prunekit.context import gradients_of
 from prunekit.diagnosis.observation import StepSize
 
 TRIAL = 16
@@ -49,7 +50,7 @@ def trial(loss: Callable[[], Tensor], weights: Sequence[Tensor], step: StepSize)
     while len(losses) < TRIAL and not recovers(losses):
         with torch.enable_grad():
             value = loss()
-            gradients = torch.autograd.grad(value, weights, allow_unused=True)
+            gradients = gradients_of(value, weights)
         losses.append(float(value.detach()))
         with torch.no_grad():
             for weight, gradient, moving in zip(weights, gradients, velocity, strict=True):
@@ -121,5 +122,5 @@ def _move(weights: Sequence[Tensor], base: Sequence[Tensor], along: Sequence[Ten
 
 def _gradients(loss: Callable[[], Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     with torch.enable_grad():
-        found = torch.autograd.grad(loss(), weights, allow_unused=True)
+        found = gradients_of(loss(), weights)
     return [torch.zeros_like(w) if g is None else g.detach() for w, g in zip(weights, found, strict=True)]

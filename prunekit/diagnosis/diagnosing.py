@@ -17,6 +17,7 @@ from prunekit.diagnosis.observation import Observation, StepSize
 from prunekit.diagnosis.running import Loss, observe
 from prunekit.errors import DataError, UsageError, nearest
 from prunekit.tasks import Pairs, Task, get_task
+from prunekit.wrappers import unwrapped
 
 FILES = (data, shapes, numbers, parameters, norms, activations, gradients, learning_rate)
 """Imported so that their checks are registered."""
@@ -57,6 +58,7 @@ def diagnose(
         DataError: there are no batches, or one comes in a form that is not known.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
     """
+    model = unwrapped(model)
     require_kinds(ignore)
     task = None if task is None else get_task(task)
     given = batches_of(Pairs(model, batches, task, "batches"), "batches")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.calibration import ChannelStats, StatsCollector
-from prunekit.context import seeded, training_mode
+from prunekit.context import gradients_of, seeded, training_mode
 from prunekit.diagnosis.before import batchnorm_modes, unchanged
 from prunekit.diagnosis.curvature import largest_eigenvalue, too_sharp, trial
 from prunekit.diagnosis.failing import failure_of
@@ -108,7 +108,7 @@ class Observer:
         self.losses.append(float(value.detach()))
         names = list(self.names)
         try:
-            found = torch.autograd.grad(value, list(self.names.values()), allow_unused=True)
+            found = gradients_of(value, list(self.names.values()))
         except Exception as error:
             raise _Raised(failure_of(error, self.running, "the backward pass")) from error
         for name, gradient in zip(names, found, strict=True):

@@ -82,18 +82,26 @@ def require_not_compiled(model: nn.Module, owner: str) -> None:
     Raises:
         ModelError: it has, and hooks that came later were left out of a forward pass.
     """
+    path = compiled_code(model)
+    if path is not None:
+        raise ModelError(
+            f"{owner}: its hooks did not run, because {path or 'the model'} "
+            f"({type(model.get_submodule(path)).__name__}), or another of its class, was compiled before they were "
+            "there; compile after entering, or call torch._dynamo.reset() then"
+        )
+
+
+def compiled_code(model: nn.Module) -> str | None:
+    """Path of the first module whose class's forward `torch.compile` has compiled; None without any."""
     if "torch._dynamo" not in sys.modules:
-        return
+        return None
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     for path, module in model.named_modules():
         forward = inspect.unwrap(type(module).forward)
         if isinstance(forward, FunctionType) and _debug_get_cache_entry_list(forward.__code__):
-            raise ModelError(
-                f"{owner}: its hooks did not run, because {path or 'the model'} ({type(module).__name__}), or another "
-                "of its class, was compiled before they were there; compile after entering, or call "
-                "torch._dynamo.reset() then"
-            )
+            return str(path)
+    return None
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from prunekit.masking.counting import Tally, count_zeros
 from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path, one_of
 from prunekit.masking.targets import BITS
 from prunekit.nested import gather, map_tensors
+from prunekit.wrappers import unwrapped
 
 Side = Literal["input", "output"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -64,16 +65,19 @@ class ActivationMasks(HookOwner):
     Raises:
         UsageError: a threshold is negative, a glob matches nothing, or the side is not that of the thresholds.
         ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
-            was; in a hook, when a module has no floating-point tensor there.
+            was; in a hook, when a module that was chosen by its path has no
+            floating-point tensor there; others that have none are passed over.
     """
 
     def __init__(
         self, model: nn.Module, thresholds: float | Mapping[str, float], *, side: Side | None = None, count: bool = True
     ) -> None:
+        model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__()
         self._model = model
         paths, alike = module_paths(model), leaf_paths(model)
         self._thresholds = numbers_by_path(thresholds, "thresholds", paths=paths, alike=alike)
+        self._chosen = set(thresholds) if isinstance(thresholds, Mapping) else set()
         self._side = _side(side, getattr(thresholds, "side", None))
         self._zeros = Tally() if count else None
 
@@ -81,7 +85,9 @@ class ActivationMasks(HookOwner):
         """Hooks the modules."""
         refuse_compiled(self._model, type(self).__name__)
         for path, threshold in self._thresholds.items():
-            change_activations(self, self._model, path, self._side, self._mask(path, threshold))
+            change_activations(
+                self, self._model, path, self._side, self._mask(path, threshold), chosen=path in self._chosen
+            )
         self.own_hearing(self._model)
 
     def sparsity(self) -> ActivationSparsity:
@@ -116,12 +122,21 @@ def _side(asked: Side | None, found_for: Side | None) -> Side:
 
 
 def change_activations(
-    owner: HookOwner, model: nn.Module, path: str, side: Side, change: Callable[[Tensor], Tensor]
+    owner: HookOwner,
+    model: nn.Module,
+    path: str,
+    side: Side,
+    change: Callable[[Tensor], Tensor],
+    *,
+    chosen: bool = True,
 ) -> None:
     """Has an owner pass every floating-point tensor on one side of a module through `change`.
 
+    Args:
+        chosen: whether the module was chosen by its path, and is not one among many.
+
     Raises:
-        ModelError: in the hook, when there is none.
+        ModelError: in the hook, when there is none at a module that was chosen.
     """
     module, where = model.get_submodule(path), f"{side} of {path}"
 
@@ -129,11 +144,11 @@ def change_activations(
         return change(tensor) if tensor.is_floating_point() else tensor
 
     def before(module: nn.Module, arguments: Any, named: Any) -> Any:
-        require_floating((arguments, named), where)
+        require_floating((arguments, named), where, chosen=chosen)
         return map_tensors((arguments, named), each)
 
     def after(module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
-        require_floating(result, where)
+        require_floating(result, where, chosen=chosen)
         return map_tensors(result, each)
 
     if side == "input":
@@ -142,8 +157,12 @@ def change_activations(
         owner.own_forward(module, after, again=True)
 
 
-def require_floating(value: Any, where: str) -> None:
+def require_floating(value: Any, where: str, *, chosen: bool = True) -> None:
     """Checks that there are plain floating-point tensors in a value.
+
+    Args:
+        chosen: whether its module was chosen by its path; of one among many, such as an optional norm that is given
+            None, a value without any is passed over.
 
     Raises:
         ModelError: there are none, or one is a nested tensor; the message says what came.
@@ -154,7 +173,7 @@ def require_floating(value: Any, where: str) -> None:
     floating = [tensor for tensor in found if tensor.is_floating_point()]
     for tensor in floating:
         refuse_nested(tensor, where)
-    if not floating:
+    if not floating and chosen:
         kinds = sorted({f"a tensor of {tensor.dtype}" for tensor in found}) or ["no tensor"]
         raise ModelError(
             f"{where}: expected floating-point tensors, alone or in tuples, lists, dicts and dataclasses; got "

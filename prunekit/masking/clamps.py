@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from prunekit.masking.counting import Tally
 from prunekit.masking.limiting import By, LossScale, limited, scaled
 from prunekit.masking.selection import leaf_paths, module_paths, numbers_by_path, one_of
 from prunekit.masking.weights import inner_optimizer
+from prunekit.wrappers import unwrapped
 
 
 class GradientClamp(HookOwner):
@@ -61,10 +62,16 @@ class ActivationGradientClamp(GradientClamp):
     """See `clamp_activation_grad`."""
 
     def __init__(
-        self, model: nn.Module, limits: Mapping[str, float], by: By, side: Side, loss_scale: LossScale | None
+        self,
+        model: nn.Module,
+        limits: Mapping[str, float],
+        by: By,
+        side: Side,
+        loss_scale: LossScale | None,
+        chosen: Container[str],
     ) -> None:
         super().__init__(limits, by)
-        self._model, self._side, self._scale = model, side, loss_scale
+        self._model, self._side, self._scale, self._chosen = model, side, loss_scale, chosen
 
     def register(self) -> None:
         """Hooks the modules' gradients."""
@@ -72,7 +79,11 @@ class ActivationGradientClamp(GradientClamp):
         own = self.own_output_gradients if self._side == "output" else self.own_input_gradients
         for path in self.limits:
             where = f"{self._side} of {path}"
-            own(self._model.get_submodule(path), self._clamp(path), partial(require_floating, where=where))
+            own(
+                self._model.get_submodule(path),
+                self._clamp(path),
+                partial(require_floating, where=where, chosen=path in self._chosen),
+            )
 
     def _clamp(self, path: str) -> GradientChange:
         return lambda gradient, index: self._limited(path, gradient, self._scale, inplace=False)
@@ -152,13 +163,15 @@ def clamp_activation_grad(
 
     Raises:
         UsageError: a limit is negative, a glob matches nothing, or `by` or `side` is something else.
-        ModelError: on enter, when the model is compiled; in a hook, when a module has no floating-point tensor there.
+        ModelError: on enter, when the model is compiled; in a hook, when a module that was chosen by its path
+            has no floating-point tensor there; others that have none are passed over.
     """
+    model = unwrapped(model, offloaded=True, compiled=False)
     one_of(by, get_args(By), "clamp_activation_grad: by")
     one_of(side, get_args(Side), "clamp_activation_grad: side")
     paths, alike = module_paths(model), leaf_paths(model)
     found = numbers_by_path(limits, "clamp_activation_grad", paths=paths, alike=alike)
-    return ActivationGradientClamp(model, found, by, side, loss_scale)
+    return ActivationGradientClamp(model, found, by, side, loss_scale, limits if isinstance(limits, Mapping) else ())
 
 
 def clamp_weight_grad(
@@ -180,6 +193,7 @@ def clamp_weight_grad(
         UsageError: a limit is negative, or a glob matches no module with parameters of its own; on enter, when the
             optimizer steps none of them.
     """
+    model = unwrapped(model)
     one_of(by, get_args(By), "clamp_weight_grad: by")
     paths = [path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
     key = "clamp_weight_grad, modules with parameters of their own"

@@ -20,6 +20,7 @@ from prunekit.masking.held import HeldValues
 from prunekit.masking.weights import WeightMasks
 from prunekit.models import is_frozen
 from prunekit.planning import Plan
+from prunekit.wrappers import unwrapped_for_hooks
 
 
 @contextmanager
@@ -32,15 +33,16 @@ def masked(
         model, plan, optimizer, restore: as for `WeightMasks`. A `HookWarning` says if the optimizer has nothing to
             change, because the whole model is frozen.
     """
-    if optimizer is not None and is_frozen(model):
+    inner = unwrapped_for_hooks(model, "masked")
+    if optimizer is not None and is_frozen(inner):
         warnings.warn(
-            f"masked: every parameter of {type(model).__name__} has requires_grad=False, so no step changes it; call "
+            f"masked: every parameter of {type(inner).__name__} has requires_grad=False, so no step changes it; call "
             "model.requires_grad_(True) before fine-tuning",
             HookWarning,
             stacklevel=3,
         )
-    weights = WeightMasks(model, plan, optimizer, restore=restore)
-    with weights, GradientMasks(model, plan, entries=weights.entries):
+    weights = WeightMasks(inner, plan, optimizer, restore=restore)
+    with weights, GradientMasks(inner, plan, entries=weights.entries):
         yield model
 
 
@@ -58,6 +60,7 @@ class ChangingMasks(AbstractContextManager["ChangingMasks"]):
         self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = False
     ) -> None:
         self.plan = plan
+        model = unwrapped_for_hooks(model, "ChangingMasks")
         self._weights = WeightMasks(model, plan, optimizer, restore=restore, changing=True)
         self._gradients = GradientMasks(model, plan, entries=self._weights.entries, changing=True)
         self._entered = ExitStack()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from prunekit.errors import UsageError
-from prunekit.globs import matching
+from prunekit.globs import globs, matching
 from prunekit.hooks import never_called
 
 
@@ -39,8 +39,7 @@ def paths_matching(model: nn.Module, patterns: Iterable[str], key: str) -> list[
         UsageError: a glob matches nothing; the message begins with `key`.
     """
     paths = module_paths(model)
-    globs = [patterns] if isinstance(patterns, str) else patterns
-    found = {path for pattern in globs for path in matching(pattern, paths, key)}
+    found = {path for pattern in globs(patterns, key, model) for path in matching(pattern, paths, key)}
     return [path for path in paths if path in found]
 
 

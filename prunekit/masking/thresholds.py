@@ -22,6 +22,7 @@ from prunekit.masking.activations import ActivationMasks, Side, change_activatio
 from prunekit.masking.selection import paths_matching
 from prunekit.masking.settings import ActivationSettings
 from prunekit.tasks import Pairs, Task
+from prunekit.wrappers import unwrapped
 
 ROUNDS = 20
 """Passes over the calibration data at most."""
@@ -141,6 +142,7 @@ def calibrate_thresholds(
         ModelError: a module does not run, or has no floating-point activation.
         NonFiniteError: an activation is NaN or Inf; names layer, batch and channel.
     """
+    model = unwrapped(model, offloaded=True)
     if not 0 < target < 1:
         raise UsageError(f"target: expected a share of zeros above 0 and below 1, got {target!r}")
     paths = paths_matching(model, modules, "modules")

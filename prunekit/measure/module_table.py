@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.running import ModuleStack, plain_attention
-from prunekit.context import seeded, training_mode
+from prunekit.context import seeded, training_mode, without_gradients
 from prunekit.errors import ModelError
 from prunekit.hooks import refuse_compiled
 from prunekit.inputs import count_of, described
@@ -110,7 +110,13 @@ def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTab
 
 def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
     seen, counter, counted = _Seen(), FlopCounter(), 0
-    seen.hold([*model.parameters(), *model.buffers(), *gather(example_inputs)])
+
+    def run() -> None:
+        nonlocal seen, counter, counted
+        seen, counter, counted = _Seen(), FlopCounter(), 0
+        seen.hold([*model.parameters(), *model.buffers(), *gather(example_inputs)])
+        with stack, counter:
+            model(*example_inputs)
 
     def since() -> int:
         """Multiply-accumulates since it was asked the last time."""
@@ -131,8 +137,8 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
 
     stack = ModuleStack(model, enter, leave)
     try:
-        with seeded(0), training_mode(model, False), torch.no_grad(), plain_attention(), stack, counter:
-            model(*example_inputs)
+        with seeded(0), training_mode(model, False), plain_attention():
+            without_gradients(run)
     except Exception as error:  # a model's own code may raise anything
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         name, where = type(model).__name__, f" (in {stack.current})" if stack.current else ""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from prunekit.artifacts import StrPath
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.recording import record
 from prunekit.channels.running import plain_attention
-from prunekit.context import training_mode
+from prunekit.context import training_mode, without_gradients
 from prunekit.measure.operator_costs import FlopCounter
 from prunekit.vocabulary import DtypeName
 
@@ -24,10 +23,14 @@ def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
         model: its train/eval mode is restored.
         example_inputs: what forward takes, batch first; the count is divided by the batch size.
     """
-    with training_mode(model, False), torch.no_grad(), plain_attention(), FlopCounter() as counter:
-        model(*example_inputs)
-    macs: int = counter.macs // len(example_inputs[0])
-    return macs
+
+    def counted() -> int:
+        with FlopCounter() as counter:
+            model(*example_inputs)
+        return int(counter.macs // len(example_inputs[0]))
+
+    with training_mode(model, False), plain_attention():
+        return without_gradients(counted)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -19,11 +19,12 @@ from prunekit.channels.doubled import WAYS, Way, doubled
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
-from prunekit.context import same_draws, training_mode
+from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.measure.differing import apart, largest_difference
-from prunekit.nested import gather, tensors_in
+from prunekit.nested import gather, map_tensors, tensors_in
 from prunekit.planning import Plan
+from prunekit.wrappers import require_values, unwrapped
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ def verify(
         ModelError: the masked model does not run on an example.
         UsageError: there is no example, or no tensor in the output: nothing would be compared.
     """
+    masked, compact = unwrapped(masked), unwrapped(compact)
+    require_values(masked, "verify")
+    require_values(compact, "verify")
     plan.require_model(masked)
     masked_in, compact_in = _Twins(masked), _Twins(compact)
     misplaced_in: dict[Way, str] = {}
@@ -200,8 +204,8 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], way: Way) -> Any:
-    with same_draws(model), training_mode(model, False), torch.no_grad(), plain_attention(), way.precision():
-        return model(*inputs)
+    with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
+        return map_tensors(without_gradients(lambda: model(*inputs)), torch.Tensor.detach)
 
 
 def _by_operator(

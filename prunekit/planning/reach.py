@@ -21,7 +21,15 @@ from prunekit.planning.terms import Numbers
 LIMITS = ("exclude", "ratios", "min_channels", "round_to")
 SWEEPS = 4
 """Over all parts, where the narrowest plan may not be the fastest."""
-NOTHING_FREE = "no channel is free: all are locked or excluded; `prunekit inspect` lists the reasons"
+
+
+def nothing_free(channel_map: ChannelMap) -> PlanError:
+    """What to raise where no channel can go: names the lock that holds most of them."""
+    locks = [lock for lock in channel_map.locks if lock.channels and (lock.module or lock.operator)]
+    most = max(locks, key=lambda lock: lock.channels, default=None)
+    where = "" if most is None else " ".join(filter(None, (most.module, most.operator and f"({most.operator})")))
+    why = "" if most is None else f", most of them in {where}: {most.reason}"
+    return PlanError(f"no channel is free: all are locked or excluded{why}; `prunekit inspect` lists all reasons")
 
 
 def least_left(
@@ -34,7 +42,7 @@ def least_left(
     """
     parts = free_parts(channel_map, np.zeros(channel_map.n_labels), settings)
     if not parts:
-        raise PlanError(NOTHING_FREE)
+        raise nothing_free(channel_map)
     budgets = budgets_of(channel_map, parts, settings, latency)
     return dict(zip(budgets.names, least_of(parts, budgets).tolist(), strict=True))
 
@@ -53,7 +61,7 @@ def require_met_untimed(channel_map: ChannelMap, settings: PruneSettings) -> Non
         scores = np.zeros(channel_map.n_labels)
         parts = free_parts(channel_map, scores, wanted)
         if not parts:
-            raise PlanError(NOTHING_FREE)
+            raise nothing_free(channel_map)
         check_met(channel_map, scores, parts, budgets_of(channel_map, parts, wanted), wanted)
 
 

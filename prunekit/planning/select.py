@@ -12,7 +12,7 @@ from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import PlanError
-from prunekit.globs import matching
+from prunekit.globs import globs, matching
 from prunekit.planning.settings import PruneSettings
 
 Scores = NDArray[np.float64]
@@ -145,7 +145,7 @@ def labels_matching(channel_map: ChannelMap, patterns: Iterable[str], key: str) 
     paths = {path for path, _, _ in channel_map.activations} | {n.rpartition(".")[0] for n in channel_map.labels}
     paths.discard("")
     outputs = _outputs(channel_map)
-    for pattern in patterns:
+    for pattern in globs(patterns, key):
         found = set(matching(pattern, paths, key, PlanError))
         for path, labels in outputs:
             if path in found:

@@ -20,7 +20,7 @@ from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
-from prunekit.planning.reach import NOTHING_FREE, check_met, check_settings, fastest
+from prunekit.planning.reach import check_met, check_settings, fastest, nothing_free
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
 from prunekit.planning.settings import SHARES, PruneSettings, Scope
 from prunekit.planning.widths import worth_of_widths
@@ -71,7 +71,7 @@ def make_plan(
     _check_scores(channel_map, scores)
     parts = free_parts(channel_map, scores, settings, between)
     if not parts:
-        raise PlanError(NOTHING_FREE)
+        raise nothing_free(channel_map)
     budgets = budgets_of(channel_map, parts, settings, latency)
     check_met(channel_map, scores, parts, budgets, settings, latency)
     counts = _chosen(channel_map, parts, scores, budgets, settings.scope)

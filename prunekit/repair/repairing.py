@@ -80,6 +80,7 @@ def repair(
     settings = settings or RepairSettings()
     plan.require_model(dense)
     inputs = require_images(images)
+    plan.channel_map.require_plain_forward("repair")
     original, masked = _copy(dense), _copy(dense)
     _mask(masked, plan)
     with training_mode(original, False), training_mode(masked, False), torch.no_grad():
@@ -120,16 +121,18 @@ def require_images(images: Tensor | Inputs) -> Inputs:
                 f"calibration: expected samples as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
             )
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-    if not inputs or any(tensor.dim() < 2 or len(tensor) < FEWEST_IMAGES for tensor in inputs):
+    few = any(not tensor.dim() or len(tensor) < FEWEST_IMAGES for tensor in inputs)
+    if few or all(tensor.dim() < 2 for tensor in inputs):
         raise DataError(
             f"calibration: expected at least {FEWEST_IMAGES} {samples_in(inputs)} (B, ...), some of which only judge; "
-            f"got a tensor of shape {shapes}; an example alone, to prune without samples, is a tuple of all arguments"
+            f"got a tensor of shape {shapes}; "
+            "an example alone, to prune without samples, is a tuple of all arguments, such as (x,)"
         )
     if len({len(tensor) for tensor in inputs}) > 1:
         raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
     for tensor in inputs:
         if not bool(torch.isfinite(tensor).all()):
-            first = int((~torch.isfinite(tensor)).flatten(1).any(1).nonzero()[0])
+            first = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()[0])
             raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
     return inputs
 

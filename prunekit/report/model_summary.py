@@ -6,16 +6,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from prunekit.artifacts import StrPath, atomic_file
+from prunekit.channels.copying import named_tensors
 from prunekit.errors import ModelError
-from prunekit.inputs import arguments
+from prunekit.inputs import arguments, moved
 from prunekit.measure.module_table import ModuleRow, Shapes, module_table
 from prunekit.measure.size import count_bytes, count_memory
 from prunekit.report.columns import table
 from prunekit.report.numbers import count, share, size
 from prunekit.vocabulary import DtypeName
+from prunekit.wrappers import unwrapped
 
 DTYPES: dict[str, DtypeName] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
@@ -111,7 +114,10 @@ def summary(model: nn.Module, example_inputs: Any, *, name: str | None = None) -
     Raises:
         ModelError: the model is compiled, or does not run on the inputs.
     """
+    model = unwrapped(model, offloaded=True)
     given = arguments(model, example_inputs)
+    if all(tensor.is_meta for _, tensor in named_tensors(model)):
+        given = moved(given, torch.device("meta"))  # shapes need no values
     found = module_table(model, given)
     parameters = list(model.parameters())
     return ModelSummary(

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from prunekit.errors import DataError
 from prunekit.inputs import MASK, arguments, described, joined, parameter_names, samples_in, taken
-from prunekit.nested import gather
+from prunekit.nested import gather, leaves
 from prunekit.tasks.classification import LABELS
 from prunekit.tasks.named import get_task
 from prunekit.tasks.task import Task
@@ -209,9 +210,11 @@ def _apart(model: nn.Module, batch: Any, task: Task | None, where: str) -> Pair:
         inputs, labels = _by_name(model, inputs, where)
         targets = labels if targets is None else targets
     if not gather(inputs):
+        arrays = any(isinstance(value, np.ndarray) for value in leaves(inputs))
         raise DataError(
             f"{where}: expected batches of tensors, (inputs, targets), or mappings by the names of the model's "
-            f"arguments, got {described(batch)}; say how it comes apart: task=..."
+            f"arguments, got {described(batch)}; "
+            + ("give tensors: torch.from_numpy(array)" if arrays else "say how it comes apart: task=...")
         )
     return arguments(model, inputs), targets
 

@@ -19,6 +19,7 @@ from prunekit.planning import Plan
 from prunekit.training.averaging import Average
 from prunekit.training.history import LeftRun
 from prunekit.training.pruning import PruningSchedule
+from prunekit.wrappers import unwrapped
 
 
 def carry_over(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: Plan) -> None:
@@ -43,6 +44,7 @@ def carry_over(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: P
             do not belong together, or a state has a shape that says not where its entries belong (as of optimizers that
             factor their moments); nothing was changed.
     """
+    model, small = unwrapped(model), unwrapped(small)
     plan.require_model(model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}  # its first, as plans
     there = dict(small.named_parameters(remove_duplicate=False))

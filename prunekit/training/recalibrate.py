@@ -15,6 +15,7 @@ from prunekit.errors import DataError
 from prunekit.hooks import HookOwner
 from prunekit.inputs import count_of, described, joined, moved
 from prunekit.tasks import Pairs, Task
+from prunekit.wrappers import unwrapped
 
 
 class _Moments(HookOwner):
@@ -80,6 +81,7 @@ def recalibrate_batchnorm(
         DataError: there are no batches, one comes in a form that is not known, or there are too few values for a
             variance.
     """
+    model = unwrapped(model, offloaded=True)
     moments = {
         name: _Moments(module)
         for name, module in model.named_modules()

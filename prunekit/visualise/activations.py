@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from prunekit.context import is_reentrant, own_gradients
 from prunekit.errors import ModelError, nearest
 from prunekit.hooks import HookOwner, never_called, recomputing, refuse_compiled
 from prunekit.hooks.gradients import at
@@ -158,7 +159,10 @@ class SpatialActivations(HookOwner):
         """
         call = self.found()
         stops = [one.stop for one in self.calls if one.stop is not None]
-        if stops and score.requires_grad:
+        if stops and is_reentrant(score):
+            with own_gradients(self._model.parameters()):
+                score.backward()  # type: ignore[no-untyped-call]
+        elif stops and score.requires_grad:
             torch.autograd.grad(score, stops, allow_unused=True)
         reached = [one for one in self.calls if one.gradient is not None]
         if not reached:

@@ -11,6 +11,7 @@ from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.visualise.activations import Call, Read, SpatialActivations
 from prunekit.visualise.formulas import FORMULAS, METHODS, CamMethod, cam, eigen_cam
 from prunekit.visualise.scores import ClassMap, Target, chosen, class_map, class_scores, require_images
+from prunekit.wrappers import unwrapped
 
 
 def class_activation_map(
@@ -41,6 +42,7 @@ def class_activation_map(
             compiled, or returns no logits.
         UsageError: there is no such method or class.
     """
+    model = unwrapped(model, offloaded=True)
     if method not in METHODS:
         raise UsageError(f"method {method!r}: {nearest(method, METHODS)}")
     require_images(images)

@@ -8,9 +8,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from prunekit.context import training_mode
+from prunekit.context import frozen, training_mode
 from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.visualise.scores import ClassMap, Target, chosen, class_map, class_scores, require_images
+from prunekit.wrappers import unwrapped
 
 SaliencyMethod = Literal["gradient", "smooth_grad"]
 METHODS: tuple[SaliencyMethod, ...] = get_args(SaliencyMethod)
@@ -58,6 +59,7 @@ def saliency(
         ModelError: the logits do not depend on the image, or there are none.
         UsageError: there is no such method or class, or the smoothing is none.
     """
+    model = unwrapped(model, offloaded=True)
     if method not in METHODS:
         raise UsageError(f"method {method!r}: {nearest(method, METHODS)}")
     require_images(images)
@@ -75,10 +77,13 @@ def saliency(
 def _gradients(model: nn.Module, images: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (B, C, H, W), scores (B, classes) and classes (B,)."""
     leaf = images.detach().clone().requires_grad_()
-    scores = class_scores(model(leaf.clone()))  # a first layer may overwrite what it is given
-    classes = chosen(scores, target)
-    picked = scores.gather(1, classes[:, None]).sum()
-    (gradients,) = torch.autograd.grad(picked, leaf, allow_unused=True) if picked.requires_grad else (None,)
+    with frozen(model):
+        scores = class_scores(model(leaf.clone()))  # a first layer may overwrite what it is given
+        classes = chosen(scores, target)
+        picked = scores.gather(1, classes[:, None]).sum()
+        if picked.requires_grad:
+            picked.backward()  # type: ignore[no-untyped-call]  # reentrant checkpointing refuses torch.autograd.grad
+    gradients = leaf.grad
     if gradients is None:
         raise ModelError(
             f"{type(model).__name__}: the logits have no gradient with respect to the image; the model detaches "

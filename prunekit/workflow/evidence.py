@@ -113,6 +113,7 @@ def patch_statistics(
         log: gets a line on the memory that the statistics take before they are collected.
     """
     settings, images = settings or RepairSettings(), map_tensors(images, pixel_by_pixel)
+    channel_map.require_plain_forward("the criterion 'elimination'")
     samples = count_of(images)
     may_go = ~labels_matching(channel_map, exclude, "exclude")
     may_go[0] = False

@@ -19,6 +19,7 @@ from prunekit.measure.evidence import Estimate, oversubscribed
 from prunekit.nested import gather, map_tensors
 from prunekit.workflow.causes import Search, find_causes
 from prunekit.workflow.runs import Log
+from prunekit.wrappers import unwrapped
 
 NOISY = 0.1
 """Width of the speedup's interval, as a share of it, above which the figures are called noisy."""
@@ -91,6 +92,7 @@ def explain(
         UsageError: `example` holds no tensor, there are fewer than 5 rounds, or there is no such device.
         ModelError: a model does not run on `example`.
     """
+    dense, pruned = unwrapped(dense), unwrapped(pruned)
     if rounds < 5:
         raise UsageError(f"rounds: expected at least 5, got {rounds}")
     place = resolve_device(device or str(next(pruned.parameters(), torch.empty(0)).device))

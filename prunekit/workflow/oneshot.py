@@ -18,7 +18,8 @@ from prunekit.compaction import compact, remarks
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
-from prunekit.errors import DataError
+from prunekit.errors import DataError, UsageError
+from prunekit.globs import globs
 from prunekit.inputs import arguments, moved, taken
 from prunekit.measure.verify import verify
 from prunekit.nested import map_tensors
@@ -34,6 +35,7 @@ from prunekit.workflow.evidence import gathered, patch_statistics, statistics
 from prunekit.workflow.goal import goal_for
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.pruning import plan_model
+from prunekit.wrappers import require_values, unwrapped
 
 IMAGES = 1024
 Data = tuple[Any, ...] | Tensor | Mapping[str, Any] | Iterable[Any]
@@ -83,7 +85,7 @@ def prune(
     scope: Scope | None = None,
     round_to: int = 1,
     min_channels: int = 1,
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     ratios: Mapping[str, float] | None = None,
     plain_classes: bool = False,
     repair: RepairSettings | Literal[False] | None = None,
@@ -128,7 +130,7 @@ def prune(
             the budget allows, where scores only say which channels of a group go.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
-        exclude: globs over module paths whose output channels stay.
+        exclude: a glob over module paths, or several, whose output channels stay.
         ratios: glob over module paths -> share of their output channels to keep.
         plain_classes: whether all modules keep their classes, and channels stay that could not go otherwise; so
             `torch.save(model)` makes a file that loads where prunekit is not installed. `notes` names other classes.
@@ -147,6 +149,8 @@ def prune(
         NonFiniteError: a layer reads or computes NaN or Inf on the images; names the layer.
         VerificationError: masked and compact model differ.
     """
+    model = unwrapped(model)
+    require_values(model, "prune")
     criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
     budget = BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup, memory_mb)
     settings = PruneSettings(
@@ -156,8 +160,8 @@ def prune(
         scope=scope or ("per_mac" if criterion == "elimination" or budget.measured else "uniform"),
         round_to=round_to,
         min_channels=min_channels,
-        exclude=tuple(exclude),
-        ratios=dict(ratios or {}),
+        exclude=globs(exclude, "exclude", model),
+        ratios=_ratios(ratios),
         plain_classes=plain_classes,
     )
     given = _Given(stats, gradients, seed, tuple(more_examples))
@@ -182,6 +186,15 @@ class _Given:
     gradients: TaylorTerms | None
     seed: int
     more_examples: tuple[tuple[Any, ...], ...]
+
+
+def _ratios(given: Mapping[str, float] | None) -> dict[str, float]:
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError(
+            "ratios: expected shares by globs over module paths, such as {'layer1.*': 0.5}, "
+            f"got {type(given).__name__} {given!r}"
+        )
+    return dict(given or {})
 
 
 def _prune_on(

@@ -21,18 +21,18 @@ from prunekit.channels.trial import settle
 from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
 from prunekit.deploy.transform import AS_IT_IS, Transform
-from prunekit.errors import PlanError
 from prunekit.measure.choosing import choose
 from prunekit.measure.profile import Network, Sample, cache_folder, fit, has_layer_clock, sampled, time_networks
 from prunekit.measure.runtimes import Setting, inputs_like
 from prunekit.measure.settings import LatencySettings
 from prunekit.planning import Plan, PruneSettings
-from prunekit.planning.reach import NOTHING_FREE
+from prunekit.planning.reach import nothing_free
 from prunekit.planning.select import Part, free_parts
 from prunekit.planning.settings import TargetSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.runs import Log
+from prunekit.wrappers import unwrapped
 
 NETWORKS = 40
 """That are measured for a table, the dense one among them."""
@@ -79,6 +79,7 @@ def profile(
         PlanError: nothing is free, or no plan passes its trial.
         RunError: a network fails in the runtime.
     """
+    model = unwrapped(model)
     start = time.perf_counter()
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
@@ -148,7 +149,7 @@ def as_latency(target: TargetSettings) -> LatencySettings:
 def _parts(channel_map: ChannelMap, wanted: PruneSettings) -> list[Part]:
     found = free_parts(channel_map, np.zeros(channel_map.n_labels), wanted)
     if not found:
-        raise PlanError(NOTHING_FREE)
+        raise nothing_free(channel_map)
     return found
 
 

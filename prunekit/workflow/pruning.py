@@ -25,6 +25,7 @@ from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Scores
 from prunekit.planning.settings import Scope
 from prunekit.workflow.planned import Planned, within_memory
+from prunekit.wrappers import require_values, unwrapped
 
 
 def importance(
@@ -98,6 +99,8 @@ def plan_model(
         PlanError: the budget cannot be met, or nothing would be removed; or the channel map is that of another model.
         UsageError: the channel map was traced on more examples.
     """
+    model = unwrapped(model)
+    require_values(model, "plan_model")
     examples = [example_inputs, *more_examples]
     if channel_map is not None:
         require_model(channel_map, model, "the channel map")

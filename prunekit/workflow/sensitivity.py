@@ -20,16 +20,18 @@ from prunekit.context import paused_garbage_collection
 from prunekit.criteria import score
 from prunekit.criteria.elimination import eliminations
 from prunekit.errors import PlanError
-from prunekit.globs import matching
+from prunekit.globs import globs, matching
 from prunekit.inputs import arguments, count_of, moved, taken
 from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
 from prunekit.nested import gather
 from prunekit.planning import MeasuredPoint, SensitivityCurve
 from prunekit.planning.curves import fewest_within, keeping, rank_correlation
+from prunekit.planning.reach import nothing_free
 from prunekit.tasks import Task
 from prunekit.workflow.evidence import gathered, patch_statistics
 from prunekit.workflow.runs import Log
 from prunekit.workflow.tables import curve_rows
+from prunekit.wrappers import unwrapped
 
 LIMITS = {"kept_1": 0.01, "kept_10": 0.1}
 """Errors, as shares of the variance, for which the fewest kept channels are named."""
@@ -130,6 +132,7 @@ def sensitivity(
         NonFiniteError: a layer reads or gives NaN or Inf; names it.
         ModelError, UsageError: as for `measure_sensitivity`.
     """
+    model = unwrapped(model)
     calibration = gathered(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
     calibration = moved(calibration, first.device)
@@ -163,9 +166,10 @@ def chosen_groups(channel_map: ChannelMap, patterns: Sequence[str]) -> tuple[Cha
     """
     names = [group.name for group in channel_map.groups]
     if not names:
-        raise PlanError("no channel is free: all are locked; `prunekit inspect` lists the reasons")
-    found = {name for glob in patterns for name in matching(glob, names, "groups", PlanError, "channel group")}
-    return tuple(group for group in channel_map.groups if not patterns or group.name in found)
+        raise nothing_free(channel_map)
+    wanted = globs(patterns, "groups")
+    found = {name for glob in wanted for name in matching(glob, names, "groups", PlanError, "channel group")}
+    return tuple(group for group in channel_map.groups if not wanted or group.name in found)
 
 
 def _halved(channel_map: ChannelMap) -> Keep:

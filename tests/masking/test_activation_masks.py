@@ -188,6 +188,17 @@ def test_a_result_without_floating_tensors_is_named(wrap: Any, came: str) -> Non
     assert count_hooks(net) == 0
 
 
+def test_one_threshold_for_all_passes_over_modules_without_activations() -> None:
+    """Such as an optional norm that is given None, or a hook's module that hands on token ids."""
+    for wrap in (lambda x: None, lambda x: torch.zeros(2, dtype=torch.long), lambda x: {"ids": [3]}):
+        net = nn.ModuleList([Wrapped(wrap), nn.Linear(3, 3)])
+        for side in ("output", "input"):
+            with ActivationMasks(net, 0.1, side=side) as masks:  # type: ignore[arg-type]
+                net[0](None if side == "input" else torch.ones(3))
+                net[1](torch.ones(3))
+            assert masks.sparsity().values.keys() >= {"1"}
+
+
 def test_bad_thresholds_and_globs_are_refused() -> None:
     net = SmallNet()
     with pytest.raises(UsageError, match=r"'conv3' matches no module path; did you mean 'conv2' or 'conv1'\?"):

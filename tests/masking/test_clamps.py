@@ -359,3 +359,13 @@ def test_a_module_without_floating_point_tensors_is_named() -> None:
     ):
         model(torch.randn(2, 3))
     assert count_hooks(model) == 0
+
+
+def test_one_limit_for_all_passes_over_modules_without_activations() -> None:
+    optional, layer = nn.Identity(), nn.Linear(3, 3)
+    for side in ("output", "input"):
+        with clamp_activation_grad(nn.ModuleList([optional, layer]), 0.1, side=side) as clamp:  # type: ignore[arg-type]
+            assert optional(None) is None
+            optional(torch.tensor([1, 2]))
+            layer(torch.ones(3, requires_grad=True)).sum().backward()
+        assert clamp.counts().keys() == {"1"}

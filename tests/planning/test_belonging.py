@@ -98,7 +98,7 @@ def changed(change: Callable[[Any], object]) -> nn.Module:
         (SMALL, "the model is compact already: give the dense one"),
         (net(classes=4), r"parameter 'head.weight' of shape \(4, 8\) does not fit the plan, which has \(3, 8\)"),
         (net(6), "the plan knows 'blocks.1.0.weight' of shape .*, which this model does not have; did you mean"),
-        (nn.DataParallel(MODEL), r"what fits is a part of this DataParallel: give its `\.module`"),
+        (nn.ModuleList([MODEL]), r"what fits is a part of this ModuleList: give its `\.0`"),
         (nn.ModuleDict({"a": nn.ModuleDict({"student": MODEL})}), r"of this ModuleDict: give its `\.a\.student`"),
         (changed(lambda model: parametrizations.weight_norm(model.head)), "'head.parametrizations.weight.original0'"),
         (changed(lambda model: model.blocks.append(nn.BatchNorm2d(8, affine=False))), "buffer 'blocks.2.running_mean'"),
@@ -183,7 +183,7 @@ def test_only_what_the_plan_leaves_is_saved(tmp_path: Path) -> None:
     for model, said in (
         (MODEL, "the model is in its dense size: give prunekit.compact"),
         (net(6, 12, 12), r"give prunekit.compact\(model, plan\) of the dense model that the plan was made for"),
-        (nn.DataParallel(SMALL), r"give its `\.module`"),
+        (nn.ModuleDict({"module": SMALL}), r"give its `\.module`"),
     ):
         with pytest.raises(PlanError, match=said):
             prunekit.save(tmp_path / "model", model, PLAN, input_shapes=[[1, 3, 8, 8]])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from captum.attr import NoiseTunnel, Saliency
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision import models
 
+from prunekit.calibration import collect_gradients
 from prunekit.errors import ModelError, UsageError
-from prunekit.visualise import Smoothing, saliency
+from prunekit.visualise import Smoothing, class_activation_map, saliency
 
 
 def images(size: int = 32) -> Tensor:
@@ -71,3 +74,39 @@ def test_models_without_a_gradient_and_wrong_settings_are_refused() -> None:
 
 def _detach(module: nn.Module) -> None:
     module.register_forward_pre_hook(lambda _, inputs: tuple(value.detach() for value in inputs))
+
+
+class Checkpointed(nn.Module):
+    """Computes its stages again while the backward pass runs, in the way that refuses `torch.autograd.grad`."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.head, self.reentrant = nn.Conv2d(3, 8, 3), nn.Linear(8, 4), reentrant
+        self.stage = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        x = checkpoint(self.stage, x, use_reentrant=True) if self.reentrant else self.stage(x)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_reentrant_checkpointing_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    plain, again = Checkpointed(reentrant=False).double(), Checkpointed(reentrant=True).double()
+    again.load_state_dict(plain.state_dict())
+    x, labels = images(12), torch.tensor([3, 1])
+    for parameter in again.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    want, got = (saliency(model, x).values for model in (plain, again))
+    torch.testing.assert_close(got, want)
+    want, got = (class_activation_map(model, x, "stem").values for model in (plain, again))
+    torch.testing.assert_close(got, want)
+    terms = [
+        collect_gradients(model, [(x, labels)], torch.device("cpu"), nn.functional.cross_entropy)
+        for model in (plain, again)
+    ]
+    for axis, values in terms[0].terms.items():
+        np.testing.assert_allclose(terms[1].terms[axis], values)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in again.parameters() if p.grad is not None)
+    with pytest.raises(ModelError, match="use_reentrant=False"):
+        collect_gradients(again, [(x, labels)], torch.device("cpu"), nn.functional.cross_entropy, second_order=True)

@@ -35,6 +35,31 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
+class Conditioned(nn.Module):
+    """Takes a number a sample beside the image: the time of a diffusion step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.time = Net(), nn.Linear(1, 3)
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        return self.net(x + self.time(step[:, None])[:, :, None, None])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["tuple", "loader", "list"])
+def test_a_second_input_of_one_number_a_sample(form: str) -> None:
+    model, draw = randomised(Conditioned()).eval(), torch.Generator().manual_seed(0)
+    images, steps = torch.randn(64, 3, 8, 8, generator=draw), torch.rand(64, generator=draw)
+    if form == "tuple":
+        pruned = prunekit.prune(model, (images[:4], steps[:4]), macs=0.5)
+    else:
+        batches = [((images[i : i + 16], steps[i : i + 16]), None) for i in range(0, 64, 16)]
+        pruned = prunekit.prune(model, batches if form == "list" else iter(batches), macs=0.5)
+        assert pruned.repair is not None
+        assert pruned.repair.after < pruned.repair.before
+    assert pruned.max_relative_difference <= 1e-9
+
+
 def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
     model = randomised(Net()).eval()
     images = torch.randn(128, 3, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -21,11 +21,15 @@ KEEPS_ZERO = (
 MOVES_ZERO = (
     "sigmoid hardsigmoid exp exp2 log log2 log10 rsqrt reciprocal cos acos cosh softplus log_sigmoid_forward logit "
     "threshold bitwise_not logical_not isnan isinf erfc bernoulli rand_like randn_like ones_like empty_like full_like "
-    "fill new_ones new_empty new_full eq le ge isfinite heaviside logaddexp"
+    "fill new_ones new_empty new_empty_strided new_full eq le ge isfinite heaviside logaddexp"
 )
 SUMS = "add sub rsub maximum minimum fmax fmin ne lt gt logical_and logical_or bitwise_and bitwise_or atan2 hypot lerp"
 PRODUCTS = "mul div true_divide floor_divide remainder fmod xlogy"
-FRESH = frozenset({"new_ones", "new_empty", "new_full"})
+SLOPES = (
+    "tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward elu_backward softplus_backward "
+    "leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward"
+)
+FRESH = frozenset({"new_ones", "new_empty", "new_empty_strided", "new_full"})
 
 
 def _variants(names: str) -> list[str]:
@@ -113,6 +117,15 @@ def products(flow: Flow, call: Call) -> None:
         fields = [Field(f.labels, f.span in above and not any(set(f.span) & set(span) for span in below))
                   for f in fields]  # fmt: skip
     flow.set(call.out, fields)
+
+
+@rule(*_variants(SLOPES))
+def slopes(flow: Flow, call: Call) -> None:
+    """The backward pass of a pointwise function: a gradient times the slope there, zero where the gradient is."""
+    tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
+    fields = broadcast(flow, tensors, product=False)
+    zero = _zero_spans(flow, call.args[0], call.out.dim())
+    flow.set(call.out, [Field(field.labels, field.span in zero) for field in fields])
 
 
 def _zero_spans(flow: Flow, operand: Any, ndim: int) -> set[tuple[int, ...]]:

@@ -1,0 +1,206 @@
+"""A model in a wrapper is worked on as the model itself; what is no model is refused with what to give."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from equivalence import randomised
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import prunekit
+from prunekit.errors import ModelError, UsageError
+from prunekit.wrappers import unwrapped
+
+CPU = torch.device("cpu")
+X = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+
+
+class Mixer(nn.Module):
+    """Two layers and a norm over channels, which runs narrowed under masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm = nn.Linear(5, 16), nn.LayerNorm(16)
+        self.inner, self.head = nn.Linear(16, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.inner(self.norm(self.into(x)))))  # type: ignore[no-any-return]
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one process, which DistributedDataParallel asks for; compiled code is forgotten."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        DataParallel,
+        DistributedDataParallel,
+        AveragedModel,
+        compiled,
+        lambda model: DistributedDataParallel(compiled(model)),
+        lambda model: AveragedModel(DataParallel(model)),
+    ],
+    ids=["DataParallel", "DistributedDataParallel", "AveragedModel", "compile", "DDP of compiled", "average of DP"],
+)
+@pytest.mark.usefixtures("alone")
+def test_a_wrapped_model_is_worked_on_as_the_model_itself(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    model = randomised(Mixer()).eval()
+    wrapped = wrap(model)
+    inner = unwrapped(wrapped)  # AveragedModel's is a copy
+    pruned = prunekit.prune(wrapped, (X,), macs=0.5)
+    assert type(pruned.model) is Mixer
+    assert pruned.plan.digest == prunekit.prune(model, (X,), macs=0.5).plan.digest
+    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
+    with prunekit.masked(wrapped, pruned.plan, optimizer) as given:
+        assert given is wrapped
+        small = prunekit.compact(wrapped, pruned.plan)
+        torch.testing.assert_close(wrapped(X), small(X))
+        wrapped(X).square().sum().backward()
+        optimizer.step()
+        small = prunekit.compact(wrapped, pruned.plan)
+        assert prunekit.verify(wrapped, small, pruned.plan, [(X,)]).max_relative_difference <= 1e-12
+    folder = prunekit.save(tmp_path / "small", DataParallel(small), pruned.plan, input_shapes=[[6, 5]])
+    assert torch.equal(prunekit.load(folder, model=Mixer())(X), small.eval()(X))
+    stats = prunekit.calibrate(wrapped, [X], CPU)
+    assert {key.module for key in stats.layers} <= dict(inner.named_modules()).keys()
+    assert prunekit.summary(wrapped, X).macs == prunekit.summary(model, X).macs
+
+
+def test_masks_that_a_compiled_model_would_leave_out_are_refused() -> None:
+    torch._dynamo.reset()
+    model = randomised(Mixer()).eval()
+    plan = prunekit.prune(model, (X,), macs=0.5).plan
+    ready = compiled(model)
+    ready(X)
+    refused = pytest.raises(ModelError, match=r"compiled .* already.*torch\._dynamo\.reset\(\)")
+    with refused, prunekit.masked(ready, plan):
+        pass
+    torch._dynamo.reset()
+    with prunekit.masked(ready, plan):
+        torch.testing.assert_close(ready(X), prunekit.compact(model, plan)(X))
+    torch._dynamo.reset()
+
+
+class Holder:
+    """Has a model, and is none."""
+
+    def __init__(self) -> None:
+        self.network = Mixer()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("vit_b_16", "got 'vit_b_16' (str); build the model"),
+        (Path("net.pth"), "got 'net.pth' (PosixPath); build the model"),
+        (Mixer, "got the class Mixer; make one: Mixer(...)"),
+        (compiled, "got the function compiled; call it: compiled(...)"),
+        (Mixer().state_dict(), "got a mapping, as a state dict is; build the model"),
+        (Holder(), "got Holder, whose network is one: give .network"),
+        (None, "got NoneType"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_what_to_give(given: Any, says: str) -> None:
+    for call in (
+        lambda: prunekit.prune(given, (X,), macs=0.5),
+        lambda: prunekit.trace(given, (X,)),
+        lambda: prunekit.summary(given, X),
+        lambda: prunekit.calibrate(given, [X], CPU),
+    ):
+        with pytest.raises(UsageError, match=re.escape(f"model: expected a torch.nn.Module, {says}")):
+            call()
+
+
+def test_models_that_cannot_be_worked_on_yet_say_what_makes_them_ready() -> None:
+    lazy = nn.Sequential(nn.Linear(5, 4), nn.LazyBatchNorm1d())
+    with pytest.raises(ModelError, match=r"1\.weight is not initialized yet; run the model once on an example first"):
+        prunekit.prune(lazy, (X,), macs=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather have none made
+        program = torch.jit.script(nn.Linear(5, 4))  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match="TorchScript program, which cannot be followed; give the module it was made"):
+        prunekit.trace(program, (X,))
+    offloaded = accelerate.cpu_offload(randomised(Mixer()), execution_device=CPU)
+    with pytest.raises(ModelError, match=r"offloads the weights of into; .*remove_hook_from_submodules\(model\)"):
+        prunekit.prune(offloaded, (X,), macs=0.5)
+    assert prunekit.calibrate(offloaded, [X], CPU).layers  # which runs it, and no more
+    accelerate.hooks.remove_hook_from_submodules(offloaded)
+    assert prunekit.prune(offloaded, (X,), macs=0.5).max_relative_difference <= 1e-12
+
+
+def test_a_model_without_values_is_traced_and_counted_and_not_pruned() -> None:
+    with torch.device("meta"):
+        model = Mixer()
+    assert prunekit.trace(model, (X,)).groups
+    assert prunekit.summary(model, X).macs == prunekit.summary(Mixer(), X).macs
+    with pytest.raises(ModelError, match=r"into\.weight is on the meta device, and prune needs values"):
+        prunekit.prune(model, (X,), macs=0.5)
+
+
+def test_globs_come_alone_or_several_and_modules_by_their_paths() -> None:
+    model = randomised(Mixer())
+    one, several = (prunekit.prune(model, (X,), macs=0.6, exclude=given) for given in ("inn*", ["inn*"]))
+    assert one.plan.digest == several.plan.digest
+    with pytest.raises(UsageError, match=r"exclude: expected globs .*, got LayerNorm, whose path is 'norm'"):
+        prunekit.prune(model, (X,), macs=0.6, exclude=[model.norm])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=r"exclude: expected globs .*, got the class Linear"):
+        prunekit.prune(model, (X,), macs=0.6, exclude=nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"ratios: expected shares by globs .*, got str 'inner'"):
+        prunekit.prune(model, (X,), macs=0.6, ratios="inner")  # type: ignore[arg-type]
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mixer()
+
+    def forward(self, *, pixels: Tensor, scale: float = 1.0) -> Tensor:
+        return self.net(pixels) * scale  # type: ignore[no-any-return]
+
+
+class Detour(nn.Module):
+    """Runs a model that it does not hold, as a predictor does that makes its own copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Mixer()
+        self.other = [Mixer()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other[0](x)  # type: ignore[no-any-return]
+
+
+def test_examples_that_do_not_fit_say_what_would() -> None:
+    with pytest.raises(ModelError, match=r"takes pixels by name alone.*returns model\(pixels=pixels\)"):
+        prunekit.prune(ByName(), (X,), macs=0.5)
+    with pytest.raises(ModelError, match=r"got NumPy arrays; give torch\.from_numpy\(array\)"):
+        prunekit.prune(Mixer(), (X.numpy(),), macs=0.5)
+    with pytest.raises(UsageError, match=r"got ndarray; give tensors: torch\.from_numpy\(array\)"):
+        prunekit.prune(Mixer(), X.repeat(3, 1).numpy(), macs=0.5)
+    with pytest.raises(UsageError, match=r"is a tuple of all arguments, such as \(x,\)"):
+        prunekit.prune(Mixer(), X, macs=0.5)
+    with pytest.raises(ModelError, match=r"without using any of its parameters; its \.network \(Mixer\) has them"):
+        prunekit.prune(Detour(), (X,), macs=0.5)
