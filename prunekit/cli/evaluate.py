@@ -105,6 +105,8 @@ def _text(result: dict[str, Any]) -> str:
 
     corrupt, task = result["corrupt_images"], result["task"]
     scores = ", ".join(f"{score['label']} {percent(result[score['name']], 2)}" for score in task["scores"])
+    guessed = f"\nNot shown to be better than chance, {percent(result.get('chance'), 2)}: one answer for all"
+    chance = guessed if result.get("at_chance") else ""
     if "correct" in result:
         scores += f" {interval(result['low'], result['high'])} ({result['correct']:,} of"
     else:
@@ -112,5 +114,5 @@ def _text(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}: {scores} {result['n_test']:,} test {task['samples']}), "
         f"{count(result['params'])} parameters, "
-        f"{count(result['macs'])} MACs" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "")
+        f"{count(result['macs'])} MACs" + (f"\n{describe_corrupt(corrupt)}" if corrupt else "") + chance
     )

@@ -37,19 +37,34 @@ class Scores:
         n_test: samples.
         counts: (K,) the sums behind them.
         interval: 95 % interval of the main score, in percent, where that is a proportion, whose hits are counted first.
+        chance: what a model has of the main score that always answers the most frequent class, in percent; None if
+            unknown.
     """
 
     values: dict[str, float]
     n_test: int
     counts: tuple[float, ...]
     interval: tuple[float, float] | None
+    chance: float | None = None
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether the main score is not shown to be better than chance: comparing it says nothing."""
+        least = next(iter(self.values.values())) if self.interval is None else self.interval[0]
+        return self.chance is not None and least <= self.chance
 
     def figures(self) -> dict[str, Any]:
-        """As plain data: the scores by name and `n_test`; of a proportion also `correct`, `low` and `high`."""
-        if self.interval is None:
-            return {**self.values, "n_test": self.n_test}
-        low, high = self.interval
-        return {**self.values, "correct": int(self.counts[0]), "n_test": self.n_test, "low": low, "high": high}
+        """As plain data: the scores by name and `n_test`; of a proportion also `correct`, `low` and `high`.
+
+        Where chance is known, also `chance` and `at_chance`.
+        """
+        found: dict[str, Any] = {**self.values, "n_test": self.n_test}
+        if self.interval is not None:
+            low, high = self.interval
+            found |= {"correct": int(self.counts[0]), "low": low, "high": high}
+        if self.chance is not None:
+            found |= {"chance": self.chance, "at_chance": self.at_chance}
+        return found
 
 
 def evaluate(
@@ -85,9 +100,10 @@ def evaluate(
     if not parts:
         raise DataError(f"accuracy: expected at least one {task.samples.removesuffix('s')}, got none")
     found = torch.tensor([part[0] for part in parts], dtype=torch.float64).sum(0)
-    interval = task.main.interval
+    interval, chance = task.main.interval, task.main.chance
     ends = None if interval is None else interval(found)
-    return Scores(task.score(found), sum(part[1] for part in parts), tuple(found.tolist()), ends)
+    guessed = None if chance is None else chance(found)
+    return Scores(task.score(found), sum(part[1] for part in parts), tuple(found.tolist()), ends, guessed)
 
 
 def accuracy(

@@ -12,7 +12,7 @@ from prunekit.artifacts import write_text
 from prunekit.errors import UsageError
 from prunekit.measure.wording import computed, doubtful, where
 from prunekit.report import numbers
-from prunekit.report.headline import capital, reference
+from prunekit.report.headline import capital, guessing, reference
 from prunekit.report.links import linked
 from prunekit.report.pareto import MAX_PANELS, Panel, pareto
 from prunekit.report.points import MACHINE_KEYS, TEST_KEYS, Point, Side, by_latency, by_macs, fronts, settings, sides
@@ -92,6 +92,7 @@ def _run(side: Side) -> dict[str, Any]:
         "dense": dense.get(name),
         "reference": against,
         "reference_value": side.model(against).get(name),
+        "guessing": guessing(metrics),
         **{key: pruned.get(key) for key in ("macs", "params", "size_bytes", "n_test")},
         **{f"{key}_left": value for key, value in left.items()},
         "parity": parity,

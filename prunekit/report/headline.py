@@ -16,11 +16,12 @@ OPTIONAL = ("control", "deployed")
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure in large type."""
+    """One figure in large type; `doubtful` is one that says nothing."""
 
     label: str
     value: str
     detail: str
+    doubtful: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def reference(metrics: Mapping[str, Any]) -> str:
     return "control" if numbers.is_number(_model(metrics, "control").get(scores(metrics)[0][0])) else "dense"
 
 
+def guessing(metrics: Mapping[str, Any]) -> bool:
+    """Whether the model that the pruned one is compared with is no better than chance: then the scores say nothing."""
+    return bool(_model(metrics, reference(metrics)).get("at_chance"))
+
+
 def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and label of every score of the run's task, the main one first."""
     found = metrics.get("task", {}).get("scores") or [{"name": "top1", "label": "top-1"}]
@@ -73,7 +79,10 @@ def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     pruned = _model(metrics, "pruned").get(name)
     against = reference(metrics)
     before = _model(metrics, against).get(name)
-    if numbers.is_number(pruned) and numbers.is_number(before):
+    if guessing(metrics):
+        known = " against ".join(numbers.percent(value, 2) for value in (pruned, before))
+        yield Tile(capital(label), "at chance", f"{known}: no better than one answer for all", doubtful=True)
+    elif numbers.is_number(pruned) and numbers.is_number(before):
         detail = f"points against the {'dense control' if against == 'control' else 'dense model'}"
         yield Tile(capital(label), numbers.difference(before, pruned), detail)
 
@@ -106,7 +115,8 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     what, (main, title) = samples(metrics), scores(metrics)[0]
     for name, label in scores(metrics):
         cells = tuple(_accuracy(model, name, interval=name == main) for model in found)
-        yield Row(f"{capital(label)} on the test {what}", cells, _points(before, pruned, name))
+        change = "says nothing: at chance" if guessing(metrics) else _points(before, pruned, name)
+        yield Row(f"{capital(label)} on the test {what}", cells, change)
     if masks := metrics.get("activations"):
         cell, points = _accuracy(masks, main), _points(before, masks, main)
         yield Row(f"{capital(title)} under the activation masks", of_pruned(cell), points)

@@ -13,7 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from prunekit.measure.wording import doubtful
 from prunekit.report import numbers
-from prunekit.report.headline import capital, reference, scores
+from prunekit.report.headline import capital, guessing, reference, scores
 from prunekit.report.run import Run
 
 PROVEN = 1e-9
@@ -43,7 +43,8 @@ def _parts(metrics: Mapping[str, Any]) -> Iterator[str]:
         yield _speed(next((row for row in rows if row.get("device") == "cpu"), rows[0]))
     name, label = scores(metrics)[0]
     if numbers.is_number(pruned.get(name)) and numbers.is_number(against.get(name)):
-        yield f"{label} {numbers.percent(pruned[name], 2)} against {numbers.percent(against[name], 2)}"
+        chance = " (at chance, so that it says nothing)" if guessing(metrics) else ""
+        yield f"{label} {numbers.percent(pruned[name], 2)} against {numbers.percent(against[name], 2)}{chance}"
     before, after = dense.get("params"), pruned.get("params")
     if numbers.is_number(before) and numbers.is_number(after) and before:
         yield f"{numbers.share(abs(1 - after / before))} {'fewer' if after <= before else 'more'} parameters"

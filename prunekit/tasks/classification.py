@@ -35,16 +35,28 @@ def cross_entropy(output: Any, labels: Tensor, label_smoothing: float = 0.0) -> 
 
 
 def hits(output: Any, labels: Tensor) -> Tensor:
-    """(2,) how many are right, and how many there are; a mixed image is right by the share of the class predicted."""
-    predicted = logits(output).argmax(1)  # (B,)
-    right = predicted == labels if labels.ndim == 1 else labels.gather(1, predicted[:, None])
-    found = right.sum()
-    return torch.stack([found, torch.full_like(found, len(labels))])
+    """Return how many are right, how many there are, and how many of each class, (2 + classes,).
+
+    A mixed image is right by the share of the class predicted.
+    """
+    scores = logits(output)
+    predicted, classes = scores.argmax(1), scores.shape[1]  # (B,)
+    if labels.ndim == 1:
+        right = (predicted == labels).sum()
+        frequency = torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
+    else:
+        right, frequency = labels.gather(1, predicted[:, None]).sum(), labels.sum(0)
+    return torch.cat([torch.stack([right, torch.full_like(right, len(labels))]), frequency])
 
 
 def top1(counts: Tensor) -> float:
     """Percent that are right, of the sums of `hits`."""
     return 100 * float(counts[0]) / float(counts[1])
+
+
+def most_frequent(counts: Tensor) -> float:
+    """Percent that are right where the answer is always the most frequent class, of the sums of `hits`."""
+    return 100 * float(counts[2:].max()) / float(counts[1])
 
 
 def wilson_interval(correct: int, count: int) -> tuple[float, float]:
@@ -79,7 +91,7 @@ def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     return {name: tensor for name, tensor in batch.items() if name not in LABELS}, batch[label]
 
 
-TOP1 = Score("top1", "top-1", top1, _interval)
+TOP1 = Score("top1", "top-1", top1, _interval, most_frequent)
 IMAGE_CLASSIFICATION = Task(
     "image_classification", cross_entropy, hits, (TOP1,), logits=logits, smoothed=_smoothed, samples="images"
 )

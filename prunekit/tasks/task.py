@@ -29,12 +29,15 @@ class Score:
         of: counts (K,) float64 -> percent, 0 to 100; more is better.
         interval: of a proportion, whose hits are counted first: counts (K,) float64 -> ends of the 95 % interval, in
             percent; None of anything else.
+        chance: what a model reaches that always answers the most frequent class: counts (K,) float64 -> percent; None
+            where that is not known.
     """
 
     name: str
     label: str
     of: Callable[[Tensor], float]
     interval: Callable[[Tensor], tuple[float, float]] | None = None
+    chance: Callable[[Tensor], float] | None = None
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

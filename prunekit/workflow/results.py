@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -133,6 +133,8 @@ def measure(
             counted = partial(count_memory, model, example, target.batch, target.dtype)
             figures[name]["memory_bytes"] = attempt(f"memory of the {name} model", counted)
         log(f"test: {name} {_reached(reached, task)}")
+        if reached.at_chance:
+            log(f"test: {_at_chance(name, reached, task.main.label)}")
     settings = prepared.job.latency
     timed = {name: model for name, model in models.items() if name != "control"}
     timing = partial(measure_latency, timed, inputs, settings, devices("auto", settings), log=log)
@@ -162,6 +164,15 @@ def _reached(found: Scores, task: Task) -> str:
     named = [f"{score.label} {value}" for score, value in zip(task.scores[1:], others, strict=True)]
     said = main if task.main.name == "top1" else f"{task.main.label} {main}"
     return f"{', '.join([said + interval, *named])} of {found.n_test} {task.samples}"
+
+
+def _at_chance(name: str, found: Scores, label: str) -> str:
+    """What to say of a model whose main score, of a label, is no better than chance."""
+    value = next(iter(found.values.values()))
+    return (
+        f"the {name} model's {label}, {value:.2f} %, is not shown to be better than {found.chance:.2f} %, which always "
+        "answering the most frequent class gives"
+    )
 
 
 def metrics(
@@ -199,7 +210,7 @@ def metrics(
             "dtype": proof.dtype,
         },
         "activations": measured.activations,
-        "shortfalls": shortfalls(measured, share, job),
+        "shortfalls": shortfalls(measured, share, job, task.main.label),
         "seconds": sum(stages.values()),
         "stages": dict(stages),
         "environment": environment(),
@@ -209,8 +220,8 @@ def metrics(
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[str]:
-    """What the run promised and did not deliver, measured on the loaded model."""
+def shortfalls(measured: Measured, share: Sparsity, job: JobSettings, label: str = "top-1") -> list[str]:
+    """Return what the run promised and did not deliver, measured on the loaded model; `label` is of the main score."""
     found = []
     channels = job.prune.budget.channels
     if channels is not None and 1 - share.channels > channels:
@@ -223,8 +234,9 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
         ("macs", job.prune.budget.macs, "MACs are"),
         ("params", job.prune.budget.params, "parameters are"),
     ):
-        known = dense[name] is not None and pruned[name] is not None
-        if asked is not None and known and pruned[name] / dense[name] > asked:
+        if asked is None or dense[name] is None or pruned[name] is None:
+            continue
+        if pruned[name] / dense[name] > asked:
             found.append(f"budget {name} {asked}: {pruned[name] / dense[name]:.4f} of the dense model's {what} left")
     size_mb = job.prune.budget.size_mb
     if size_mb is not None and pruned["tensor_bytes"] / 1e6 > size_mb:
@@ -232,9 +244,18 @@ def shortfalls(measured: Measured, share: Sparsity, job: JobSettings) -> list[st
     memory_mb = job.prune.budget.memory_mb
     if memory_mb is not None and (pruned["memory_bytes"] or 0) / 1e6 > memory_mb:
         found.append(f"budget memory_mb {memory_mb}: a forward pass takes {pruned['memory_bytes'] / 1e6:.4f} MB")
+    found += _chances(measured.accuracies, label)
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:
             found.append(f"the {row['model']} model is slower ({where(row)}): {row['median']:.2f}x")
     found += [f"latency not measured: {text}" for text in failed(measured.latency.failures)]
     found += measured.failures
     return found + missed_targets(measured.activations)
+
+
+def _chances(accuracies: Mapping[str, Scores], label: str) -> Iterator[str]:
+    """Models that know nothing: against a dense one of these, no comparison says what pruning costs."""
+    for name, found in accuracies.items():
+        if found.at_chance:
+            said = _at_chance(name, found, label)
+            yield said if name not in ("dense", "control") else f"{said}: what pruning costs cannot be told by it"

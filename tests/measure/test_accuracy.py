@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError
-from prunekit.measure import accuracy, wilson_interval
+from prunekit.measure import accuracy, evaluate, wilson_interval
+from prunekit.tasks import IMAGE_CLASSIFICATION
 
 CPU = torch.device("cpu")
 
@@ -33,6 +34,18 @@ def test_hits_are_counted(size: int) -> None:
     assert (result.top1, result.correct, result.n_test) == (75.0, 6, 8)
     assert (result.low, result.high) == wilson_interval(6, 8)
     assert model.training
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_chance_is_what_the_most_frequent_class_gives(size: int) -> None:
+    labels = [3] * 20 + [0] * 12 + [9] * 8
+    constant = evaluate(Echo(), batches([3] * 40, labels, size), IMAGE_CLASSIFICATION, CPU)
+    assert (constant.chance, constant.values["top1"], constant.at_chance) == (50.0, 50.0, True)
+    slightly = evaluate(Echo(), batches([3] * 20 + [0] * 4 + [1] * 16, labels, size), IMAGE_CLASSIFICATION, CPU)
+    assert (slightly.values["top1"], slightly.at_chance) == (60.0, True)  # [44.6, 73.7]: 24 of 40 may be luck
+    knowing = evaluate(Echo(), batches(labels[:30] + [1] * 10, labels, size), IMAGE_CLASSIFICATION, CPU)
+    assert (knowing.values["top1"], knowing.at_chance) == (75.0, False)
+    assert knowing.figures().items() >= {"chance": 50.0, "at_chance": False, "correct": 30}.items()
 
 
 def test_no_images() -> None:

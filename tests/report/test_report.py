@@ -334,6 +334,21 @@ def test_memory_is_a_row_where_it_was_counted() -> None:
     assert row.change == "−50.0 %"
 
 
+def test_scores_against_a_model_at_chance_say_nothing(tmp_path: Path) -> None:
+    found = metrics()
+    found["accuracy"]["control"] |= {"chance": 98.7, "at_chance": True}
+    assert sentence(found).count("(at chance, so that it says nothing)") == 1
+    top1 = next(tile for tile in tiles(found) if tile.label == "Top-1")
+    assert (top1.value, top1.doubtful) == ("at chance", True)
+    assert top1.detail.startswith("98.52 % against 98.89 %")
+    assert next(iter(compared(found))).change == "says nothing: at chance"
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.json").write_text(json.dumps(found), encoding="utf-8")
+    page = write(folder).read_text(encoding="utf-8")
+    assert '<div class="tile doubtful">' in page
+    assert "\u22120.37" not in page
+
+
 def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "short", groups=4)
     (run / "metrics.json").write_text(json.dumps({**metrics(), "shortfalls": ["kept 52.0 % of the MACs, asked 45 %"]}))

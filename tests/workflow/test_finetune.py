@@ -29,7 +29,7 @@ from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.masking import ActivationSettings, ActivationThresholds, ClampSettings, Sparsity
-from prunekit.measure import LatencyReport, LatencySettings, accuracy, count_macs
+from prunekit.measure import LatencyReport, LatencySettings, Scores, accuracy, count_macs, wilson_interval
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION
@@ -416,6 +416,25 @@ def test_no_weights_and_no_baseline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="add `baseline"):
         finetune(job(tmp_path, baseline=None), log=lambda _: None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_at_chance_is_a_shortfall(tmp_path: Path) -> None:
+    def reached(right: int) -> Scores:
+        counts = (right, 100, 40, 30, 30)
+        return Scores({"top1": float(right)}, 100, counts, wilson_interval(right, 100), 40.0)
+
+    models = {"dense": {"macs": 100, "top1": 33.0}, "pruned": {"macs": 40, "top1": 64.0}}
+    accuracies = {"dense": reached(33), "control": reached(45), "pruned": reached(64)}
+    measured = Measured(models, accuracies, LatencyReport((), (), (), ()))
+    said = shortfalls(measured, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
+    assert said == [
+        f"the {name} model's top-1, {value:.2f} %, is not shown to be better than 40.00 %, which always answering the "
+        "most frequent class gives: what pruning costs cannot be told by it"
+        for name, value in (("dense", 33), ("control", 45))
+    ]
+    worse = replace(measured, accuracies={"dense": reached(64), "pruned": reached(41)})
+    (said_of_pruned,) = shortfalls(worse, Sparsity(weights=0.5, channels=0.5), job(tmp_path))
+    assert said_of_pruned.startswith("the pruned model's top-1, 41.00 %, is not shown to be better than 40.00 %")
 
 
 def test_missed_budgets_and_slower_models_are_said(tmp_path: Path) -> None:

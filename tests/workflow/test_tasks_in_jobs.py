@@ -97,7 +97,10 @@ def test_segmentation(tmp_path: Path) -> None:
     always_ground = iou(np.zeros_like(predicted), masks.numpy())
     assert always_ground < 34
     assert reached > 80  # L2 ranking without repair, the same otherwise, reaches less than 50
-    assert run.metrics["accuracy"]["pruned"].items() <= run.metrics["pruned"].items()
+    figures = dict(run.metrics["accuracy"]["pruned"])
+    assert figures.pop("chance") == pytest.approx(always_ground, rel=1e-9)
+    assert figures.pop("at_chance") is False
+    assert figures.items() <= run.metrics["pruned"].items()
     assert run.metrics["teacher"]["pruned"]["seconds"] > 0
 
     history = pd.read_csv(run.folder / "history.csv")
