@@ -29,6 +29,7 @@ class Timing:
         speedup, speedup_low, speedup_high: over the dense model, pair by pair; the same.
         stable: whether the figures support a claim; if not, `doubts` says why.
         notes: that it was not measured in processes of its own after all, with the reason.
+        processes: how many measured it.
     """
 
     ms: float
@@ -40,6 +41,7 @@ class Timing:
     stable: bool
     doubts: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    processes: int = 1
 
     def excess(self, asked: dict[str, float]) -> float:
         """The time it takes over the time asked for: the largest over the budgets of time."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from prunekit.measure import LatencyReport
+from prunekit.measure.choosing import choose
+from prunekit.measure.wording import where
 from prunekit.planning.budgets import as_given, in_words
 from prunekit.workflow.attempts import TOLERANCE, Attempt, Timing
+from prunekit.workflow.bench import devices
 from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.planned import Planned
+from prunekit.workflow.profiling import as_latency
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,33 @@ class Delivered:
         texts += [f"budget {asked}: {note}" for note in self.final.notes]
         return texts
 
+    def in_place(self, report: LatencyReport, model: str) -> LatencyReport:
+        """Return a report in which the figure that counts stands for the speedup of a model on the target.
+
+        A report's own figures are of one process in each setting, whose memory lies by chance; two figures for the same
+        thing, each certain to a percent, need not agree.
+        """
+        target = self.frozen.goal.settings.target
+        asked = as_latency(target)
+        (setting,) = choose(asked, devices(target.device, asked))[0]
+        final, notes = self.final, list(report.notes)
+        figures = {
+            "median": final.speedup, "low": final.speedup_low, "high": final.speedup_high, "stable": final.stable,
+            "doubts": list(final.doubts), "processes": final.processes,
+        }  # fmt: skip
+
+        def placed(row: Mapping[str, Any]) -> dict[str, Any]:
+            if row["model"] != model or not _same(row, asdict(setting)):
+                return dict(row)
+            notes.append(
+                f"speedup of {model} ({where(row)}): the figure of the budget of time, the median over as many "
+                f"processes as it took ({final.processes}); times in ms are of one process each"
+            )
+            return {**row, **figures}
+
+        speedup = tuple(placed(row) for row in report.speedup)
+        return replace(report, speedup=speedup, notes=tuple(notes))
+
     def summary(self) -> dict[str, Any]:
         """As plain data."""
         return {
@@ -83,3 +116,8 @@ class Delivered:
 def in_words_all(asked: dict[str, float]) -> str:
     """Budgets of time with their units."""
     return " and ".join(f"{name} {in_words(name, as_given(name, value))}" for name, value in asked.items())
+
+
+def _same(row: Mapping[str, Any], setting: Mapping[str, Any]) -> bool:
+    """Whether a row of a report is of a setting; layouts are as models have them, not as they were asked for."""
+    return all(row[key] == value for key, value in setting.items() if key != "memory_format")

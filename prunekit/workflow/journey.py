@@ -153,9 +153,10 @@ class Journey:
             share = sparsity(trained.pruned, plan)
             ready = None if deployed is None else deployed.model
             attempt = results.Attempts(self.log)
-            measured = results.measure(self.prepared, self.run, dense, trained.control, ready, attempt=attempt)
-            masks = attempt("activation masks", lambda: self._measure_activations(small))
             final = None if frozen is None else attempt("time", lambda: self._measure_last(dense, frozen))
+            models = dense, trained.control, ready
+            measured = results.measure(self.prepared, self.run, *models, attempt=attempt, final=final)
+            masks = attempt("activation masks", lambda: self._measure_activations(small))
             measured = replace(measured, activations=masks, failures=tuple(attempt.failures))
         metrics = results.metrics(measured, planned, proof, share, self.prepared, self.clock.stages)
         metrics |= {**trained.trainings.summary(), "corrupt_images": self.prepared.splits.corrupt}

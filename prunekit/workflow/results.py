@@ -29,6 +29,7 @@ from prunekit.measure.wording import doubtful, failed, unstable, where
 from prunekit.tasks import Task
 from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.bench import devices
+from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.deploying import FOLDER
 from prunekit.workflow.explaining import explain_job
 from prunekit.workflow.planned import Planned
@@ -94,6 +95,7 @@ def measure(
     deployed: nn.Module | None,
     *,
     attempt: Attempts,
+    final: Delivered | None = None,
 ) -> Measured:
     """Measures on the test data, which nothing has seen before, and times dense against compact.
 
@@ -101,6 +103,7 @@ def measure(
         control: the dense model after as much training as the pruned one had; None where that had none.
         deployed: the compact model made ready to run, as it came from its folder; None where nothing was done to it.
         attempt: makes each measurement but that of the scores, without which there is nothing to report.
+        final: what was delivered for a budget of time: its figure stands for the speedup on the target.
     """
     log = attempt.log
     pruned = load(run.path / "model", None if prepared.build else dense)
@@ -139,6 +142,8 @@ def measure(
     timed = {name: model for name, model in models.items() if name != "control"}
     timing = partial(measure_latency, timed, inputs, settings, devices("auto", settings), log=log)
     latency = attempt("latency", timing) or LatencyReport((), (), (), ())
+    if final is not None:
+        latency = final.in_place(latency, "pruned" if deployed is None else "deployed")
     if latency.rows:
         write_csv(run.path / "latency_samples.csv", list(latency.sample_rows()))
     write_csv(run.path / "results.csv", [{"model": name, **row} for name, row in figures.items()])

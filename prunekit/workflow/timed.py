@@ -97,6 +97,7 @@ def _median(found: Sequence[Timing], uncertainty: float = 0.0) -> Timing:
         stable=not doubts,
         doubts=tuple(dict.fromkeys(doubts)),
         notes=tuple(dict.fromkeys(note for one in found for note in one.notes)),
+        processes=len(found),
     )
 
 

@@ -70,6 +70,13 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
     assert found["asked"] == {"speedup": 1.2}
     assert found["excess"] == pytest.approx(1.2 / found["final"]["speedup"])
     assert 1 <= len(found["attempts"]) <= 3
+    # One figure for one thing: the table's speedup on the target is that of the budget, in the log as well.
+    (speedup,) = result.metrics["speedup"]
+    last = {key: found["final"][name] for key, name in (("median", "speedup"), ("low", "speedup_low"))}
+    assert speedup.items() >= {**last, "high": found["final"]["speedup_high"]}.items()
+    assert speedup["processes"] == found["final"]["processes"] == 1
+    assert sum("the figure of the budget of time" in note for note in result.metrics["latency_notes"]) == 1
+    assert any(line.startswith(f"latency: pruned: {speedup['median']:.2f}x the dense model's speed [") for line in log)
     assert result.metrics["pruned"]["macs"] < result.metrics["dense"]["macs"]
     assert result.metrics["profile"]["networks"] == 10
     assert (
