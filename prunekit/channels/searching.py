@@ -198,7 +198,7 @@ class SizeSearch:
     def _meanings(self, name: str, position: int | None, old: int, operators: Sequence[Operator]) -> Iterator[Option]:
         seen = {old}
         for i, operator in enumerate(operators):
-            for j, labelled in enumerate(_fields_at(operator)):
+            for j, labelled in enumerate(fields_at(operator)):
                 for axis in labelled.span:
                     if labelled.labels.shape[axis] != old:
                         continue
@@ -215,7 +215,7 @@ class SizeSearch:
             own = operators.get(other, [])
             if type(module) is not cls or option.operator >= len(own) or not self._unset(other, option.name):
                 continue
-            fields = _fields_at(own[option.operator])
+            fields = fields_at(own[option.operator])
             values = integers(vars(module).get(option.name)) or []
             if option.field < len(fields) and (option.position or 0) < len(values):
                 labels = fields[option.field].labels
@@ -229,5 +229,6 @@ def within(path: str, run: Run) -> list[Operator]:
     return [operator for operator in run.operators if f"{operator.module}.".startswith(f"{path}." if path else "")]
 
 
-def _fields_at(operator: Operator) -> list[Field]:
+def fields_at(operator: Operator) -> list[Field]:
+    """The fields of what an operator took and gave."""
     return [*operator.inputs, *(one for fields in operator.outputs for one in fields)]

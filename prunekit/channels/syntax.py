@@ -114,6 +114,23 @@ def is_unscaled_attention(node: ast.AST) -> TypeGuard[ast.Call]:
     return name == "scaled_dot_product_attention" and plain and len(node.args) < 7
 
 
+def nodes_of_sizes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """What stands in a method where sizes belong: in a view, a split, a slice, or the shape of a new tensor."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SHAPING:
+            for argument in (*node.args, *(item.value for item in node.keywords)):
+                yield from ast.walk(argument)
+        elif isinstance(node, ast.Slice):
+            yield from ast.walk(node)
+
+
+_SHAPING = frozenset(
+    f"{prefix}{name}" for prefix in ("", "new_") for name in ("zeros", "ones", "empty", "full", "rand", "randn")
+) | {
+    "view", "reshape", "expand", "repeat", "unflatten", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
+}  # fmt: skip
+
+
 def value_of(name: str, function: ast.FunctionDef) -> ast.expr | None:
     """What a method's only assignment to a name gives it."""
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name) and node.id == name]

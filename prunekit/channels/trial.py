@@ -23,6 +23,7 @@ from prunekit.channels.resolve import with_constraints, with_locks, with_plain, 
 from prunekit.channels.scales import Scales
 from prunekit.channels.searching import SizeSearch, Trial, within
 from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
+from prunekit.channels.unseen import unseen_sizes
 from prunekit.errors import ModelError, PlanError
 
 PLAIN = "plain_classes keeps its class as it is"
@@ -118,6 +119,27 @@ def settle(
 def _known(channel_map: ChannelMap) -> tuple[int, ...]:
     """What every trial changes, in one direction: free labels, how many go apart, and sizes."""
     return int(np.count_nonzero(channel_map.traced.final)), channel_map.n_labels, len(channel_map.sizes)
+
+
+def with_unseen_sizes(
+    model: nn.Module, settled: Settled, examples: list[tuple[Any, ...]]
+) -> tuple[Settled, tuple[str, ...]]:
+    """What a trial agreed to, with sizes that only methods read which no example runs; and what is to be said of them.
+
+    They are set where the trial passes with them too.
+    """
+    chart, keep = settled.channel_map, settled.keep
+    kept = kept_indices(chart, keep)
+    found = unseen_sizes(model, settled.compact, chart, keep, kept, examples)
+    if not found.sizes:
+        return settled, found.notes
+    chart = with_sizes(chart, found.sizes)
+    compact = narrow(model, kept, bare_widths(model, chart, keep), attribute_values(model, chart, keep))
+    difference, failure = _Trial(model, kept, chart, keep, examples).of(compact)
+    if failure is None:
+        return Settled(chart, keep, compact, max(difference, settled.difference)), found.notes
+    names = ", ".join(sorted({f"{size.module}.{size.name}" for size in found.sizes}))
+    return settled, (*found.notes, f"{names}: forward and methods that no example runs need different sizes here")
 
 
 @dataclass(eq=False)

@@ -63,6 +63,7 @@ def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
             "scores": torch.as_tensor(planned.scores),
             "max_relative_difference": planned.max_relative_difference,
             "locked_by_trial": planned.locked_by_trial,
+            "unseen": planned.unseen,
             "frozen": None if frozen is None else _plain(frozen),
         },
     )
@@ -89,7 +90,12 @@ def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tup
         )
     small = compact(dense, plan)
     planned = Planned(
-        plan, state["scores"].numpy(), small, state["max_relative_difference"], tuple(state["locked_by_trial"])
+        plan,
+        state["scores"].numpy(),
+        small,
+        state["max_relative_difference"],
+        tuple(state["locked_by_trial"]),
+        tuple(state["unseen"]),
     )
     run.log("plan: that of the run, from its folder")
     return planned, _frozen(state["frozen"], planned, None if goal is None else replace(goal, model=dense))

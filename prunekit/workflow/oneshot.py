@@ -55,7 +55,8 @@ class Pruned:
         repair: what the repair did; None without.
         notes: what the calibration was short of, channels that were zero all along, what a repair did not keep, and
             what was set to 0 in the compact model as too small for full precision, in sentences; which classes are not
-            the model's own any more; whether all of it is frozen; and what was promised and not delivered.
+            the model's own any more; which methods no example runs that may need other sizes; whether all of it is
+            frozen; and what was promised and not delivered.
         delivered: what was asked for and measured, where a budget is one of time.
     """
 
@@ -171,7 +172,7 @@ def prune(
         planned, frozen = _planned(model, data, settings, given, _traced(model, data, given))
         flushed = without_subnormals(planned.compact, data)
         difference = max(planned.max_relative_difference, flushed.max_relative_difference)
-        result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=_said(flushed))
+        result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=planned.unseen + _said(flushed))
         return _timed(frozen, result)
     seen = gathered(model, data, images, task)
     seen = moved(seen, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
@@ -209,7 +210,7 @@ def _prune_on(
     given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
     planned, frozen = _planned(model, example, settings, given, chart, patches)
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
-    notes = _notes(settings.criterion, given.stats, patches)
+    notes = _notes(settings.criterion, given.stats, patches) + planned.unseen
     if repairing is None:
         flushed = without_subnormals(planned.compact, example)
         difference = max(difference, flushed.max_relative_difference)

@@ -123,3 +123,5 @@ def _keep(planned: Planned, run: RunFolder) -> None:
     )
     for text in planned.locked_by_trial:
         run.log(f"plan: locked after the trial: {text}")
+    for text in planned.unseen:
+        run.log(f"plan: {text}")

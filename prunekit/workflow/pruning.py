@@ -15,7 +15,7 @@ from prunekit.calibration.patch_stats import PatchStats
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.belonging import require_model
 from prunekit.channels.map import Keep
-from prunekit.channels.trial import settle
+from prunekit.channels.trial import settle, with_unseen_sizes
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import get_criterion, normalise, score
 from prunekit.criteria.elimination import outputs_reading
@@ -121,12 +121,13 @@ def plan_model(
 
         with paused_garbage_collection():
             settled = settle(model, chart, choose, examples, plain=settings.plain_classes)
+            settled, unseen = with_unseen_sizes(model, settled, examples)
         added = tuple(
             f"{lock.module} ({lock.operator}): {lock.reason}" for lock in settled.channel_map.locks if lock not in known
         )
         plan, scores = made[-1]
         plan = replace(plan, channel_map=settled.channel_map)  # which also knows what the last trial found out
-        return Planned(plan, scores, settled.compact, settled.difference, added)
+        return Planned(plan, scores, settled.compact, settled.difference, added, unseen)
 
     return within_memory(planner, model, example_inputs, settings, first)
 
