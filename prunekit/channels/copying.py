@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._library.custom_ops import CustomOpDef
 from torch.utils.hooks import RemovableHandle
 
 from prunekit.errors import ModelError
@@ -67,7 +68,7 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
     Raises:
         ModelError: the model holds something that cannot be copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(item): item for item in _shared(model)}
     for name, tensor in named_tensors(model):
         new = tensors.get(name)
         if new is None:
@@ -92,6 +93,13 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
             "copy.deepcopy understands (no tensors with a grad_fn, locks or open files)"
         ) from error
     return clone
+
+
+def _shared(model: nn.Module) -> Iterator[Any]:
+    """Functions in attributes of modules that `copy.deepcopy` does not know as such: scripted ones, operators."""
+    for module in model.modules():
+        for item in list(vars(module).values()):
+            yield from (one for one in (item, *_entries(item)) if isinstance(one, _STATELESS))
 
 
 def _hook_tables(model: nn.Module) -> list[dict[int, Any]]:
@@ -211,6 +219,7 @@ def _is_own_method(module: nn.Module, item: Any) -> bool:
 
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
+_STATELESS = (torch.jit.ScriptFunction, torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef)
 _DEEP = 8
 """How far a hook is followed to what it reaches."""
 
@@ -264,7 +273,7 @@ def _reaches(value: Any, memo: Mapping[int, Any], seen: set[int], depth: int = _
     if isinstance(value, _ATOMS):
         return False
     if id(value) in memo:
-        return not isinstance(value, torch.Tensor) or value.is_leaf
+        return memo[id(value)] is not value and (not isinstance(value, torch.Tensor) or value.is_leaf)
     if id(value) in seen or not depth:
         return False
     seen.add(id(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from functools import partial
@@ -143,6 +144,22 @@ def test_subclasses_are_resized_and_a_second_resizer_is_refused() -> None:
 def test_functions_as_attributes_are_shared() -> None:
     model = Net(lambda net, x: net.a(x), a=nn.Linear(2, 2))
     assert copied(model).function is model.function
+
+
+def test_scripted_functions_and_operators_are_shared() -> None:
+    """Also in containers, where `copy.deepcopy` refuses them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and used
+        traced = torch.jit.trace(torch.relu, (torch.ones(2),))
+    relu = torch.ops.aten.relu
+    model = nn.Linear(3, 4)
+    model.first, model.table, model.chain = traced, {"relu": relu.default}, [traced, relu]
+    twin = copied(model)
+    assert twin.first is traced
+    assert twin.table == model.table
+    assert twin.table is not model.table
+    assert twin.chain[0] is traced
+    assert twin.chain[1] is relu
 
 
 def test_complex_parameters_stay_trainable_and_are_compared_to_rounding() -> None:
