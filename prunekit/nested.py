@@ -63,7 +63,8 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         if type(value) is dict or not isinstance(value, MutableMapping):
             return items
         outputs = copy.copy(value)  # an OrderedDict, or what is read by attribute as well
-        outputs.update(items)
+        for key, item in items.items():  # transformers' outputs refuse `update`
+            outputs[key] = item
         return outputs
     if isinstance(value, (tuple, list)):
         parts = [map_tensors(item, function) for item in value]

@@ -72,3 +72,15 @@ def test_samples_of_nested_inputs() -> None:
         "({ids: int64 (3, 2), more: (float32 (3, 2), NoneType)}, "
         "[int64 (3, 2), int64 (3, 2), int64 (3, 2), int64 (3, 2), ...])"
     )
+
+
+def test_mappings_that_refuse_update_are_taken_too() -> None:
+    class Outputs(dict[str, Tensor]):
+        """As transformers' model outputs."""
+
+        def update(self, *_: object, **__: object) -> None:
+            raise TypeError("no update")
+
+    found = taken(Outputs(logits=torch.arange(4)), slice(2))
+    assert isinstance(found, Outputs)
+    assert found["logits"].tolist() == [0, 1]

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from equivalence import randomised
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -87,6 +89,16 @@ def test_a_wrapped_model_is_worked_on_as_the_model_itself(
     stats = prunekit.calibrate(wrapped, [X], CPU)
     assert {key.module for key in stats.layers} <= dict(inner.named_modules()).keys()
     assert prunekit.summary(wrapped, X).macs == prunekit.summary(model, X).macs
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_model_is_refused_and_a_wrapped_part_is_not() -> None:
+    model = Mixer()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ModelError, match=r"has only its shards; trace and prune the whole model, and call fully_shard"):
+        prunekit.prune(model, (X,), macs=0.5)
+    parts = nn.Sequential(DistributedDataParallel(Mixer()), nn.Linear(3, 2))
+    assert prunekit.prune(parts, (X,), macs=0.5).max_relative_difference <= 1e-12
 
 
 def test_masks_that_a_compiled_model_would_leave_out_are_refused() -> None:

@@ -45,7 +45,8 @@ from prunekit.channels.map import ChannelGroup, ChannelMap, Lock
 from prunekit.channels.resolve import channel_map
 from prunekit.channels.rules import Call, rule
 from prunekit.channels.tracing import channel_axis, trace_model
-from prunekit.errors import UsageError
+from prunekit.distributed.shards import is_sharded
+from prunekit.errors import ModelError, UsageError
 from prunekit.wrappers import unwrapped
 
 
@@ -68,6 +69,11 @@ def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tup
                 "a single input is written (x,)"
             )
     model = unwrapped(model)
+    if is_sharded(model):
+        raise ModelError(
+            f"{type(model).__name__}: each process has only its shards; trace and prune the whole model, and call "
+            "fully_shard on what comes out"
+        )
     return channel_map(model, trace_model(model, [example_inputs, *more_examples]))
 
 

@@ -312,7 +312,8 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, FunctionType):
         return _function_rebound(value, memo)
     if isinstance(value, weakref.ref):
-        return weakref.ref(_rebound(value(), memo))
+        meant = value()
+        return value if meant is None else weakref.ref(_rebound(meant, memo))
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(_rebound(item, memo) for item in value)
     if type(value) in (dict, OrderedDict):

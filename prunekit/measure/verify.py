@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,7 +21,7 @@ from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.measure.differing import apart, largest_difference
-from prunekit.nested import gather, map_tensors, tensors_in
+from prunekit.nested import gather, tensors_in
 from prunekit.planning import Plan
 from prunekit.wrappers import require_values, unwrapped
 
@@ -205,7 +204,7 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], way: Way) -> Any:
     with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
-        return map_tensors(without_gradients(lambda: model(*inputs)), torch.Tensor.detach)
+        return without_gradients(lambda: model(*inputs))
 
 
 def _by_operator(

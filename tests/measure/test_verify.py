@@ -260,6 +260,13 @@ def with_outputs(wrap: Any) -> tuple[nn.Module, nn.Module, Plan, tuple[Tensor]]:
     return masked, compact(masked, plan), plan, example
 
 
+class Sealed(dict[str, Any]):
+    """Refuses what transformers' outputs refuse."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("no update")
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -268,6 +275,7 @@ def with_outputs(wrap: Any) -> tuple[nn.Module, nn.Module, Plan, tuple[Tensor]]:
         lambda net, y: y.masked_fill(torch.eye(5, 3, dtype=torch.bool), float("-inf")),
         lambda net, y: torch.complex(y, y * 2),
         lambda net, y: y * 0,
+        lambda net, y: Sealed(logits=y, hidden=(y + 1,)),
     ],
 )
 def test_outputs_of_many_kinds_pass(wrap: Any) -> None:
