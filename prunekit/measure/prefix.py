@@ -32,7 +32,8 @@ class DensePrefix:
     """Runs a model with a group masked, from the first call on that is not as in the dense model.
 
     That nothing else changes is tried on a few images, group by group: where the outputs are not the same to the last
-    bit (code that torch does not see reads a tensor, or writes to one), that group's passes run as a whole.
+    bit (code that torch does not see reads a tensor, or writes to one), that group's passes run as a whole; and so do
+    all passes over a batch on which other calls are made, as by a model that loops over its images.
 
     Args:
         model: dense, in eval mode.
@@ -49,6 +50,7 @@ class DensePrefix:
         self._results: dict[int, Any] = {}
         survey = _Survey(model)
         survey.run(inputs)
+        self._calls, self._alike = survey.calls, True
         starts = {name: survey.start(read) for name, read in tensors.items()}
         self.starts, self._held = survey.affordable(starts, MEMORY_BYTES * count_of(inputs) // max(1, batch))
         self.record(inputs)
@@ -60,11 +62,14 @@ class DensePrefix:
     def record(self, inputs: Any) -> Any:
         """Runs the dense model; what a later pass needs of it is held until the next one is recorded."""
         self._results.clear()
-        return _Recorder(self._model, self._held, self._results).run(inputs)
+        recorder = _Recorder(self._model, self._held, self._results)
+        output = recorder.run(inputs)
+        self._alike = recorder.calls == self._calls
+        return output
 
     def run(self, name: str, inputs: Any) -> Any:
         """Runs the model, in which a group is masked now, on the inputs that were recorded last."""
-        if self.starts[name] == WHOLE:
+        if self.starts[name] == WHOLE or not self._alike:
             return self._model(*_copied(inputs))
         return _Replay(self._model, self.starts[name], self._results).run(inputs)
 
@@ -74,6 +79,7 @@ class _Counted(CallWatch):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self.calls: list[str] = []
         self._model = model
         self._pass = _Pass(model, self)
 
@@ -127,6 +133,7 @@ class _Survey(_Counted):
 
     def call(self, call: Call) -> Any:
         """Notes what it reads, writes to and makes."""
+        self.calls.append(call.name)
         given = gather((call.args, dict(call.named)))
         versions = [tensor._version for tensor in given]
         result = call.run()
@@ -175,6 +182,7 @@ class _Recorder(_Counted):
         self._held, self._results = held, results
 
     def call(self, call: Call) -> Any:
+        self.calls.append(call.name)
         result = call.run()
         self._results[call.number] = result if call.number in self._held else map_tensors(result, _hollow)
         return result

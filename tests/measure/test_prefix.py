@@ -43,6 +43,11 @@ def split(self: Any, x: Tensor) -> Tensor:
     return self.head(left.mean((2, 3)))  # type: ignore[no-any-return]
 
 
+def looped(self: Any, x: Tensor) -> Tensor:
+    """As many calls before the parts as there are images."""
+    return chained(self, torch.stack([image / image.abs().max() for image in x]))
+
+
 def unseen(self: Any, x: Tensor) -> Tensor:
     for part in self.parts:
         with torch._C.DisableTorchFunction():
@@ -87,6 +92,14 @@ def test_outputs_are_the_same_bits_as_those_of_a_whole_pass(function: Any) -> No
     found, plans = prefixed(model)
     assert_same_bits(model, found, plans)
     assert (len(set(found.starts.values())) == PARTS) == (function is chained)
+
+
+@torch.no_grad()
+def test_passes_with_other_calls_than_those_that_were_tried_are_whole() -> None:
+    model = net(looped)
+    found, plans = prefixed(model)
+    assert len(set(found.starts.values())) == PARTS
+    assert_same_bits(model, found, plans)
 
 
 @torch.no_grad()
