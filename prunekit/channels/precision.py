@@ -16,6 +16,7 @@ WIDE = {
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
 }
+HALF = frozenset({torch.float16, torch.bfloat16})
 NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 

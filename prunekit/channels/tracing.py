@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
 from prunekit.channels.operators import Operator, Run, is_counted, signature
+from prunekit.channels.precision import HALF
 from prunekit.channels.rules import COUNTED, MADE, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
@@ -153,7 +155,8 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes: bool = True) -> Trace:
     """Traces every example in eval mode, and where the model asks for its mode in train mode too: auxiliary heads.
 
-    The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real.
+    The forward passes run on meta tensors, which compute nothing; a model that needs values runs for real, and in
+    float32 where its own half precision lacks an operator on its device.
 
     Args:
         model: not changed.
@@ -194,6 +197,9 @@ def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool)
         except PrunekitError:
             raise
         except Exception as error:
+            if any(tensor.dtype in HALF for _, tensor in named_tensors(model)):
+                with suppress(Exception):  # whatever it says, what is wrong without it says more
+                    return _trace(model, examples, meta=False, both_modes=both_modes, wide=True)
             raise ModelError(
                 f"{type(model).__name__} does not run on the example inputs: {_first_line(error)}; "
                 f"{advice(model, examples)}"
@@ -201,12 +207,18 @@ def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool)
 
 
 def _trace(
-    model: nn.Module, examples: list[tuple[Any, ...]], *, meta: bool, both_modes: bool, gradients: bool = False
+    model: nn.Module,
+    examples: list[tuple[Any, ...]],
+    *,
+    meta: bool,
+    both_modes: bool,
+    gradients: bool = False,
+    wide: bool = False,
 ) -> Trace:
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         if meta and has_gradients(tensor):
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return tensor.detach().clone()
+        return tensor.detach().to(torch.float32 if wide and tensor.dtype in HALF else tensor.dtype, copy=True)
 
     stand_ins = {name: stand_in(tensor) for name, tensor in named_tensors(model)}
     clone = with_tensors(model, stand_ins)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from equivalence import TOLERANCE, Net, image, masked_double, randomised, settled_plan, zero_removed
 from net_registry import conv, tokens
 from torch import Tensor, nn
+from torchvision.ops import nms
 
 import prunekit
 from prunekit.channels.differences import ROUNDING
@@ -131,6 +132,32 @@ def test_what_the_trial_accepts_in_its_own_precision_is_verified_in_it(dtype: to
         pruned.model.get_parameter("b.weight")[0, 0] += 1
     with pytest.raises(VerificationError, match=r"first at aten\.\w+ in b: values differ"):
         verify(masked, pruned.model, pruned.plan, [example])
+
+
+class Boxes(nn.Module):
+    """Selects by an operator that CPUs do not have in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 24, 3), nn.Conv2d(24, 5, 1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for each in self.b(self.a(x).relu()).flatten(2).mT:
+            corner, size, score = each.split([2, 2, 1], 1)
+            boxes = torch.cat([corner, corner + size.exp()], 1)
+            found.append(boxes[nms(boxes, score[:, 0], 0.5)])
+        return found
+
+
+def test_operators_that_are_not_there_in_half_precision() -> None:
+    images = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(0)).half()
+    model = Boxes().half()
+    pruned = prunekit.prune(model, (images[:2],), macs=0.6)
+    assert pruned.plan.widths()["a"][0] < 24
+    assert {tensor.dtype for tensor in pruned.model.parameters()} == {torch.float16}
+    with pytest.raises(ModelError, match=r"Boxes does not run on the images in float16 on cpu: .*\.half\(\)"):
+        prunekit.prune(model, images, macs=0.6)
 
 
 def test_a_kernel_for_one_type_in_a_model_of_another() -> None:
