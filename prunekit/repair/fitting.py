@@ -26,7 +26,7 @@ from prunekit.repair.grouped import MOST_GROUPS, GroupedProblem, chunks, grouped
 from prunekit.repair.memory import chunk_values, kept_groups
 from prunekit.repair.pairing import PairFitter
 from prunekit.repair.record import Sample
-from prunekit.repair.report import LayerRepair, joined
+from prunekit.repair.report import SAME, LayerRepair, joined
 from prunekit.repair.settings import RepairSettings
 from prunekit.repair.weights import LayerWeights
 
@@ -135,7 +135,7 @@ class LayerFitter(LayerWeights):
         spread = _spread(problem.wanted)
         before = problem.error()
         if before <= NEGLIGIBLE * spread:
-            return LayerRepair(layer.weight, note="computes what the dense layer does")
+            return LayerRepair(layer.weight, note=SAME)
         if not bool(problem.now.isfinite().all()):
             return LayerRepair(layer.weight, note="NaN or Inf under masks")
         change, how = self._change(layer, problem, sample, rows, columns)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prunekit.repair.fits import NEGLIGIBLE, RIDGES
-from prunekit.repair.report import LayerRepair
+from prunekit.repair.report import SAME, LayerRepair
 
 MOST_GROUPS = 32
 """Convolutions of more groups are fitted all groups at once, in batches of small matrices."""
@@ -128,7 +128,7 @@ def grouped_report(name: str, parts: list[GroupedChange]) -> LayerRepair:
     )
     spread = spread.clamp(min=torch.finfo(torch.float64).tiny)
     if bool((before <= NEGLIGIBLE * spread).all()):
-        return LayerRepair(name, note="computes what the dense layer does")
+        return LayerRepair(name, note=SAME)
     note = f"{int(wins.sum())} of {len(wins)} groups" if bool(wins.any()) else "patch is no better on held-out images"
     columns = parts[0].weight.shape[2]
     applied = "patch" if bool(wins.any()) else ""

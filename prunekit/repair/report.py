@@ -9,6 +9,10 @@ from statistics import mean
 
 NO_BETTER = "with all layers fitted the model's output is no better on held-out images"
 """Why a layer's fit was dropped."""
+SAME = "computes what the dense layer does"
+GONE = "nothing of it is left"
+NAMED = 8
+"""Layers that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +97,27 @@ class RepairReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on a repair that kept nothing, or not all that it fitted; none where it kept all."""
+        """Sentences on what could not be fitted, and on what was fitted and not kept."""
         applied = [layer for layer in self.layers if layer.applied]
         tried = [layer for layer in self.layers if layer.applied or layer.note.endswith(NO_BETTER)]
         reasons = reasons_of(self.layers)
         if not tried:
             return (f"repair: no layer was refitted: {'; '.join(reasons) or 'no layer is a convolution or linear'}",)
         if len(applied) == len(tried):
-            return ()
+            return self._left
         which = f"the first {len(applied)} of {len(tried)} fitted layers are" if applied else "nothing is"
         error = "the output's error on held-out samples is"
         found = f"with all of them {error} {self.fitted:.3g} of its variance, without {self.before:.3g}"
-        return (f"repair: {which} kept: {found}{f', with those {self.after:.3g}' if applied else ''}",)
+        return (f"repair: {which} kept: {found}{f', with those {self.after:.3g}' if applied else ''}", *self._left)
+
+    @property
+    def _left(self) -> tuple[str, ...]:
+        """Which layers could not be fitted, and why."""
+        found: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.note and not layer.applied and not layer.before and layer.note not in {SAME, GONE}:
+                found.setdefault(layer.note, []).append(layer.weight.removesuffix(".weight"))
+        return tuple(f"repair: {_listed(names)} not refitted: {note}" for note, names in found.items())
 
 
 def reasons_of(layers: Iterable[LayerRepair]) -> list[str]:
@@ -123,7 +136,7 @@ def dropped(layer: LayerRepair) -> LayerRepair:
 def joined(name: str, parts: list[LayerRepair]) -> LayerRepair:
     """One line for all groups of a convolution."""
     if not parts:
-        return LayerRepair(name, note="nothing of it is left")
+        return LayerRepair(name, note=GONE)
     if len(parts) == 1:
         return parts[0]
     applied = next((part.applied for part in parts if part.applied), "")
@@ -138,3 +151,8 @@ def joined(name: str, parts: list[LayerRepair]) -> LayerRepair:
         max(part.ridge for part in parts),
         f"{count} of {len(parts)} groups" if applied else parts[0].note,
     )
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -14,11 +14,12 @@ from prunekit.calibration.patch_stats import PatchStats
 from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.calibration.shortage import dead_inputs, too_few_rows
 from prunekit.channels import ChannelMap, trace
+from prunekit.channels.precision import HALF
 from prunekit.compaction import compact, remarks
-from prunekit.context import paused_garbage_collection
+from prunekit.context import paused_garbage_collection, training_mode
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
-from prunekit.errors import DataError, UsageError
+from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.globs import globs
 from prunekit.inputs import arguments, moved, taken
 from prunekit.measure.verify import verify
@@ -53,10 +54,10 @@ class Pruned:
         max_relative_difference: between the masked and the compact model in float64: over all operators in the trial,
             and of the outputs where it was repaired.
         repair: what the repair did; None without.
-        notes: what the calibration was short of, channels that were zero all along, what a repair did not keep, and
-            what was set to 0 in the compact model as too small for full precision, in sentences; which classes are not
-            the model's own any more; which methods no example runs that may need other sizes; whether all of it is
-            frozen; and what was promised and not delivered.
+        notes: what the calibration was short of, channels that were zero all along, what a repair could not fit or did
+            not keep, and what was set to 0 in the compact model as too small for full precision, in sentences; which
+            classes are not the model's own any more; which methods no example runs that may need other sizes; whether
+            all of it is frozen; and what was promised and not delivered.
         delivered: what was asked for and measured, where a budget is one of time.
     """
 
@@ -203,6 +204,7 @@ def _prune_on(
 ) -> Pruned:
     images = map_tensors(images, pixel_by_pixel)
     example = arguments(model, taken(images, slice(2)))
+    _require_running(model, example)
     chart = _traced(model, example, given)
     patches = None
     if "patches" in get_criterion(settings.criterion).needs:
@@ -224,6 +226,26 @@ def _prune_on(
     notes += report.notes + _said(flushed)
     result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
     return _timed(frozen, result)
+
+
+def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
+    """Checks that a model in half precision runs where it is: a trace does without, what looks at images doesn't.
+
+    Raises:
+        ModelError: an operator is not there in half precision.
+    """
+    kind = next((tensor.dtype for tensor in model.parameters() if tensor.dtype in HALF), None)
+    if kind is None:
+        return
+    try:
+        with training_mode(model, False), torch.no_grad():
+            model(*map_tensors(example, torch.clone))
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "
+            f"{next(model.parameters()).device}: {error}; expected a device that has its operators in this precision; "
+            "or prune it in full precision, prune(model.float(), images.float(), ...), and call .half() on the result"
+        ) from error
 
 
 def _timed(frozen: Frozen | None, result: Pruned) -> Pruned:

@@ -188,6 +188,13 @@ def test_dead_channels_are_said_and_go_first() -> None:
     assert not done.plan.mask("conv1.weight")[dead].any()
 
 
+def test_layers_that_the_repair_cannot_fit_are_said() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 16, 3), nn.ReLU(), nn.ConvTranspose1d(16, 12, 3), nn.ReLU(), nn.Conv1d(12, 4, 3))
+    pruned = prunekit.prune(model, torch.randn(32, 3, 12), channels=0.6, criterion="l2")
+    assert "repair: 2 not refitted: read by conv_transpose1d, not by a convolution or linear layer" in pruned.notes
+
+
 def test_a_loader_is_the_same_as_its_images() -> None:
     model, images = randomised(Net()).eval(), torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, torch.zeros(48)), batch_size=10)
