@@ -18,6 +18,7 @@ from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
 from prunekit.calibration.stats import ChannelStats
 from prunekit.errors import UsageError
 from prunekit.inputs import inputs_in, moved, taken
+from prunekit.progress import reporting
 from prunekit.tasks import Pairs, Task
 from prunekit.wrappers import unwrapped
 
@@ -64,6 +65,7 @@ def collect(
     moments_positions: int | None = None,
     ranks: bool = False,
     task: Task | str | None = None,
+    progress: bool | None = None,
 ) -> ChannelStats:
     """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
 
@@ -77,6 +79,7 @@ def collect(
         moments_exclude, moments_limit_mib, moments_positions: its `exclude`, `limit_mib` and `positions`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
         task: takes batches apart that come in another form; itself or its name.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         UsageError: `batches` is empty, and as for the collectors.
@@ -85,7 +88,8 @@ def collect(
     """
     model = unwrapped(model, offloaded=True)
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
-    second, pairs = None, iter(Pairs(model, batches, task))
+    second: MomentsCollector | None = None
+    pairs: Iterable[Any] = Pairs(model, batches, task)
     if moments == "full":
         few, pairs = few_samples(pairs)
         second = MomentsCollector(
@@ -95,7 +99,8 @@ def collect(
             limit_mib=moments_limit_mib,
             positions=moments_positions,
         )
-    return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, device)
+    with reporting(progress, "calibrate"):
+        return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, device)
 
 
 def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:

@@ -17,6 +17,7 @@ from prunekit.calibration.patch_stats import LayerMoments, PatchStats
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.context import training_mode
 from prunekit.inputs import arguments, counted_positions
+from prunekit.progress import tracked
 
 RIDGE = 1e-3
 """Added to the diagonal of a Gram matrix, as a share of its mean: dead channels have nothing there."""
@@ -45,7 +46,8 @@ def with_gains(model: nn.Module, stats: PatchStats, inputs: Any) -> PatchStats:
         judge, counted = Judge.of(copy, given), counted_positions(copy, given)
         run = partial(judge.values, copy, given, counted)
         dense = run()
-        gains = [_gain(moments, tensors, modules, run, dense) for moments in stats.layers]
+        layers = tracked(stats.layers, "gains", unit="layer")
+        gains = [_gain(moments, tensors, modules, run, dense) for moments in layers]
     known = [gain for gain in gains if gain is not None]
     usual = median(known) if known else 1.0
     relative = [1.0 if gain is None else gain / usual for gain in gains]

@@ -18,6 +18,7 @@ from prunekit.context import gradients_of, training_mode
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.inputs import described, moved
 from prunekit.nested import gather
+from prunekit.progress import reporting, tracked
 from prunekit.tasks import Pairs, Task, get_task
 from prunekit.tasks.batches import Pair
 from prunekit.wrappers import unwrapped
@@ -61,6 +62,7 @@ def collect_gradients(
     seed: int = 0,
     dealt: tuple[int, int] = (0, 1),
     task: Task | str | None = None,
+    progress: bool | None = None,
 ) -> TaylorTerms:
     """Taylor terms of every axis of every parameter, batch by batch, in eval mode.
 
@@ -79,6 +81,7 @@ def collect_gradients(
         seed: of the random signs.
         dealt: number, from 0, of the first batch and the step to the next, where they are a share of a data set's.
         task: takes batches apart that come in another form; itself or its name.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         UsageError: there are no batches, one has no targets, neither loss nor task is given, or the loss is not one
@@ -94,9 +97,10 @@ def collect_gradients(
     assert wanted is not None
     rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
-    with training_mode(model, False), torch.enable_grad(), plain, _all_trainable(model) as parameters:
+    shown = reporting(progress, "collect_gradients")
+    with training_mode(model, False), torch.enable_grad(), plain, shown, _all_trainable(model) as parameters:
         weights = list(parameters.values())
-        for index, pair in enumerate(Pairs(model, batches, task)):
+        for index, pair in enumerate(tracked(Pairs(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
             inputs, targets = moved(pair, device)

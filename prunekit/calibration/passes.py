@@ -14,6 +14,7 @@ from prunekit.context import training_mode, without_gradients
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
 from prunekit.inputs import arguments, counted_positions, inputs_in, moved, rows_of, sequence_shape
+from prunekit.progress import tracked
 
 
 class PassHooks(HookOwner):
@@ -124,6 +125,6 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device, *
     with training_mode(model, False), ExitStack() as entered:
         for owner in owners:
             entered.enter_context(owner)
-        for batch in batches:
+        for batch in tracked(batches, "calibration"):
             given = moved(arguments(model, inputs_in(batch)), device)
             without_gradients(partial(model, *given))

@@ -18,6 +18,7 @@ from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.inputs import arguments, count_of, counted_positions, inputs_in, taken
 from prunekit.nested import first_not_finite
+from prunekit.progress import tracked
 
 ROWS = 32768
 """Positions sampled of each layer over all samples, at least one of each; never those that are padding."""
@@ -214,7 +215,7 @@ def collect_patches(
     """
     collector: _Collector | None = None
     with training_mode(model, False):
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(tracked(batches, "patch statistics")):
             given = arguments(model, inputs_in(batch))
             samples = count_of(given)
             if collector is None:

@@ -17,6 +17,7 @@ from prunekit.channels.copying import named_tensors
 from prunekit.channels.labels import Labels
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray
+from prunekit.progress import tracked
 
 TRUST = 0.5
 """Exponent of layers' gains: what they are of the repaired network lies between them and no difference at all, as
@@ -202,7 +203,7 @@ def eliminations(
         groups: those of the map that are wanted; None: all.
     """
     found = {}
-    for group in channel_map.groups if groups is None else groups:
+    for group in tracked(channel_map.groups if groups is None else groups, "elimination", unit="group"):
         consumers = consumers_of(group, model, channel_map, stats)
         if consumers:
             outputs = outputs_reading(group, channel_map, stats)

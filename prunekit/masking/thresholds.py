@@ -21,6 +21,7 @@ from prunekit.inputs import moved
 from prunekit.masking.activations import ActivationMasks, Side, change_activations
 from prunekit.masking.selection import paths_matching
 from prunekit.masking.settings import ActivationSettings
+from prunekit.progress import reporting, stage, tracked
 from prunekit.tasks import Pairs, Task
 from prunekit.wrappers import unwrapped
 
@@ -120,6 +121,7 @@ def calibrate_thresholds(
     target: float,
     side: Side = "output",
     task: Task | str | None = None,
+    progress: bool | None = None,
 ) -> ActivationThresholds:
     """Finds for each layer the threshold below which a share of its activations lies, with all masks in force.
 
@@ -135,6 +137,7 @@ def calibrate_thresholds(
         target: share of zeros behind each mask, above 0 and below 1.
         side: which activations of the modules.
         task: takes batches apart that come in another form; itself or its name.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         UsageError: the target is out of range, a glob matches nothing, or `batches` can be gone through only once.
@@ -153,14 +156,16 @@ def calibrate_thresholds(
     pairs = Pairs(model, batches, task, "threshold search")
     model.to(device)
     thresholds, rounds = dict.fromkeys(paths, 0.0), 0
-    while True:
-        rounds += 1
-        sketches, reached = _measure(model, pairs, device, thresholds, side)
-        # A layer that is near stays as it is, so that what comes after it can settle.
-        far = {path: sketches[path].quantile(target) for path in paths if abs(reached[path] - target) > NEAR}
-        if far.items() <= thresholds.items() or rounds == ROUNDS:
-            return ActivationThresholds(thresholds, reached, target, side, rounds)
-        thresholds = thresholds | far
+    with reporting(progress, "calibrate_thresholds"):
+        while True:
+            rounds += 1
+            stage(f"threshold search: pass {rounds}, {ROUNDS} at most")
+            sketches, reached = _measure(model, pairs, device, thresholds, side)
+            # A layer that is near stays as it is, so that what comes after it can settle.
+            far = {path: sketches[path].quantile(target) for path in paths if abs(reached[path] - target) > NEAR}
+            if far.items() <= thresholds.items() or rounds == ROUNDS:
+                return ActivationThresholds(thresholds, reached, target, side, rounds)
+            thresholds = thresholds | far
 
 
 def _measure(
@@ -169,7 +174,7 @@ def _measure(
     """Sketches of what reaches each mask, and the share of zeros behind it."""
     sketches, masks = _Sketches(model, thresholds, side), ActivationMasks(model, thresholds, side=side)
     with training_mode(model, False), torch.no_grad(), sketches, masks:
-        for inputs, _ in pairs:
+        for inputs, _ in tracked(pairs, "threshold search"):
             sketches.batch += 1
             model(*moved(inputs, device))
     if not sketches.batch:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from prunekit.calibration.gradients import Loss
 from prunekit.channels import ChannelMap
@@ -21,6 +20,7 @@ from prunekit.measure.outputs import Batch, Spread, Sums, labelled_alike, observ
 from prunekit.measure.prefix import DensePrefix
 from prunekit.planning import MeasuredPoint, Plan
 from prunekit.planning.curves import keeping, kept_counts
+from prunekit.progress import reporting, tracked
 from prunekit.tasks import Pairs, Task
 
 
@@ -37,7 +37,7 @@ def measure_sensitivity(
     *,
     loss: Loss | None = None,
     task: Task | str | None = None,
-    progress: bool = False,
+    progress: bool | None = False,
 ) -> dict[str, tuple[MeasuredPoint, ...]]:
     """Runs a model with each group masked to a few numbers of kept labels, and compares its outputs with its own.
 
@@ -52,7 +52,7 @@ def measure_sensitivity(
         loss: of what the model returned and the labels, mean over the batch; None: the cross entropy, where there are
             labels and class scores.
         task: takes batches apart that come in another form; itself or its name.
-        progress: shows a bar on stderr.
+        progress: whether to show a bar on stderr; None: on a terminal and in a notebook.
 
     Returns:
         By a group's name its points, from all labels kept to one. With all of them the model is the dense one.
@@ -67,11 +67,10 @@ def measure_sensitivity(
     measuring = _Measuring(model, channel_map, orders, loss)
     pairs = Pairs(model, batches, task, "sensitivity")
     total = operator.length_hint(pairs) * forward_passes(orders) or None
-    bar = tqdm(desc="sensitivity", total=total, unit="pass", disable=not progress, dynamic_ncols=True)
-    with training_mode(model, False), torch.no_grad(), plain_attention(), bar:
-        for batch in labelled_alike(pairs, loss):
-            for _ in measuring.passes(batch):
-                bar.update()
+    passes = (each for batch in labelled_alike(pairs, loss) for each in measuring.passes(batch))
+    with training_mode(model, False), torch.no_grad(), plain_attention(), reporting(progress, "sensitivity"):
+        for _ in tracked(passes, "sensitivity", total=total, unit="pass"):
+            pass
     return measuring.curves()
 
 

@@ -21,6 +21,7 @@ from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError
 from prunekit.inputs import counted_positions, samples_in
 from prunekit.planning import Plan
+from prunekit.progress import reporting, tracked
 from prunekit.repair.batches import Inputs, batches_of
 from prunekit.repair.difference import difference
 from prunekit.repair.fits import NEGLIGIBLE
@@ -51,6 +52,7 @@ def repair(
     settings: RepairSettings | None = None,
     *,
     log: Callable[[str], None] | None = None,
+    progress: bool | None = None,
 ) -> tuple[nn.Module, RepairReport]:
     """A masked copy of a model whose kept weights are fitted to the dense outputs, layer by layer, without training.
 
@@ -66,6 +68,7 @@ def repair(
             `settings.held_out` of them only judge.
         settings: what is fitted, and how.
         log: gets a line on the memory that it will take before it starts.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Returns:
         The masked model, dense in size, and what was done. Where the repaired model's output on held-out images is
@@ -83,7 +86,8 @@ def repair(
     plan.channel_map.require_plain_forward("repair")
     original, masked = _copy(dense), _copy(dense)
     _mask(masked, plan)
-    with training_mode(original, False), training_mode(masked, False), torch.no_grad():
+    shown = reporting(progress, "repair")
+    with training_mode(original, False), training_mode(masked, False), torch.no_grad(), shown:
         found = _surveyed(original, inputs, plan, SAMPLES)
         layers, skipped = _fitted_layers(found, plan)
         looping = bool(layers) and _is_looping(original, inputs, plan, found)
@@ -196,7 +200,8 @@ class _Prepared:
     def run(self) -> LayerFitter:
         """Refits all layers."""
         dense, running = self._gatherings[0], self._gatherings[1] if self._settings.sequential else None
-        for layer, wanted, found in Walk(dense, running, self._steps).samples():
+        samples = Walk(dense, running, self._steps).samples()
+        for layer, wanted, found in tracked(samples, "repair", total=len(self._steps), unit="layer"):
             if wanted is not None:
                 _require_finite(layer, wanted)
             self._fitter.refit(layer, wanted, found)

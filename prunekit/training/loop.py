@@ -18,6 +18,7 @@ from prunekit.data import Mixing, Splits, Workers, batches
 from prunekit.distributed.exchange import wait_for_all
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.models import require_trainable
+from prunekit.progress import wanted
 from prunekit.training.asked import require_asked, task_loss
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
@@ -55,7 +56,7 @@ def fit(
     workers: int | Workers = 0,
     parts: Sequence[Part] = (),
     own_optimizer: MakeOptimizer | None = None,
-    progress: bool = False,
+    progress: bool | None = False,
     label: str = "training",
     on_epoch: Callable[[EpochRow], None] | None = None,
     checkpoint: StrPath | None = None,
@@ -87,7 +88,7 @@ def fit(
         parts: what takes part beside the loss, such as masks, and what the settings ask for (`asked_parts`); entered
             in their order.
         own_optimizer: what makes the optimizer, where the settings say `own`.
-        progress: shows a bar on stderr.
+        progress: whether to show a bar on stderr; None: on a terminal and in a notebook.
         label: what the bar calls this run.
         on_epoch: called after every epoch.
         checkpoint: `.safetensors` file that holds the best weights so far; None: none.
@@ -143,7 +144,7 @@ def fit(
     identity = identity_of(given, splits, settings, taking, **facts)
     best = BestWeights(given, None if checkpoint is None else Path(checkpoint), warn, trained=model)
     score = splits.task.main.name
-    bar = Progress(label, settings.epochs * len(train), taking.describe, progress and is_main(), score)
+    bar = Progress(label, settings.epochs * len(train), taking.describe, wanted(progress) and is_main(), score)
     exact = LongStrides(model) if settings.precision == "bf16" and device.type == "cpu" else nullcontext()
     with ExitStack() as stack:
         stack.enter_context(seeded(seed + rank()))

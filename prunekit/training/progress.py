@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from tqdm import tqdm
+from prunekit.progress import make_bar
 
 
 class Progress:
@@ -16,7 +16,7 @@ class Progress:
         self, label: str, steps: int, describe: Callable[[], Mapping[str, Any]], shown: bool, score: str = "top1"
     ) -> None:
         self.label, self.describe, self.score = label, describe if shown else dict, score
-        self.bar = tqdm(total=steps, desc=label, unit="batch", disable=not shown, dynamic_ncols=True)
+        self.bar = make_bar(shown, total=steps, desc=label, unit="batch")
         self.extra: Mapping[str, Any] = {}
 
     def epoch(self, number: int, epochs: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from prunekit.context import training_mode
 from prunekit.errors import DataError
 from prunekit.hooks import HookOwner
 from prunekit.inputs import count_of, described, joined, moved
+from prunekit.progress import reporting, tracked
 from prunekit.tasks import Pairs, Task
 from prunekit.wrappers import unwrapped
 
@@ -57,7 +59,12 @@ class _Moments(HookOwner):
 
 
 def recalibrate_batchnorm(
-    model: nn.Module, batches: Any, device: torch.device, *, task: Task | str | None = None
+    model: nn.Module,
+    batches: Any,
+    device: torch.device,
+    *,
+    task: Task | str | None = None,
+    progress: bool | None = None,
 ) -> tuple[str, ...]:
     """Replaces the running statistics of every BatchNorm by those of `batches`, in place.
 
@@ -73,6 +80,7 @@ def recalibrate_batchnorm(
             may have no variance.
         device: where it runs.
         task: takes batches apart that come in another form; itself or its name.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Returns:
         Paths of the modules recalibrated; one that did not run, such as an auxiliary head, is not among them.
@@ -89,6 +97,7 @@ def recalibrate_batchnorm(
     }
     model.to(device)
     with ExitStack() as stack:
+        stack.enter_context(reporting(progress, "recalibrate_batchnorm"))
         stack.enter_context(training_mode(model, False))
         stack.enter_context(_batch_statistics([owner.module for owner in moments.values()]))
         for owner in moments.values():
@@ -114,8 +123,8 @@ def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @torch.no_grad()
 def _run(model: nn.Module, batches: Pairs, device: torch.device) -> None:
-    count = 0
-    for count, inputs in enumerate(_without_single(batches), 1):
+    count, given = 0, _without_single(batches)
+    for count, inputs in enumerate(tracked(given, "recalibration", total=length_hint(batches)), 1):
         try:
             model(*moved(inputs, device))
         except ValueError as error:  # torch: "Expected more than 1 value per channel when training"

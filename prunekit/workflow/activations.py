@@ -42,6 +42,7 @@ def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> Acti
         settings.modules,
         target=settings.target,
         side=settings.side,
+        progress=False,
     )
     log(f"activations: thresholds of {len(found)} layers for {settings.target:.1%} zeros, passes: {found.rounds}")
     for path, share in found.off_target().items():

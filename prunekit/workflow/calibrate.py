@@ -201,6 +201,7 @@ def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> T
             second_order=second,
             seed=prepared.job.seed,
             dealt=share,
+            progress=False,
         )
     share_corrupt(images)
     parts = [part for part in gather_on_main(seen) if part is not None]

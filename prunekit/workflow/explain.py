@@ -17,6 +17,7 @@ from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
 from prunekit.measure.causes import Cause
 from prunekit.measure.evidence import Estimate, oversubscribed
 from prunekit.nested import gather, map_tensors
+from prunekit.progress import stage
 from prunekit.workflow.causes import Search, find_causes
 from prunekit.workflow.runs import Log
 from prunekit.wrappers import unwrapped
@@ -71,7 +72,7 @@ def explain(
     threads: int | None = None,
     device: str | None = None,
     rounds: int = 15,
-    log: Log = lambda message: None,
+    log: Log = stage,
 ) -> Explanation:
     """Times two models alternately and operator by operator, and tries what would make the pruned one faster.
 

@@ -13,6 +13,7 @@ from prunekit.context import threads
 from prunekit.distributed.exchange import from_main, wait_for_all
 from prunekit.distributed.failing import one_for_all
 from prunekit.distributed.group import is_main
+from prunekit.progress import stage, wanted
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import reachable_goal
 from prunekit.workflow.dense import prepare
@@ -43,8 +44,8 @@ class RunResult:
 def finetune(
     job: JobSettings,
     *,
-    log: Log,
-    progress: bool = False,
+    log: Log = stage,
+    progress: bool | None = None,
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
@@ -59,7 +60,7 @@ def finetune(
     Args:
         job: the settings.
         log: gets a line for each stage.
-        progress: shows bars on stderr.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
         resolved: the recipe's text, kept in the run's folder.
         finish: called with the run's folder at the end, before the run counts as finished (the report).
         own: the user's own code, where the job's model or data is their own.
@@ -72,14 +73,14 @@ def finetune(
         ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, progress, resolved, finish, own, resume, training=True)
+    return _run(job, log, wanted(progress), resolved, finish, own, resume, training=True)
 
 
 def prune_job(
     job: JobSettings,
     *,
-    log: Log,
-    progress: bool = False,
+    log: Log = stage,
+    progress: bool | None = None,
     resolved: str = "",
     finish: Finish | None = None,
     own: Own = RECIPE_ONLY,
@@ -97,7 +98,7 @@ def prune_job(
         UsageError: data, model or budget do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, progress, resolved, finish, own, resume, training=False)
+    return _run(job, log, wanted(progress), resolved, finish, own, resume, training=False)
 
 
 def _run(

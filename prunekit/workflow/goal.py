@@ -98,6 +98,7 @@ def goal_for(
         ) from error
     require_met_untimed(channel_map, in_blocks(settings))
     examples = [tuple(example_inputs), *more_examples]
-    found = profile(model, channel_map, examples, settings.target, settings, transform=transform, log=log)
+    target = settings.target
+    found = profile(model, channel_map, examples, target, settings, transform=transform, log=log, progress=False)
     log(f"profile: {found}")
     return LatencyGoal(model, channel_map, inputs, settings, found, transform)

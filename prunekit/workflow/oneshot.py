@@ -21,12 +21,13 @@ from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.globs import globs
-from prunekit.inputs import arguments, moved, taken
+from prunekit.inputs import arguments, count_of, moved, taken
 from prunekit.measure.verify import verify
 from prunekit.nested import map_tensors
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.select import Scores
 from prunekit.planning.settings import Criterion, Scope, TargetSettings
+from prunekit.progress import reporting, stage
 from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
 from prunekit.tasks import Task
@@ -97,6 +98,7 @@ def prune(
     seed: int = 0,
     more_examples: Sequence[tuple[Any, ...]] = (),
     task: Task | str | None = None,
+    progress: bool | None = None,
 ) -> Pruned:
     """Prunes a model in one call: trace, score, plan, trial, compact; with images also repair.
 
@@ -143,6 +145,8 @@ def prune(
         seed: of the random criterion.
         more_examples: further inputs, for branches of the model that the first does not take.
         task: whose `unpack` takes a loader's batches apart, where they come in another form; itself or its name.
+        progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook. The logger
+            `prunekit` gets a line for each stage in any case.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
@@ -170,14 +174,18 @@ def prune(
     if isinstance(data, tuple):
         if repair:
             raise DataError("repair: expected images to repair from, a tensor or a loader; got a tuple of inputs")
-        planned, frozen = _planned(model, data, settings, given, _traced(model, data, given))
-        flushed = without_subnormals(planned.compact, data)
-        difference = max(planned.max_relative_difference, flushed.max_relative_difference)
-        result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=planned.unseen + _said(flushed))
-        return _timed(frozen, result)
-    seen = gathered(model, data, images, task)
-    seen = moved(seen, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
-    return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
+        with reporting(progress, "prune"):
+            planned, frozen = _planned(model, data, settings, given, _traced(model, data, given))
+            flushed = without_subnormals(planned.compact, data)
+            difference = max(planned.max_relative_difference, flushed.max_relative_difference)
+            notes = planned.unseen + _said(flushed)
+            result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
+            return _timed(frozen, result)
+    with reporting(progress, "prune"):
+        stage("read the samples")
+        seen = gathered(model, data, images, task)
+        seen = moved(seen, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
+        return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +216,8 @@ def _prune_on(
     chart = _traced(model, example, given)
     patches = None
     if "patches" in get_criterion(settings.criterion).needs:
-        patches = patch_statistics(model, images, chart, repairing, settings.exclude)
+        stage(f"patch statistics of {count_of(images)} samples")
+        patches = patch_statistics(model, images, chart, repairing, settings.exclude, log=stage)
     given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
     planned, frozen = _planned(model, example, settings, given, chart, patches)
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
@@ -218,7 +227,8 @@ def _prune_on(
         difference = max(difference, flushed.max_relative_difference)
         result = Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
         return _timed(frozen, result)
-    masked, report = repair_masked(model, plan, images, repairing)
+    masked, report = repair_masked(model, plan, images, repairing, log=stage)
+    stage("verify: the repaired model and the compact one")
     small = compact(masked, plan)
     proof = verify(masked, small, plan, [arguments(model, taken(images, slice(8)))])
     flushed = without_subnormals(small, example)
@@ -252,12 +262,8 @@ def _timed(frozen: Frozen | None, result: Pruned) -> Pruned:
     """The result with what it was measured to take, where a budget is one of time."""
     if frozen is None:
         return result
-    found = delivered(frozen, result.model, log=_quiet)
+    found = delivered(frozen, result.model, log=stage)
     return replace(result, delivered=found, notes=result.notes + tuple(found.shortfalls))
-
-
-def _quiet(message: str) -> None:
-    """A function says nothing."""
 
 
 def _said(flushed: Flushed) -> tuple[str, ...]:
@@ -271,6 +277,7 @@ def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats
 
 
 def _traced(model: nn.Module, example: tuple[Any, ...], given: _Given) -> ChannelMap:
+    stage("trace")
     with paused_garbage_collection():
         return trace(model, example, *given.more_examples)
 
@@ -284,9 +291,10 @@ def _planned(
     patches: PatchStats | None = None,
 ) -> tuple[Planned, Frozen | None]:
     """A plan that meets the budgets; with how it was found, where one is of time."""
-    goal = goal_for(model, example, chart, settings, more_examples=given.more_examples, log=_quiet)
+    goal = goal_for(model, example, chart, settings, more_examples=given.more_examples, log=stage)
 
     def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
+        stage(f"plan by {wanted.criterion}, and try it")
         return plan_model(
             model,
             example,
@@ -302,5 +310,5 @@ def _planned(
 
     if goal is None:
         return plan(settings, chart), None
-    frozen = freeze(goal, plan, log=_quiet)
+    frozen = freeze(goal, plan, log=stage)
     return frozen.planned, frozen

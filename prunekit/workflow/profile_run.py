@@ -85,6 +85,7 @@ def profile_job(
             again=again,
             transform=transform,
             log=run.log,
+            progress=False,
         )
         run.log(f"profile: {result}")
         machine |= {"clock_mhz_after": clock_mhz()}

@@ -29,6 +29,7 @@ from prunekit.planning import Plan, PruneSettings
 from prunekit.planning.reach import nothing_free
 from prunekit.planning.select import Part, free_parts
 from prunekit.planning.settings import TargetSettings
+from prunekit.progress import reporting, stage, tracked
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.runs import Log
@@ -53,7 +54,8 @@ def profile(
     cache: StrPath | None = None,
     again: bool = False,
     transform: Transform = AS_IT_IS,
-    log: Log,
+    log: Log = stage,
+    progress: bool | None = None,
 ) -> Profile:
     """Measures networks of widths all over the range, and fits what each layer takes by its widths.
 
@@ -73,6 +75,7 @@ def profile(
         again: measures those networks of the cache anew that were timed on a machine too noisy.
         transform: what is done to every network, the dense one too, before it is timed.
         log: gets a line for each network.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         UsageError: the runtime is not installed, or does not take the setting; or batches cannot be made of the input.
@@ -93,7 +96,9 @@ def profile(
     kept_in = cache_folder() if cache is None else Path(cache)
     dense = transform(model)
     times = time_networks(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in, again=again, log=log)
-    samples = tuple(Sample(keep, found) for keep, found in zip(keeps, times, strict=True))
+    with reporting(progress, "profile"):
+        timed = tracked(times, "profile", total=len(keeps), unit="network")
+        samples = tuple(Sample(keep, found) for keep, found in zip(keeps, timed, strict=True))
     table = fit(channel_map, samples, asdict(setting))
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:

@@ -58,14 +58,14 @@ def _repaired(
         model = copy.deepcopy(dense).to(prepared.device)
         with masked(model, plan):
             if training:
-                recalibrate_batchnorm(model, calibration_batches(prepared), prepared.device)
+                recalibrate_batchnorm(model, calibration_batches(prepared), prepared.device, progress=False)
         return model.cpu(), None
     images = calibration_images(prepared)
     run.log(
         f"repair: {settings.fit}{', sequential' if settings.sequential else ''}, "
         f"{count_of(images)} training {prepared.splits.task.samples}"
     )
-    model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log)
+    model, report = repair(dense.to(prepared.device), plan, images, settings, log=run.log, progress=False)
     dense.cpu()
     write_csv(run.path / "repair.csv", [asdict(layer) for layer in report.layers], COLUMNS)
     for line in _lines(report):

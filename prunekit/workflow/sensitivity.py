@@ -27,6 +27,7 @@ from prunekit.nested import gather
 from prunekit.planning import MeasuredPoint, SensitivityCurve
 from prunekit.planning.curves import fewest_within, keeping, rank_correlation
 from prunekit.planning.reach import nothing_free
+from prunekit.progress import reporting, stage
 from prunekit.tasks import Task
 from prunekit.workflow.evidence import gathered, patch_statistics
 from prunekit.workflow.runs import Log
@@ -102,8 +103,8 @@ def sensitivity(
     loss: Loss | None = None,
     more_examples: Sequence[tuple[Any, ...]] = (),
     task: Task | str | None = None,
-    log: Log = lambda message: None,
-    progress: bool = False,
+    log: Log = stage,
+    progress: bool | None = None,
 ) -> Sensitivity:
     """What a model's output loses with each number of channels that a group keeps.
 
@@ -124,7 +125,7 @@ def sensitivity(
         more_examples: further inputs for the trace, for branches of the model that the images do not take.
         task: takes batches apart that come in another form; itself or its name.
         log: told what happens, and before measuring how many forward passes it takes.
-        progress: shows a bar on stderr while measuring.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         DataError: there are no samples, or too few, or they come in a form that is not known.
@@ -132,7 +133,23 @@ def sensitivity(
         NonFiniteError: a layer reads or gives NaN or Inf; names it.
         ModelError, UsageError: as for `measure_sensitivity`.
     """
-    model = unwrapped(model)
+    with reporting(progress, "sensitivity"):
+        return analyse_sensitivity(unwrapped(model), images, measured_on, groups, loss, more_examples, task, log)
+
+
+def analyse_sensitivity(
+    model: nn.Module,
+    images: Any,
+    measured_on: Any = None,
+    groups: Sequence[str] = (),
+    loss: Loss | None = None,
+    more_examples: Sequence[tuple[Any, ...]] = (),
+    task: Task | str | None = None,
+    log: Log = stage,
+    *,
+    progress: bool = False,
+) -> Sensitivity:
+    """As `sensitivity`, within another call's report or without one; `progress` is that of the measuring alone."""
     calibration = gathered(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
     calibration = moved(calibration, first.device)

@@ -21,7 +21,7 @@ from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log, environment, run_folder
-from prunekit.workflow.sensitivity import Sensitivity, chosen_groups, sensitivity
+from prunekit.workflow.sensitivity import Sensitivity, analyse_sensitivity, chosen_groups
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import CURVE_COLUMNS, write_csv
 
@@ -77,7 +77,7 @@ def analyse(
     with run_folder(job.output / job.name, "sensitivity", log, resolved, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
         start = time.perf_counter()
-        result = sensitivity(model, images, measured_on=labelled, groups=groups, log=run.log, progress=progress)
+        result = analyse_sensitivity(model, images, labelled, groups, log=run.log, progress=progress)
         metrics = _metrics(job.name, len(images), result, labelled) | {"seconds": time.perf_counter() - start}
         write_csv(run.path / "sensitivity.csv", result.rows(), CURVE_COLUMNS)
         write_json(run.path / "sensitivity.json", metrics)

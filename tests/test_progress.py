@@ -1,0 +1,164 @@
+"""What long calls show and log: nothing where nobody looks on, and nothing is left of it."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+import prunekit
+from prunekit.progress import LOGGER, reporting, stage, tracked, wanted
+from prunekit.repair import RepairSettings, repair
+from prunekit.workflow import prune_job
+
+CPU = torch.device("cpu")
+LONG = [
+    prunekit.prune,
+    prunekit.calibrate,
+    prunekit.calibrate_thresholds,
+    prunekit.collect_gradients,
+    prunekit.recalibrate_batchnorm,
+    prunekit.sensitivity,
+    prunekit.profile,
+    prunekit.finetune,
+    prune_job,
+    repair,
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Within a test: pytest sets its own stderr between a fixture and a test."""
+    found = Terminal()
+    monkeypatch.setattr(sys, "stderr", found)
+    return found
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 3)
+    ).eval()
+
+
+def images() -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.randn(32, 3, 6, 6).split(8))
+
+
+def pruned(**more: Any) -> Any:
+    return prunekit.prune(net(), images(), channels=0.6, repair=RepairSettings(joint_steps=0), **more)
+
+
+def through(**more: Any) -> None:
+    model = net()
+    prunekit.calibrate(model, images(), CPU, **more)
+    prunekit.recalibrate_batchnorm(model, images(), CPU, **more)
+    prunekit.calibrate_thresholds(model, images(), CPU, ["2"], target=0.6, **more)
+    prunekit.collect_gradients(model, [(images()[0], torch.arange(8) % 3)], CPU, nn.functional.cross_entropy, **more)
+    prunekit.sensitivity(model, images(), measured_on=images(), **more)
+    repair(model, pruned(**more).plan, torch.cat(images()), **more)
+
+
+def test_every_long_call_says_whether_it_shows_bars() -> None:
+    for function in LONG:
+        assert inspect.signature(function).parameters["progress"].default is None, function
+
+
+def test_nothing_is_shown_where_nobody_looks_on(capsys: pytest.CaptureFixture[str]) -> None:
+    through()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_nothing_is_shown_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    through(progress=False)
+    assert terminal.getvalue() == ""
+
+
+def test_a_terminal_sees_stages_and_bars_and_nothing_is_left_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    through()
+    shown = terminal.getvalue()
+    for text in ("prune: trace", "prune: plan by elimination", "patch statistics: ", "gains: ", "elimination: "):
+        assert text in shown
+    for text in ("calibration: ", "recalibration: ", "threshold search: ", "gradients: ", "repair: ", "sensitivity: "):
+        assert text in shown
+    assert not tqdm._instances
+    *_, last, behind = shown.split("\r")  # the last line is overwritten by blanks
+    assert (last.strip(), behind) == ("", "")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_or_an_interrupt_clears_the_bars(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+
+    def broken() -> Iterator[Tensor]:
+        yield from images()[:2]
+        raise error
+
+    with pytest.raises(error):
+        prunekit.calibrate(net(), broken(), CPU)
+    assert "calibration: " in terminal.getvalue()
+    assert not tqdm._instances
+
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    with pytest.raises(error):
+        prunekit.calibrate(Broken(), images(), CPU)
+    assert not tqdm._instances
+
+
+def test_bars_are_shown_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not wanted(None)
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert wanted(None)
+    assert not wanted(False)
+    shell.config = {"TerminalIPythonApp": {}}
+    assert not wanted(None)
+    assert wanted(True)
+    monkeypatch.setattr(sys, "stderr", None)  # a program without one
+    assert not wanted(None)
+
+
+def test_the_outermost_call_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    with reporting(False, "outer"), reporting(True, "inner"):
+        stage("hidden")
+        assert list(tracked(range(3), "hidden")) == [0, 1, 2]
+    assert terminal.getvalue() == ""
+    with reporting(True, "outer"):
+        with reporting(False, "inner"):
+            stage("shown")
+            assert list(tracked(iter("abc"), "letters", total=3)) == ["a", "b", "c"]
+        assert len(tqdm._instances) == 1  # the line of the outer one
+    assert "outer: shown" in terminal.getvalue()
+    assert "letters:   0%" in terminal.getvalue()
+    assert not tqdm._instances
+
+
+def test_stages_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "prunekit"):
+        pruned()
+    assert {record.name for record in caplog.records} == {"prunekit"}
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    said = [record.getMessage() for record in caplog.records]
+    assert said[:3] == ["read the samples", "trace", "patch statistics of 32 samples"]
+    assert any(text.startswith("repair: takes up to") for text in said)
+    assert any(isinstance(handler, logging.NullHandler) for handler in LOGGER.handlers)
