@@ -23,7 +23,7 @@ class Judge:
 
     All outputs that have samples first count. Of others the layers do that they are made of without another in between;
     and so do those from whose outputs computed values select something, as a detector does the boxes that score best:
-    whatever comes out behind that has no counterpart in the other model.
+    a list of what comes out behind that has no counterpart in the other model.
 
     Attributes:
         outputs: places among all tensors that the model returns.
@@ -48,12 +48,11 @@ class Judge:
         pairs = zip(few, more, strict=True) if len(few) == len(more) else ((tensor, tensor) for tensor in more)
         for place, (one, other) in enumerate(pairs):
             flow, lengths = finder.flow(other), [len(tensor) if tensor.dim() else 0 for tensor in (one, other)]
-            if flow.selected:
-                continue
-            if other.is_floating_point() and lengths == counts and other is not one:
+            by_sample = other.is_floating_point() and lengths == counts and other is not one
+            if by_sample and (not flow.selected or one.shape[1:] == other.shape[1:]):
                 if not any(other is more[earlier] for earlier in outputs):
                     outputs.append(place)
-            else:
+            elif not flow.selected:
                 made |= flow.origins
         alone = {draft.layer.weight for draft in finder.drafts if draft.layer.selected}
         weights = dict.fromkeys(finder.drafts[i].layer.weight for i in sorted(made))

@@ -123,6 +123,24 @@ def test_what_selects_by_values_is_judged_by_what_it_selects_from() -> None:
     assert gains["head.weight"] not in {0.0, 1.0}
 
 
+class Routed(nn.Module):
+    """Sorts samples by a score, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.score, self.two = nn.Linear(6, 4), nn.Linear(4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        order = self.score(x)[:, 0].argsort()
+        return self.two(x[order])[order.argsort()]  # type: ignore[no-any-return]
+
+
+def test_what_lies_as_the_samples_do_is_judged_behind_a_selection_too() -> None:
+    judge = Judge.of(Routed().eval(), (torch.randn(8, 6),))
+    assert judge == Judge((0,), ("one.weight", "score.weight"))
+
+
 class Several(nn.Module):
     """A dictionary of outputs, one of which says nothing of the samples; a lookup by the nearest entry of a table."""
 
