@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from prunekit.calibration.patches import CONVOLUTIONS, Reading
 from prunekit.channels.copying import named_tensors
-from prunekit.hooks import HookOwner
+from prunekit.hooks import HookOwner, after_forward, before_forward
 
 _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_floating_point", "_set_grad_enabled"})
 """Functions that compute nothing: asking for a shape is no reading of a value."""
@@ -235,5 +235,5 @@ class _Insides(HookOwner):
 
     def register(self) -> None:
         for module in self._modules:
-            self.own(module.register_forward_pre_hook(lambda *_: self._watch.enter()))
-            self.own(module.register_forward_hook(lambda _, given, result: self._watch.leave(given, result)))
+            self.own(before_forward(module, lambda *_: self._watch.enter()))
+            self.own(after_forward(module, lambda _, given, result: self._watch.leave(given, result)))

@@ -24,7 +24,7 @@ from prunekit.channels.running import ModuleStack, innermost_module, line_of, mo
 from prunekit.channels.slicing import take
 from prunekit.context import same_draws
 from prunekit.errors import ModelError
-from prunekit.nested import gather
+from prunekit.nested import gather, run_operator
 
 Key = tuple[str, str, int]
 """A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
@@ -67,7 +67,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func._schema.name).replace("::", ".")
-        out = without_chance(name, func(*args, **(kwargs or {})))
+        out = without_chance(name, run_operator(func, args, kwargs or {}))
         self.total += 1
         if is_counted(func, name):
             module = self.stack.current

@@ -123,6 +123,9 @@ def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, st
     if type(value) in _CONTAINERS and not value:
         memo[id(value)] = empty = type(value)()
         return empty
+    if isinstance(value, torch.jit.ScriptModule):
+        memo[id(value)] = scripted = _scripted(value, memo)
+        return scripted
     if not isinstance(value, nn.Module) or not _is_plain(type(value)):
         return copy.deepcopy(value, memo)
     twin = value.__class__.__new__(value.__class__)
@@ -141,6 +144,19 @@ def _clone(value: Any, memo: dict[int, Any], functions: list[tuple[nn.Module, st
             if name not in HOOK_TABLES and any(isinstance(one, _FUNCTIONS) for one in (item, *_entries(item))):
                 functions.append((twin, name))
     twin.__setstate__(state)  # type: ignore[no-untyped-call]
+    return twin
+
+
+def _scripted(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
+    """A copy of a scripted or traced module, which is not Python's to copy, with other tensors put into it."""
+    with torch.no_grad():  # or its parameters would be results of a copy
+        twin = copy.deepcopy(module)
+    parts = dict(twin.named_modules())
+    for path, part in module.named_modules():
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in getattr(part, table).items():
+                if id(tensor) in memo:
+                    getattr(parts[path], table)[name] = memo[id(tensor)]
     return twin
 
 

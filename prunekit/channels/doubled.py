@@ -14,7 +14,7 @@ from prunekit.channels.copying import has_gradients, named_tensors, with_tensors
 from prunekit.channels.differences import ROUNDING, TOLERANCE
 from prunekit.channels.precision import AS_DOUBLE, OWN, Precision
 from prunekit.channels.slicing import KeptIndices, blank
-from prunekit.hooks import HookOwner
+from prunekit.hooks import HookOwner, after_forward, before_forward
 from prunekit.nested import map_tensors
 
 Convert = Callable[[str, torch.Tensor], torch.Tensor]
@@ -127,11 +127,14 @@ class DoubledWhileRunning(HookOwner):
         for path, owner in self._borrowed:
             used[path].append(modules[owner])
         for path, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):  # its parts run without their hooks
+                used[path] = list(module.modules())
+        for path, module in modules.items():
             tables = [table for one in used[path] for table in (one._parameters, one._buffers)]
             filled = [table for table in tables if any(tensor is not None for tensor in table.values())]
             if filled:
-                self.own(module.register_forward_pre_hook(self._begin(filled)))
-                self.own(module.register_forward_hook(self._end(filled), always_call=True))
+                self.own(before_forward(module, self._begin(filled)))
+                self.own(after_forward(module, self._end(filled), always_call=True))
 
     def _begin(self, tables: list[dict[str, Any]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -139,8 +142,8 @@ class DoubledWhileRunning(HookOwner):
                 for table in tables:
                     self._users[id(table)] += 1
                     if self._users[id(table)] == 1:
-                        self._own[id(table)] = dict(table)
-                        table.update(self._converted(table))
+                        self._own[id(table)] = dict(table.items())
+                        _write(table, self._converted(table))
 
         return hook
 
@@ -152,6 +155,11 @@ class DoubledWhileRunning(HookOwner):
             for table in tables:
                 self._users[id(table)] -= 1
                 if not self._users[id(table)]:
-                    table.update(self._own.pop(id(table)))
+                    _write(table, self._own.pop(id(table)))
 
         return hook
+
+
+def _write(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    for key, value in entries.items():  # one by one: the table of a scripted module can no more
+        table[key] = value

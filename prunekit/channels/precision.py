@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.nested import run_operator
+
 WIDE = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
@@ -35,7 +37,7 @@ class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.endswith("_") and isinstance(args[0], torch.Tensor) and args[0].dtype in WIDE:
             own = {WIDE[args[0].dtype]: args[0].dtype}
             return func(args[0], *_changed(args[1:], own), **kwargs)
-        out = func(*_changed(args, WIDE), **_changed(kwargs, WIDE))
+        out = run_operator(func, _changed(args, WIDE), _changed(kwargs, WIDE))
         return out if func._schema.is_mutable else _changed(out, WIDE)
 
 

@@ -18,7 +18,7 @@ from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.running import ModuleStack, without_fast_path
 from prunekit.context import paused_garbage_collection, seeded, training_mode
 from prunekit.errors import ModelError
-from prunekit.nested import gather, map_tensors, tensors_in
+from prunekit.nested import gather, map_tensors, run_operator, tensors_in
 
 Place = tuple[int, int]
 """A tensor: the number of the operator that returned it, and which of its results it is."""
@@ -93,7 +93,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[Piece, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = run_operator(func, args, kwargs or {})
         outs = gather(out)
         if outs:
             steps = self.recording.steps

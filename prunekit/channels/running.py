@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prunekit.hooks import HookOwner
+from prunekit.hooks import HookOwner, after_forward, before_forward
 
 
 class ModuleCall(NamedTuple):
@@ -69,8 +69,8 @@ class ModuleStack(HookOwner):
         """Adds a forward-pre and a forward hook to every module."""
         self.paths = [""]
         for path, module in self.model.named_modules():
-            self.own(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
-            self.own(module.register_forward_hook(self._leave(path), with_kwargs=True))
+            self.own(before_forward(module, self._enter(path), with_kwargs=True))
+            self.own(after_forward(module, self._leave(path), with_kwargs=True))
 
     def _enter(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, named: Any) -> None:
@@ -117,8 +117,9 @@ class TrainModeWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.asked = False
-        self._modules = [module for module in model.modules() if next(module.children(), None) is not None]
+        parents = [module for module in model.modules() if next(module.children(), None) is not None]
+        self._modules = [module for module in parents if not isinstance(module, torch.jit.ScriptModule)]
+        self.asked = len(self._modules) < len(parents)  # what a scripted module reads is not seen
         self._twins: dict[type, type] = {}
 
     def __enter__(self) -> TrainModeWatch:

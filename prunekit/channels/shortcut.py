@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from prunekit.nested import run_operator
+
 _UNARY = (
     "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "elu", "selu", "leaky_relu", "tanh", "sigmoid",
     "hardsigmoid", "softplus", "mish", "neg", "exp", "clone",
@@ -112,4 +114,4 @@ def run_on_meta(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
         out = shortcut(args, kwargs)
         if out is not NotImplemented:
             return out
-    return func(*args, **kwargs)
+    return run_operator(func, args, kwargs)

@@ -177,7 +177,7 @@ def resize(model: nn.Module) -> None:
 
 def _named_as_torch(module: Any) -> None:
     """A hand-written norm that keeps its weight's shape under the name it has in torch, as ConvNeXt's own does."""
-    weight = module._parameters.get("weight")
+    weight = dict(module._parameters.items()).get("weight")
     shape = vars(module).get("normalized_shape")
     if weight is not None and isinstance(shape, tuple) and len(shape) == weight.dim():
         module.normalized_shape = tuple(weight.shape)

@@ -16,14 +16,15 @@ from prunekit.diagnosis.observation import Modes
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Parameters and buffers are afterwards what they were: running statistics move in train mode, and a model's own
     forward may put other tensors in the place of its buffers."""
-    owners = [(module, dict(module._buffers)) for module in model.modules()]
+    owners = [(module, dict(module._buffers.items())) for module in model.modules()]
     tensors = [*model.parameters(), *model.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     finally:
         for module, buffers in owners:
-            module._buffers.update(buffers)
+            for name, buffer in buffers.items():
+                module._buffers[name] = buffer
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 if not torch.equal(tensor, value):

@@ -17,7 +17,7 @@ from prunekit.channels import channel_axis
 from prunekit.channels.running import ModuleStack
 from prunekit.diagnosis.observation import Shape, Step, Units
 from prunekit.hooks import HookOwner, never_called
-from prunekit.nested import gather
+from prunekit.nested import gather, run_operator
 
 FLAT = 0.04
 """A sigmoid or tanh is flat where its slope is below this share of its steepest: a sigmoid beyond 0.01 and 0.99, where
@@ -149,7 +149,7 @@ class UnitWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function = _nonlinearity(func, args)
         if function is not None and args[0].ndim > 1 and args[0].numel():
             self._note(function, args[0])
-        return func(*args, **(kwargs or {}))
+        return run_operator(func, args, kwargs or {})
 
     def _note(self, function: str, values: Tensor) -> None:
         path = self._running.current

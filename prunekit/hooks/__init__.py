@@ -15,7 +15,7 @@ from prunekit.hooks.checks import (
 )
 from prunekit.hooks.gradients import GradientChange
 from prunekit.hooks.owned import OwnedHook
-from prunekit.hooks.owner import HookOwner, Removable
+from prunekit.hooks.owner import HookOwner, Removable, after_forward, before_forward
 
 __all__ = [
     "HOOK_TABLES",
@@ -24,6 +24,8 @@ __all__ = [
     "HookWarning",
     "OwnedHook",
     "Removable",
+    "after_forward",
+    "before_forward",
     "compiled_code",
     "count_hooks",
     "is_compiled",

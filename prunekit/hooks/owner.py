@@ -18,6 +18,16 @@ After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 """Gets a module, its arguments, its named arguments and its result; returns the result to be used, or None."""
 
 
+def before_forward(module: nn.Module, hook: Any, **settings: Any) -> Removable:
+    """Registers a forward pre-hook, also on a scripted or traced module, whose own method for it raises."""
+    return nn.Module.register_forward_pre_hook(module, hook, **settings)
+
+
+def after_forward(module: nn.Module, hook: Any, **settings: Any) -> Removable:
+    """Registers a forward hook, also on a scripted or traced module, whose own method for it raises."""
+    return nn.Module.register_forward_hook(module, hook, **settings)
+
+
 class Removable(Protocol):
     """Anything that `remove()` takes away again, and a second `remove()` does no harm."""
 
@@ -63,7 +73,7 @@ class HookOwner:
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
         owned = OwnedHook(self, hook, again=again)
-        self.own(module.register_forward_pre_hook(owned, prepend=first, with_kwargs=True))
+        self.own(before_forward(module, owned, prepend=first, with_kwargs=True))
 
     def own_forward(
         self, module: nn.Module, hook: After, *, again: bool = False, always: bool = False, first: bool = False
@@ -79,7 +89,7 @@ class HookOwner:
         warn_if_ignored(module, type(self).__name__)
         self._forward = True
         owned = OwnedHook(self, hook, again=again)
-        self.own(module.register_forward_hook(owned, prepend=first, with_kwargs=True, always_call=always))
+        self.own(after_forward(module, owned, prepend=first, with_kwargs=True, always_call=always))
 
     def own_output_gradients(
         self, module: nn.Module, change: GradientChange, check: Check | None = None, traced: Traced | None = None

@@ -119,7 +119,7 @@ class GradientMasks(HookOwner):
 
         watch()
         # load_state_dict(assign=True) puts other parameters in the place of those that are hooked
-        self.own(module.register_load_state_dict_post_hook(OwnedHook(self, watch)))  # type: ignore[no-untyped-call]
+        self.own(nn.Module.register_load_state_dict_post_hook(module, OwnedHook(self, watch)))  # type: ignore[no-untyped-call]
 
 
 def _is_apart(module: nn.Module) -> bool:

@@ -166,8 +166,8 @@ class MaskedTensor:
         Raises:
             ModelError: the module computes it now, by a parametrization or weight norm that came later.
         """
-        table = module._parameters if self.attribute in module._parameters else module._buffers
-        tensor = table.get(self.attribute)
+        tables = (module._parameters, module._buffers)
+        tensor = next((table[self.attribute] for table in tables if self.attribute in table), None)
         if tensor is None:
             raise ModelError(
                 f"{self.name} is no longer a parameter or buffer of its module, so its mask cannot hold; register "
@@ -227,9 +227,9 @@ def widest_masks(model: nn.Module, plan: Plan) -> Found:
 
 
 def _owned(module: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
-    owned: dict[str, Tensor | None] = dict(module._parameters)
+    owned: dict[str, Tensor | None] = dict(module._parameters.items())
     if buffers:
-        owned |= module._buffers
+        owned |= module._buffers.items()
     return {name: tensor for name, tensor in owned.items() if tensor is not None and tensor.is_floating_point()}
 
 

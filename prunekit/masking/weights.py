@@ -188,7 +188,7 @@ class WeightMasks(HookOwner):
         unread = never_called(masked.module)
         runs = self._model.get_submodule(path.rpartition(".")[0]) if unread else masked.module
         self.own_forward_pre(runs, before, again=True)
-        self.own(masked.module.register_load_state_dict_post_hook(OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
+        self.own(nn.Module.register_load_state_dict_post_hook(masked.module, OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
 
 
 class _Leaving:

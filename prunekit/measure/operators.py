@@ -21,6 +21,7 @@ from prunekit.channels.running import ModuleStack
 from prunekit.measure.layers import Layer, layer_of
 from prunekit.measure.operator_costs import bytes_moved, is_idle, macs_of, subnormals
 from prunekit.measure.timing import Timer
+from prunekit.nested import run_operator
 
 Key = tuple[str, str]
 """Path of the innermost module that runs, and the operator's name."""
@@ -79,7 +80,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        result = func(*args, **named)
+        result = run_operator(func, args, named)
         idle = is_idle(func)
         call = OperatorCalls(
             calls=0 if idle else 1,
@@ -139,7 +140,7 @@ class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = self.mark()
-        result = func(*args, **(kwargs or {}))
+        result = run_operator(func, args, kwargs or {})
         end = self.mark()
         self.spans.append(((self.stack.current, name_of(func)), start, end))
         return result

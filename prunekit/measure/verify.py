@@ -21,7 +21,7 @@ from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.measure.differing import apart, largest_difference
-from prunekit.nested import gather, tensors_in
+from prunekit.nested import gather, run_operator, tensors_in
 from prunekit.planning import Plan
 from prunekit.wrappers import require_values, unwrapped
 
@@ -197,7 +197,7 @@ class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = run_operator(func, args, kwargs or {})
         self.found = max(self.found, rounding(gather(out)))
         return out
 

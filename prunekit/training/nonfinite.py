@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.distributed.exchange import everyone, gather
 from prunekit.distributed.shards import is_sharded, local
-from prunekit.hooks import HookOwner
+from prunekit.hooks import HookOwner, after_forward
 from prunekit.nested import first_not_finite, tensors_in
 
 
@@ -25,7 +25,7 @@ class _FirstNonFinite(HookOwner):
     def register(self) -> None:
         for name, module in self.model.named_modules():
             if not any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False)):
-                self.own(module.register_forward_hook(self._hook(name or type(module).__name__)))
+                self.own(after_forward(module, self._hook(name or type(module).__name__)))
 
     def _hook(self, name: str) -> Any:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
