@@ -123,6 +123,7 @@ def require_images(images: Tensor | Inputs) -> Inputs:
         if not isinstance(tensor, Tensor):
             raise DataError(
                 f"calibration: expected samples as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
+                + ('; a datasets.Dataset gives tensors after .with_format("torch")' if isinstance(tensor, list) else "")
             )
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
     few = any(not tensor.dim() or len(tensor) < FEWEST_IMAGES for tensor in inputs)

@@ -167,6 +167,13 @@ def test_forms_that_are_none_are_refused_alike(data: Any, says: str) -> None:
     wrong(lambda model, data: measure_sensitivity(model, chart, {}, data), data, says)
 
 
+def test_columns_of_numbers_collated_as_lists_name_the_format() -> None:
+    """What a loader makes of a data set of plain lists: one tensor for each position."""
+    batches = [{"left": list(LEFT[:8].unbind(2))}, {"left": list(LEFT[8:].unbind(2))}]
+    with pytest.raises(DataError, match=r'got list; a datasets.Dataset gives tensors after .with_format\("torch"\)'):
+        prunekit.prune(net(), batches, macs=0.5)
+
+
 def _labelled(data: Any) -> Any:
     return [(LEFT, LABELS), *data[1:]] if isinstance(data, list) and data[0] is LEFT else data
 
