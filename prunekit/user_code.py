@@ -54,6 +54,13 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
         raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
 
 
+def held(reference: str) -> str:
+    """A reference that holds from any folder: its file's path is absolute; one that names no file stays as it is."""
+    file, _, name = reference.rpartition(":")
+    installed = file.startswith(_INSTALLED)
+    return f"{Path(file).absolute()}:{name}" if file.endswith(".py") and not installed else reference
+
+
 def code_of(reference: str) -> bytes:
     """The content of the file that a factory which has been run is in: empty for a module that is in none."""
     file = reference.rpartition(":")[0]

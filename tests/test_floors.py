@@ -19,9 +19,9 @@ FLOORS = {
     "planning": 4,
     "masking": 5, "compaction": 5, "repair": 5,
     "measure": 6, "export": 6,
-    "training": 7, "deploy": 7, "visualise": 7, "diagnosis": 7,
+    "training": 7, "deploy": 7, "visualise": 7, "diagnosis": 7, "report": 7,
     "workflow": 8,
-    "recipe": 9, "report": 9,
+    "recipe": 9,
     "cli": 10, "__main__": 11,
 }  # fmt: skip
 WITHIN = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -157,8 +156,6 @@ def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
 def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, training: bool) -> list[str]:
     """Runs the job and returns its shortfalls, which are in its log as well."""
     check_folder(job.output)
-    from prunekit import report
-    from prunekit.recipe import dump
     from prunekit.workflow import finetune, prune_job
 
     with console.running():
@@ -166,8 +163,6 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
             job,
             log=console.log,
             progress=console.progress,
-            resolved=dump(job),
-            finish=partial(report.write, state="finished"),
             own=own,
             resume=resume,
         )

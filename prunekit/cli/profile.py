@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import click
@@ -47,8 +46,6 @@ def profile_command(
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
     check_folder(job.output)
-    from prunekit import report
-    from prunekit.recipe import dump
     from prunekit.workflow import Own, profile_job
 
     with console.running():
@@ -57,8 +54,6 @@ def profile_command(
             networks=networks,
             again=again,
             log=console.log,
-            resolved=dump(job),
-            finish=partial(report.write_profile, state="finished"),
             own=Own(factory, data, optimizer, task),
         )
     places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import click
@@ -47,8 +46,6 @@ def sensitivity_command(
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
     check_folder(job.output)
-    from prunekit import report
-    from prunekit.recipe import dump
     from prunekit.workflow import Own, analyse
 
     with console.running():
@@ -58,8 +55,6 @@ def sensitivity_command(
             groups=groups,
             log=console.log,
             progress=console.progress,
-            resolved=dump(job),
-            finish=partial(report.write_sensitivity, state="finished"),
             own=Own(factory, data, optimizer, task),
         )
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"

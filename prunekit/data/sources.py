@@ -83,7 +83,8 @@ def missing_data(settings: DataSettings) -> str | None:
     if settings.root.exists() or settings.download:
         return None
     origin = f"; {settings.origin}" if settings.origin else ""
-    expected = f"expected {_EXPECTED[settings.source]}; give its path as data.root=PATH{origin}"
+    beside = "" if settings.root.is_absolute() else ", here or beside the recipe that names it"
+    expected = f"expected {_EXPECTED[settings.source]}{beside}; give its path as data.root=PATH{origin}"
     return f"data.root: {settings.root.absolute()} does not exist; {expected}"
 
 

@@ -74,7 +74,8 @@ def missing_weights(settings: ModelSettings) -> str | None:
     origin = f"; {settings.origin}" if settings.origin else ""
     if is_weights_file(settings):
         path = Path(settings.weights)
-        found = f"there is no such file of weights; give its path as model.weights=FILE{origin}"
+        beside = "" if path.is_absolute() else ", nor beside the recipe that names it"
+        found = f"there is no such file of weights{beside}; give its path as model.weights=FILE{origin}"
         return None if path.is_file() else f"model.weights: {path.absolute()}: {found}"
     if settings.zoo != "torchvision" or settings.name not in zoo_names():
         return None

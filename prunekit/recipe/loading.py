@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from ruamel.yaml import YAML
 
 from prunekit.artifacts import StrPath
 from prunekit.errors import RecipeError, nearest
@@ -29,8 +27,11 @@ def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:
         path: a YAML 1.2 file; its keys are the fields of `JobSettings` and of the settings inside it.
         overrides: `a.b=value` each, the value in YAML; later ones win.
 
+    Relative paths are relative to the working directory. Data and weights that the file names and that are not there
+    are taken from beside the file, where they are there: their paths come back absolute.
+
     Returns:
-        The job, with the defaults filled in. Relative paths in it are relative to the working directory.
+        The job, with the defaults filled in.
 
     Raises:
         RecipeError: the file cannot be read, or the recipe has problems: every one of them is in the message, one a
@@ -43,17 +44,22 @@ def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:
         document = Document(None, places=document.places, problems=(Problem(document.place(()), (), text),))
     if document.values is not None:
         document = reduce(apply_override, overrides, document)
-    return _validated(document, str(path))
+    return _beside(_validated(document, str(path)), document, Path(path).absolute().parent)
 
 
-def dump(job: JobSettings) -> str:
-    """A job as a recipe, every default written out; `load` of this text gives an equal job."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    stream = io.StringIO()
-    yaml.dump(_yaml_value(asdict(job)), stream)
-    return stream.getvalue()
+def _beside(job: JobSettings, document: Document, folder: Path) -> JobSettings:
+    """The job with what its file names, and only its folder has; an override is the shell's, and stays as it is."""
+    data, model = job.data, job.model
+    if data.root is not None and _only_in(folder, data.root) and document.place(("data", "root")).line:
+        data = replace(data, root=folder / data.root)
+    weights = None if model.weights is None else Path(model.weights)
+    if weights is not None and weights.suffix and _only_in(folder, weights):  # a name of weights has no suffix
+        model = replace(model, weights=str(folder / weights)) if document.place(("model", "weights")).line else model
+    return replace(job, data=data, model=model)
+
+
+def _only_in(folder: Path, path: Path) -> bool:
+    return not path.is_absolute() and not path.exists() and (folder / path).exists()
 
 
 def _read(path: Path) -> str:
@@ -140,11 +146,3 @@ def _error(problems: Iterable[Problem], name: str) -> RecipeError:
     lines = list(map(str, ordered))
     count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
     return RecipeError("\n".join([f"{name}: {count} in the recipe", *lines]))
-
-
-def _yaml_value(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _yaml_value(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_yaml_value(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

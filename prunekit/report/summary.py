@@ -18,6 +18,7 @@ from prunekit.report.run import Run
 
 PROVEN = 1e-9
 """Largest relative difference of masked and compact model that counts as rounding in float64."""
+FACTORY = "FILE.py:FACTORY"
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def again(run: Run) -> Again | None:
         return None
     job = "prune" if run.metrics.get("fine_tuned") is False else "finetune"
     command = f"prunekit {job} {shlex.quote(str(run.folder / 'recipe.yaml'))}"
-    own = list(_own(recipe_of(run)))
-    words = [f"--{name} FILE.py:FACTORY" for name in own]
+    own = dict(_own(recipe_of(run)))
+    words = [f"--{name} {shlex.quote(reference)}" for name, reference in own.items()]
     said = "Makes this run again, in a new folder; on the same machine and versions"
     more = f", with your own {' and '.join(own)}" if own else ""
     return Again(" ".join([command, *words]), f"{said}{more}:")
@@ -83,14 +84,17 @@ def recipe_of(run: Run) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _own(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """Options of what a recipe has of the user's own code, but for the model, whose place it names."""
+def _own(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Options of what a recipe has of the user's own code, each with its factory; only a model's is in the recipe."""
+    if _at(recipe, "model", "zoo") == "own":
+        named = str(_at(recipe, "model", "name"))
+        yield "model", named if ":" in named else FACTORY
     if _at(recipe, "data", "source") == "own":
-        yield "data"
+        yield "data", FACTORY
     if recipe.get("task") == "own":
-        yield "task"
+        yield "task", FACTORY
     if "own" in (_at(recipe, part, "optimizer") for part in ("baseline", "sparsify", "finetune")):
-        yield "optimizer"
+        yield "optimizer", FACTORY
 
 
 def _at(recipe: Mapping[str, Any], part: str, key: str) -> Any:

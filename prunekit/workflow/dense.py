@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -106,7 +106,7 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
     for name, settings in training_sections(job).items():
         _check_training(name, settings, model, splits.task)
     build = build_of(job, splits)
-    structure = own_structure(model, str(own.model)) if build is None else asdict(build)
+    structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
     sources = own_source(own.optimizer), own_source(own.task)
     return Prepared(job, splits, model, device, structure, job_optimizer(own), *sources)
 

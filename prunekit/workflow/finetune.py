@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prunekit import report
 from prunekit.artifacts import StrPath
 from prunekit.channels import trace
 from prunekit.context import threads
@@ -20,12 +22,14 @@ from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
+from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
 from prunekit.workflow.scheduling import require_schedule
 from prunekit.workflow.settings import JobSettings
 
 Finish = Callable[[Path], object]
+write_report: Finish = partial(report.write, state="finished")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +50,7 @@ def finetune(
     *,
     log: Log = stage,
     progress: bool | None = None,
-    resolved: str = "",
-    finish: Finish | None = None,
+    finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
     resume: StrPath | None = None,
 ) -> RunResult:
@@ -61,8 +64,7 @@ def finetune(
         job: the settings.
         log: gets a line for each stage.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
-        resolved: the recipe's text, kept in the run's folder.
-        finish: called with the run's folder at the end, before the run counts as finished (the report).
+        finish: called with the run's folder at the end, before the run counts as finished: writes the report.
         own: the user's own code, where the job's model or data is their own.
         resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if there is
             one. On the CPU with the same threads and as many processes it ends with the weights that it would have
@@ -73,7 +75,7 @@ def finetune(
         ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, wanted(progress), resolved, finish, own, resume, training=True)
+    return _run(job, log, wanted(progress), finish, own, resume, training=True)
 
 
 def prune_job(
@@ -81,8 +83,7 @@ def prune_job(
     *,
     log: Log = stage,
     progress: bool | None = None,
-    resolved: str = "",
-    finish: Finish | None = None,
+    finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
     resume: StrPath | None = None,
 ) -> RunResult:
@@ -92,20 +93,19 @@ def prune_job(
     and by criteria that need them.
 
     Args:
-        job, log, progress, resolved, finish, own, resume: as for `finetune`.
+        job, log, progress, finish, own, resume: as for `finetune`.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, wanted(progress), resolved, finish, own, resume, training=False)
+    return _run(job, log, wanted(progress), finish, own, resume, training=False)
 
 
 def _run(
     job: JobSettings,
     log: Log,
     progress: bool,
-    resolved: str,
     finish: Finish | None,
     own: Own,
     resume: StrPath | None,
@@ -114,6 +114,7 @@ def _run(
 ) -> RunResult:
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     require_optimizer(job, own)
+    text = run_recipe(job, own)
     prepared = prepare(job, own)
     require_deployable(prepared)
     require_schedule(prepared, training=training)
@@ -125,7 +126,7 @@ def _run(
             again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
             goal = reachable_goal(prepared, chart, log=log)
         wait_for_all()
-        with run_folder(job.output, job.name, log, resolved, finish, again) as run, one_for_all(), threads(job.threads):
+        with run_folder(job.output, job.name, log, text, finish, again) as run, one_for_all(), threads(job.threads):
             note(run, identity)
             metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
             folder = from_main(lambda: run.path)

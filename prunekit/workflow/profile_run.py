@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prunekit import report
 from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
@@ -16,12 +18,14 @@ from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import NETWORKS, layer_setting, profile
+from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Log, environment, run_folder
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
 
 LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")
 NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")
+write_report = partial(report.write_profile, state="finished")
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,7 @@ def profile_job(
     networks: int = NETWORKS,
     again: bool = False,
     log: Log,
-    resolved: str = "",
-    finish: Callable[[Path], object] | None = None,
+    finish: Callable[[Path], object] | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> ProfileRun:
     """The latency of a job's dense model layer by layer, against their widths, on the job's `prune.target`.
@@ -59,8 +62,7 @@ def profile_job(
         networks: to measure, at least 10.
         again: measures those of the cache anew that were timed on a machine too noisy.
         log: gets a line for each network.
-        resolved: the recipe's text, kept in the folder.
-        finish: called with the folder at the end, before the run counts as finished (the report).
+        finish: called with the folder at the end, before the run counts as finished: writes the report.
         own: the user's own code, where the job's model or data is their own.
 
     Raises:
@@ -68,12 +70,13 @@ def profile_job(
         RunError: the run failed; its folder says so.
     """
     layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
+    text = run_recipe(job, own)
     prepared = prepare(job, own)
     chart = trace(prepared.model, prepared.example_inputs)
     example = prepared.example_inputs
     inputs_like(example)  # what cannot be timed is refused before anything is written
     transform = transform_of(prepared.model, example, job.deploy)
-    with run_folder(job.output / job.name, "profile", log, resolved, finish) as run:
+    with run_folder(job.output / job.name, "profile", log, text, finish) as run:
         machine = surroundings()
         result = profile(
             prepared.model,

@@ -18,6 +18,7 @@ from prunekit.states import differences
 from prunekit.training.checkpoints import require_same
 from prunekit.workflow.digests import digest, weights_digest
 from prunekit.workflow.prepared import Prepared
+from prunekit.workflow.resolved import resolved
 from prunekit.workflow.runs import RESUME, Log, RunFolder, alive
 
 AUTO = "auto"
@@ -27,7 +28,7 @@ WITHOUT_EFFECT = ("output", "checkpoint", "watch")
 
 def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:
     """What a run is of, as plain data: it can only be resumed by the same."""
-    recipe = {key: value for key, value in asdict(prepared.job).items() if key not in WITHOUT_EFFECT}
+    recipe = {key: value for key, value in asdict(resolved(prepared.job)).items() if key not in WITHOUT_EFFECT}
     facts = {
         "command": "finetune" if training else "prune",
         "recipe": recipe,

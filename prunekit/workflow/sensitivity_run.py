@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from prunekit import report
 from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.context import threads
@@ -20,10 +22,13 @@ from prunekit.workflow.calibrate import calibration_images
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.prepared import Prepared
+from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Log, environment, run_folder
 from prunekit.workflow.sensitivity import Sensitivity, analyse_sensitivity, chosen_groups
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import CURVE_COLUMNS, write_csv
+
+write_report = partial(report.write_sensitivity, state="finished")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +53,7 @@ def analyse(
     groups: Sequence[str] = (),
     log: Log,
     progress: bool = False,
-    resolved: str = "",
-    finish: Callable[[Path], object] | None = None,
+    finish: Callable[[Path], object] | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> SensitivityRun:
     """The sensitivity of a job's dense model, training that first where it has no weights; see `sensitivity`.
@@ -60,21 +64,21 @@ def analyse(
         groups: globs over names of channel groups; none: all.
         log: gets a line for each stage.
         progress: shows bars on stderr.
-        resolved: the recipe's text, kept in the folder.
-        finish: called with the folder at the end, before the run counts as finished (the report).
+        finish: called with the folder at the end, before the run counts as finished: writes the report.
         own: the user's own code, where the job's model or data is their own.
 
     Raises:
         UsageError: data, model or globs do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
+    text = run_recipe(job, own)
     prepared = prepare(job, own)
     task = prepared.splits.task
     if task is not IMAGE_CLASSIFICATION:
         raise UsageError(f"sensitivity: expected classifiers of images, got the task {task.name!r}; leave this out")
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
     images, labelled = calibration_images(prepared), _validation(prepared) if measured else None
-    with run_folder(job.output / job.name, "sensitivity", log, resolved, finish) as run, threads(job.threads):
+    with run_folder(job.output / job.name, "sensitivity", log, text, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
         start = time.perf_counter()
         result = analyse_sensitivity(model, images, labelled, groups, log=run.log, progress=progress)

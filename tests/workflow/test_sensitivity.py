@@ -203,9 +203,7 @@ def test_a_job_writes_its_curves_and_never_sees_test_images(
     unseen_test_images()
     messages: list[str] = []
     finished: list[Path] = []
-    run = analyse(
-        job(tmp_path), measured=True, groups=["layer*"], log=messages.append, resolved="x", finish=finished.append
-    )
+    run = analyse(job(tmp_path), measured=True, groups=["layer*"], log=messages.append, finish=finished.append)
     assert finished == [run.folder]
     assert run.folder.parent == tmp_path / "small" / "sensitivity"
     assert json.loads((run.folder / "status.json").read_text())["state"] == "finished"
@@ -242,7 +240,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
 def test_a_plan_by_elimination_leaves_its_curves_where_the_report_finds_them(tmp_path: Path) -> None:
     settings = PruneSettings(BudgetSettings(macs=0.7), criterion="elimination", scope="per_mac")
     latency = LatencySettings(batches=(1,), repeats=5, explain=False)
-    run = prune_job(job(tmp_path, prune=settings, latency=latency), log=print)
+    run = prune_job(job(tmp_path, prune=settings, latency=latency), log=print, finish=None)
     rows = pd.read_csv(run.folder / "sensitivity.csv")
     assert list(rows.columns) == list(CURVE_COLUMNS)
     assert rows["error_measured"].isna().all()
