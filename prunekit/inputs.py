@@ -150,7 +150,8 @@ def sequence_shape(
 
 
 def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
-    """(N, ..., channels) the positions that count of values (B, T, ..., channels), or of (B * T, channels).
+    """(N, ..., channels) the positions that count of values (B, T, ..., channels), (B * T, channels) or, as keys and
+    values of attention lie in a cache, (B, heads, T, channels).
 
     Values of another shape, such as class scores (B, classes), have no such positions, and stay as they are.
 
@@ -161,6 +162,8 @@ def rows_of(values: Tensor, counted: Tensor | None) -> Tensor:
         return values
     if values.dim() > 2 and values.shape[:2] == counted.shape:
         return values[counted.to(values.device)]
+    if values.dim() == 4 and (values.shape[0], values.shape[2]) == counted.shape:
+        return values.transpose(1, 2)[counted.to(values.device)]
     if values.dim() == 2 and len(values) == counted.numel():
         return values[counted.flatten().to(values.device)]
     return values

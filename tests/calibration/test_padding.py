@@ -172,6 +172,26 @@ def test_measured_errors_are_the_same_with_more_padding() -> None:
         assert [point.error for point in points] == pytest.approx([point.error for point in others], rel=1e-6)
 
 
+def test_what_a_cache_holds_of_padding_judges_nothing() -> None:
+    class Caching(Reader):
+        """Returns keys (B, heads, T, 6) beside its scores, as decoders do."""
+
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Any:
+            keys = self.blocks[1].v(self.table(ids)).unflatten(2, (2, 6)).transpose(1, 2)
+            return super().forward(ids, attention_mask), [keys]
+
+    torch.manual_seed(3)
+    model = Caching(tokens=True).double().eval()
+    reports = [
+        prunekit.prune(model, texts(*how), channels=0.6, repair=RepairSettings(joint_steps=0)).repair
+        for how in ((8, 0), (13, 17))
+    ]
+    assert reports[0] is not None
+    assert reports[1] is not None
+    assert reports[0].before == pytest.approx(reports[1].before, rel=1e-6)
+    assert reports[0].after == pytest.approx(reports[1].after, rel=1e-6)
+
+
 def test_rows_are_drawn_among_those_that_count() -> None:
     among = torch.tensor([1, 4, 6, 7, 11])
     drawn = sampled_rows(12, 3, 0, among)
