@@ -66,6 +66,8 @@ class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._run.knows(function, args):
+            return function(*args, **(kwargs or {}))
         return self._run.dispatched(function, args, kwargs or {})
 
 
@@ -140,7 +142,7 @@ class ResumableRun(CallWatch):
         self._begin(kept, keep_at, stop_at)
         given = [self._input(i, tensor) for i, tensor in enumerate(inputs)]
         unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-        with self.watching(), _Dispatched(self), unfused:
+        with self.watching(), _Dispatched(self), unfused, torch.compiler.set_stance("force_eager"):
             try:
                 self._model(*given)
             except (_Stopped, Exception):  # what calls back from C++ may make another one of it
@@ -160,6 +162,7 @@ class ResumableRun(CallWatch):
         self._found: Kept | None = None
         self._live: dict[Key, weakref.ref[Tensor]] = {}
         self._blanks: dict[Key, Tensor] = {}
+        self._hollow: set[int] = set()
         self.opaque = self._leaked = self._stopped = False
         self._pinned: dict[Key, Tensor] = {}
         self._unseen: dict[int, weakref.ref[Tensor]] = {}
@@ -213,8 +216,11 @@ class ResumableRun(CallWatch):
         return result
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self._seen():
+        self._seeing += 1
+        try:
             return super().__torch_function__(function, types, args, kwargs)
+        finally:
+            self._seeing -= 1
 
     def leave(self, given: tuple[Any, ...], result: Any) -> None:
         """As any other call."""
@@ -242,6 +248,11 @@ class ResumableRun(CallWatch):
     def _read_all(self) -> None:
         if self._learning:
             self.lifetimes.read((key for key, known in self._live.items() if known() is not None), self._step)
+
+    def knows(self, function: Any, args: Any) -> bool:
+        """Whether an operator belongs to a call that has looked at all that it is given: nearly all there are do."""
+        seen = self._seeing > 0 and not self._learning and isinstance(function, torch._ops.OpOverload)
+        return seen and self._hollow.isdisjoint(map(id, args))
 
     def dispatched(self, function: Any, args: Any, named: Any) -> Any:
         """Runs an operator; what it reads without a call of torch's functions is kept for good.
@@ -367,6 +378,7 @@ class ResumableRun(CallWatch):
             return self._marked(kept, blank.key)
         if blank.key not in self._blanks:
             self._blanks[blank.key] = self._marked(blank.tensor(), blank.key, blank)
+            self._hollow.add(id(self._blanks[blank.key]))
         return self._blanks[blank.key]
 
     def _keep(self, copied: bool) -> Kept:

@@ -167,7 +167,7 @@ MIXES: dict[str, Mix] = {
     "autograd function": lambda x, y: Sum.apply(x, y),  # type: ignore[no-untyped-call]
     "custom operator": hidden,  # type: ignore[dict-item]
     "by its name": torch.ops.prunekit_tests.hidden,
-    "compiled": torch.compile(lambda x, y: x.exp() * y, backend="eager"),
+    "compiled": torch.compile(lambda x, y: x.exp() * y, backend="eager", fullgraph=True),
     "checkpoint": lambda x, y: checkpoint(scripted, x, y, use_reentrant=False),
     "vmap": lambda x, y: torch.vmap(lambda a, b: a.softmax(-1) @ b.mT)(x, y)[..., :1] * x,
     "func.grad": lambda x, y: torch.func.grad(lambda a: (a.tanh() * y).sum())(x),
