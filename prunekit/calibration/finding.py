@@ -190,7 +190,9 @@ class Finder(CallWatch):
         """Where a call's results come from."""
         flows = [self.flow(tensor) for tensor in inputs]
         origins = frozenset().union(*(flow.origins for flow in flows))
-        selected = any(flow.selected for flow in flows[: 1 if call.name in _WRITING else None])
+        writing = call.name in _WRITING  # to where a selection says, into a tensor that may be as long as one
+        said = [flow for i, flow in enumerate(flows) if not (writing and i and inputs[i].is_floating_point())]
+        selected = any(flow.selected for flow in said)
         first, others = flows[:1], flows[1:]
         if call.name in _SORTING or (call.name in _SELECTING and any(flow.origins for flow in others)):
             selected = selected or any(flow.origins for flow in first)

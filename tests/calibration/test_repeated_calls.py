@@ -123,6 +123,29 @@ def test_what_selects_by_values_is_judged_by_what_it_selects_from() -> None:
     assert gains["head.weight"] not in {0.0, 1.0}
 
 
+class Cropped(nn.Module):
+    """Puts what values selected into a tensor that is as long as these are many, and takes that further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.score, self.two = nn.Linear(6, 4), nn.Linear(4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.one(x)
+        likely = x[self.score(x)[:, 0] > 0]
+        both, large = torch.zeros(len(likely), 4), likely.sum(1) > 0
+        for at in (torch.where(large)[0], torch.where(~large)[0]):
+            both[at] = likely[at] * 2
+        return [self.two(both)]
+
+
+def test_what_is_selected_stays_so_where_it_is_written_to_another_tensor() -> None:
+    torch.manual_seed(0)
+    model, x = Cropped().eval(), torch.randn(9, 6)
+    assert [layer.selected for layer in find_layers(model, x)] == [False, False, True]
+    assert Judge.of(model, (x,)) == Judge((), ("one.weight", "score.weight"))
+
+
 class Routed(nn.Module):
     """Sorts samples by a score, and puts them back."""
 

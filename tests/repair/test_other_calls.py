@@ -166,6 +166,22 @@ class Fickle(nn.Module):
         return torch.stack([self.out(x * each) for each in looks]).sum(0)
 
 
+class Counted(Fickle):
+    """Returns a list for each sample, of which one is as long as values say."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.down(F.relu(self.up(x)))
+        looks = 2 + int(x.abs().mean() * 1000) % 7
+        return [*x.T, *(each.mean() for each in self.out(x.mean(0).expand(looks, -1)))]
+
+
+def test_what_has_another_length_under_masks_is_not_compared() -> None:
+    x = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    report = repaired(Counted(), "down.weight", x=x)
+    assert report.kept
+    assert 0 < report.after < 0.5 * report.before
+
+
 def test_another_path_under_masks_is_named() -> None:
     x = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     report = repaired(Fickle(), "down.weight", x=x)
