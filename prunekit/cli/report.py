@@ -29,6 +29,8 @@ def report_command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -
     Of several runs, which must have finished, one page compares them: score against multiply-accumulates and latency
     with the Pareto front, tables of both, and what differs between the recipes. Scores of other test sets and latencies
     of other machines are told apart. Nothing is measured.
+
+    Exits with 1 when something of a run is missing or damaged: the page shows the rest, and says what to do.
     """
     console = Console(as_json)
     _check(runs, output)
@@ -37,8 +39,12 @@ def report_command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -
     with console.running():
         if len(runs) == 1:
             page = report.write_again(runs[0], output)
-            console.result({"page": str(page), "runs": [str(runs[0])]}, f"Report: {page}")
-            return
+            missing = report.missing(runs[0])
+            for each in missing:
+                console.log(f"{runs[0]}: {each}")
+            shown = {"page": str(page), "runs": [str(runs[0])], "missing": missing}
+            console.result(shown, f"Report: {page}")
+            click.get_current_context().exit(1 if missing else 0)
         page = output or Path(COMPARISON)
         found = plain(report.write_comparison(runs, page))
     console.result({"page": str(page), **found}, f"{_text(found)}\nComparison: {page}")

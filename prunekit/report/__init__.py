@@ -71,11 +71,25 @@ def write_again(run_folder: StrPath, page: StrPath | None = None) -> Path:
         page: where to; None: `report.html` in the folder.
 
     Raises:
-        ArtifactError: the folder is not there, or a file in it is damaged.
+        ArtifactError: the folder is not there.
+
+    Files that are damaged or gone are left out, and named on the page; see `missing`. Where figures are gone, the page
+    that was there before stays as `report.old.html`.
     """
     from prunekit.report.again import write_page_again
 
     return write_page_again(Path(run_folder), None if page is None else Path(page))
+
+
+def missing(run_folder: StrPath) -> list[str]:
+    """What the folder of a run should hold and does not, a sentence each with what to do; nothing of a whole run.
+
+    Raises:
+        ArtifactError: the folder is not there.
+    """
+    from prunekit.report.again import missing as found
+
+    return found(Path(run_folder))
 
 
 def write_comparison(run_folders: Sequence[StrPath], page: StrPath) -> dict[str, Any]:
@@ -107,6 +121,7 @@ def write_histograms(folder: StrPath, run: StrPath | None = None) -> Path:
 
 
 __all__ = [
+    "missing",
     "write",
     "write_again",
     "write_comparison",

@@ -59,7 +59,9 @@ def _require_finished(found: Sequence[Side]) -> None:
         state, folder = side.run.status.get("state", "unknown"), side.run.folder
         if side.run.analysis or side.run.profile:
             wrong.append(f"{folder}: expected a run of `prunekit finetune` or `prunekit prune`, not an analysis")
-        elif state != "finished" or not side.run.metrics:
+        elif state == "finished" and not side.run.metrics:
+            wrong.append(f"{folder}: its metrics.json is gone or empty; `prunekit report {folder}` says what to do")
+        elif state != "finished":
             wrong.append(f"{folder}: expected a run that has finished, and this one is {state}; leave it out")
     if wrong:
         raise UsageError("\n".join(wrong))

@@ -19,6 +19,7 @@ from prunekit.measure import wording
 from prunekit.report import curves, figures, numbers
 from prunekit.report.explain import explained
 from prunekit.report.features import filters_of, pictured
+from prunekit.report.gaps import gaps
 from prunekit.report.gradients import flow_figures
 from prunekit.report.headline import (
     budgeted,
@@ -94,6 +95,7 @@ def render(run: Run, state: str | None = None, folder: Path | None = None) -> st
         tiles=list(tiles(run.metrics)),
         sentence=sentence(run.metrics),
         again=again(run),
+        gaps=list(gaps(run)),
         models=models(run.metrics),
         compared=list(compared(run.metrics)),
         reference=reference(run.metrics),

@@ -9,6 +9,7 @@ from typing import Any
 from prunekit.artifacts import write_text
 from prunekit.measure import wording
 from prunekit.report import figures, staircases
+from prunekit.report.gaps import gaps
 from prunekit.report.headline import Tile
 from prunekit.report.numbers import digits, duration, share
 from prunekit.report.page import environment, flat, records
@@ -36,6 +37,7 @@ def render(run: Run, state: str | None = None) -> str:
         predictions=figures.figure_or_none(lambda rows: staircases.predictions(records(rows) or []), run.networks),
         machine=wording.surroundings(facts.get("machine", {})),
         environment=list(flat(run.environment)),
+        gaps=list(gaps(run, "profile.json")),
     )  # fmt: skip
 
 

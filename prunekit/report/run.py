@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -48,6 +50,9 @@ TEXT_COLUMNS = (
 )
 
 
+Found = TypeVar("Found")
+
+
 @dataclass(frozen=True)
 class Run:
     """The files of a run folder; {} or None stands for a file that the run did not write."""
@@ -72,24 +77,39 @@ class Run:
     analysis: dict[str, Any]
     profile: dict[str, Any]
     fits: dict[str, Any]
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Names of files that are there and cannot be read, and why; they are left out."""
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, *, whole: bool = True) -> Run:
     """Reads a run folder.
+
+    Args:
+        whole: whether a damaged file is an error; else it counts as not there, and is named.
 
     Raises:
         ArtifactError: the folder is not there, or a file in it is damaged.
     """
+    damaged: dict[str, str] = {}
+
+    def found(name: str, read: Callable[[Path], Found], instead: Found) -> Found:
+        try:
+            return read(folder / name)
+        except ArtifactError as error:
+            if whole:
+                raise
+            damaged[name] = str(error)
+            return instead
+
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: expected the folder of a run, and there is none")
-    recipe = folder / "recipe.yaml"
-    tables = {name: _table(folder / f"{name}.csv", columns) for name, columns in COLUMNS.items()}
+    tables = {name: found(f"{name}.csv", partial(_table, columns=columns), None) for name, columns in COLUMNS.items()}
     return Run(
         folder,
-        status=_object(folder / "status.json"),
-        metrics=_object(folder / "metrics.json"),
-        environment=_object(folder / "environment.json"),
-        recipe=recipe.read_text(encoding="utf-8") if recipe.exists() else None,
+        status=found("status.json", _object, {}),
+        metrics=found("metrics.json", _object, {}),
+        environment=found("environment.json", _object, {}),
+        recipe=found("recipe.yaml", _text, None),
         layers=tables["layers"],
         history=tables["history"],
         scores=tables["scores"],
@@ -102,10 +122,18 @@ def read_run(folder: Path) -> Run:
         schedule=tables["schedule"],
         gradients=tables["gradients"],
         networks=tables["networks"],
-        analysis=_object(folder / "sensitivity.json"),
-        profile=_object(folder / "profile.json"),
-        fits=_object(folder / "fits.json"),
+        analysis=found("sensitivity.json", _object, {}),
+        profile=found("profile.json", _object, {}),
+        fits=found("fits.json", _object, {}),
+        damaged=damaged,
     )
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: expected text in UTF-8, but {error}; the file is damaged") from error
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prunekit.artifacts import write_text
 from prunekit.report import curves
+from prunekit.report.gaps import gaps
 from prunekit.report.headline import Tile
 from prunekit.report.numbers import digits, percent
 from prunekit.report.page import environment, flat
@@ -32,6 +33,7 @@ def render(run: Run, state: str | None = None) -> str:
         lines=curves.lines(rows) if there else None,
         both=rows is not None and len(curves.ways(rows)) == 2,
         environment=list(flat(run.environment)),
+        gaps=list(gaps(run, "sensitivity.json")),
     )  # fmt: skip
 
 

@@ -62,11 +62,16 @@ def _speed(row: Mapping[str, Any]) -> str:
     return f"{change} {where} ({row.get('runtime', 'eager')}, batch {row.get('batch', '–')}{unstable})"
 
 
-def again(run: Run) -> Again | None:
-    """The command that runs the recipe of a run's folder once more; None where it has none."""
+def again(run: Run, job: str | None = None) -> Again | None:
+    """The command that runs the recipe of a run's folder once more; None where it has none.
+
+    Args:
+        run: whose folder it is.
+        job: the command's name; None: as its metrics say.
+    """
     if run.recipe is None:
         return None
-    job = "prune" if run.metrics.get("fine_tuned") is False else "finetune"
+    job = job or ("prune" if run.metrics.get("fine_tuned") is False else "finetune")
     command = f"prunekit {job} {shlex.quote(str(run.folder / 'recipe.yaml'))}"
     own = dict(_own(recipe_of(run)))
     words = [f"--{name} {shlex.quote(reference)}" for name, reference in own.items()]

@@ -67,3 +67,71 @@ def test_wrong_usage_says_what_was_expected(runs: Path, tmp_path: Path) -> None:
         assert result.exit_code == 2
         assert expected in result.stderr
         assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "metrics.json is not there, though the run has finished"),
+        ('{"dense": {"top1": 98.', "metrics.json: expected JSON"),
+        ("{}", "metrics.json lacks 'dense', 'pruned'"),
+    ],
+)
+def test_figures_that_are_gone_are_missed_and_the_rest_is_shown(
+    content: str | None, expected: str, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "resnet" / "now", groups=2)
+    (folder / "report.html").write_text("with figures")
+    if content is None:
+        (folder / "metrics.json").unlink()
+    else:
+        (folder / "metrics.json").write_text(content)
+    for _ in range(2):
+        result = run(str(folder))
+        assert result.exit_code == 1
+        assert expected in result.stderr
+        assert f"`prunekit finetune {folder / 'recipe.yaml'}` makes the run again" in result.stderr
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "figures are missing here" in page
+    assert "Validation top-1" in page
+    assert (folder / "report.old.html").read_text() == "with figures"
+    several = run(str(folder), str(write_run(tmp_path / "whole", groups=2)))
+    assert several.exit_code != 0
+    assert "metrics.json" in several.stderr
+
+
+def test_a_run_that_was_killed_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "resnet" / "now", groups=2)
+    (folder / "metrics.json").unlink()
+    (folder / "status.json").write_text(json.dumps({"state": "running"}))
+    result = run(str(folder), "--json")
+    assert result.exit_code == 1
+    assert f"unless it still runs, `prunekit finetune {folder / 'recipe.yaml'}` makes the run" in result.stderr
+    (folder / "resume").mkdir()
+    (folder / "resume" / "run.json").write_text(json.dumps({"command": "prune"}))
+    result = run(str(folder), "--json")
+    (missing,) = json.loads(result.stdout)["missing"]
+    assert f"`prunekit prune {folder / 'recipe.yaml'} --resume {folder}` goes on with it" in missing
+
+
+def test_damaged_tables_are_left_out_and_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "now", groups=2)
+    (folder / "history.csv").write_text("")
+    (folder / "recipe.yaml").write_bytes(b"name: \xff")
+    result = run(str(folder))
+    assert result.exit_code == 1
+    assert "history.csv: expected a CSV table" in result.stderr
+    assert "recipe.yaml: expected text in UTF-8" in result.stderr
+    assert "This run has no training history." in (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["sensitivity", "profile"])
+def test_an_analysis_without_its_figures_says_so(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "resnet" / kind / "now"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"state": "finished"}))
+    (folder / "recipe.yaml").write_text("name: resnet\n")
+    result = run(str(folder))
+    assert result.exit_code == 1
+    assert f"{kind}.json is not there, though the run has finished" in result.stderr
+    assert f"`prunekit {kind} {folder / 'recipe.yaml'}` makes the run again" in result.stderr
