@@ -170,7 +170,7 @@ def _is_plain(cls: type) -> bool:
 
 def _without_wrappers(module: nn.Module) -> dict[str, Any]:
     """A module's attributes without what torch or Accelerate put around its methods, and without what that kept."""
-    state: dict[str, Any] = module.__getstate__()  # type: ignore[no-untyped-call]
+    state: dict[str, Any] = nn.Module.__getstate__(module)  # type: ignore[no-untyped-call]  # a class's own may raise
     state.pop("_is_accelerate_prepared", None)  # with it Accelerate would not prepare the copy
     shadowing = [name for name, item in state.items() if isinstance(item, _FUNCTIONS)]
     inner = {name: _wrapped(module, name, state[name]) for name in shadowing}

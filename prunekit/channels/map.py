@@ -96,6 +96,8 @@ class ChannelMap:
         joint: labels that two others decide on, which lie on the same axes: (n, 3), rows of the label itself, that of
             its whole head, and that of its position in all heads; it is kept if both are. They are in no group.
         stored: name -> how the model's file holds the tensor.
+        divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
+            norm, and multiplies by a factor that is zero.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -110,6 +112,7 @@ class ChannelMap:
     sizes: tuple[SizeAttribute, ...] = ()
     joint: Labels = field(default_factory=NOT_JOINT.copy)
     stored: Mapping[str, Stored] = field(default_factory=dict)
+    divided: frozenset[Slot] = frozenset()
 
     def completed(self, keep: Keep) -> Keep:
         """A choice among the labels of the groups, bool (n_labels,), with what follows from it for joint labels."""

@@ -100,6 +100,12 @@ def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]], stored: Mappi
         norms=resolved(trace.norms.norms, final),
         sizes=_renumbered([*_of_groups(trace, final), *sizes, *source.sizes], final),
         stored=stored,
+        divided=frozenset(
+            (name, index)
+            for name, axes in trace.labels.items()
+            for index, axis in enumerate(axes)
+            if axis is not None and any(np.array_equal(axis, one) for one in trace.flow.divided)
+        ),
     )
 
 

@@ -31,6 +31,15 @@ def kept_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels 
     return kept
 
 
+def masked_indices(channel_map: ChannelMap, keep: Keep) -> dict[str, tuple[Labels | None, ...]]:
+    """The same for what is zero in a masked model: without axes that it divides by the norm of."""
+    kept = {
+        name: tuple(None if (name, axis) in channel_map.divided else index for axis, index in enumerate(axes))
+        for name, axes in kept_indices(channel_map, keep).items()
+    }
+    return {name: axes for name, axes in kept.items() if any(index is not None for index in axes)}
+
+
 def cut(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
     """The kept entries of a tensor, contiguous and detached."""
     result = tensor.detach()

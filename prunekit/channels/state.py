@@ -23,6 +23,8 @@ class FlowState:
         model: the one that is traced, with the sizes that its modules remember.
         first_made: labels from here on are of tensors that the forward pass made, not of parameters.
         substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
+        divided: of axes of parameters that are divided by the norm of what lies on each of their labels: it must not
+            be zero, and need not, because a factor beside it is.
         module, operator: what runs now.
         call: which of the calls of that module it is.
     """
@@ -38,6 +40,7 @@ class FlowState:
         self.count_macs = True
         self.batch = 1
         self.substituted: set[str] = set()
+        self.divided: list[Labels] = []
         self.module = ""
         self.operator = ""
         self.call: ModuleCall | None = None

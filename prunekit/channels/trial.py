@@ -22,7 +22,7 @@ from prunekit.channels.precision import AS_DOUBLE, Precision
 from prunekit.channels.resolve import with_constraints, with_locks, with_plain, with_sizes, with_ties
 from prunekit.channels.scales import Scales
 from prunekit.channels.searching import SizeSearch, Trial, within
-from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, narrow
+from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, masked_indices, narrow
 from prunekit.channels.unseen import unseen_sizes
 from prunekit.errors import ModelError, PlanError
 
@@ -85,7 +85,7 @@ def settle(
         if plain and (locks := _of_other_classes(model, compact, channel_map)):
             channel_map = with_locks(channel_map, locks)
             continue
-        trial = _Trial(model, kept, channel_map, keep, examples)
+        trial = _Trial(model, masked_indices(channel_map, keep), channel_map, keep, examples)
         difference, found = trial.of(compact)
         if found is None:
             return Settled(channel_map, keep, compact, difference)
@@ -135,7 +135,7 @@ def with_unseen_sizes(
         return settled, found.notes
     chart = with_sizes(chart, found.sizes)
     compact = narrow(model, kept, bare_widths(model, chart, keep), attribute_values(model, chart, keep))
-    difference, failure = _Trial(model, kept, chart, keep, examples).of(compact)
+    difference, failure = _Trial(model, masked_indices(chart, keep), chart, keep, examples).of(compact)
     if failure is None:
         return Settled(chart, keep, compact, max(difference, settled.difference)), found.notes
     names = ", ".join(sorted({f"{size.module}.{size.name}" for size in found.sizes}))

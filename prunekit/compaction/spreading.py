@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.copying import named_tensors
+from prunekit.channels.slicing import blank
 from prunekit.errors import PlanError
 from prunekit.planning import Plan
 
@@ -45,8 +46,8 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     if found:
         raise PlanError(f"{next(iter(found))}: the compact model has it and the dense one has no place for it")
     for name, (tensor, there, kept, shrinks) in places.items():
-        if shrinks and tensor.is_floating_point() and not name.endswith(VARIANCE):
-            tensor.zero_()
+        if name in plan.masked_indices and tensor.is_floating_point() and not name.endswith(VARIANCE):
+            blank(tensor, plan.masked_indices[name])
         values = there.to(tensor.device, tensor.dtype)
         if shrinks:
             tensor[np.ix_(*kept)] = values

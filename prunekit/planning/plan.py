@@ -24,7 +24,7 @@ from prunekit.channels.joint import NOT_JOINT
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.norms import Norm
-from prunekit.channels.slicing import kept_indices
+from prunekit.channels.slicing import kept_indices, masked_indices
 from prunekit.errors import ArtifactError, PlanError
 
 FORMAT = 1
@@ -67,6 +67,11 @@ class Plan:
         """For each tensor that shrinks: kept indices of every axis, None for an axis that stays whole."""
         return kept_indices(self.channel_map, self.keep)
 
+    @cached_property
+    def masked_indices(self) -> dict[str, tuple[Labels | None, ...]]:
+        """The same for each tensor that has zeros in the masked model, without axes that it divides by the norm of."""
+        return masked_indices(self.channel_map, self.keep)
+
     def kept(self, name: str, axis: int) -> Labels:
         """Indices kept along one axis of a parameter or buffer, ascending."""
         labels = self.channel_map.labels[name][axis]
@@ -78,7 +83,7 @@ class Plan:
         result = self.element_masks.get(name)
         axes = self.kept_indices.get(name, ())
         for axis, index in enumerate(axes):
-            if index is not None:
+            if index is not None and (name, axis) not in self.channel_map.divided:
                 labels = self.channel_map.labels[name][axis]
                 assert labels is not None
                 shape = [-1 if a == axis else 1 for a in range(len(axes))]
@@ -165,6 +170,7 @@ class Plan:
                 [path, [axis for axis, _ in norm.inputs], [axis for axis, _ in norm.outputs]]
                 for path, norm in chart.norms.items()
             ],
+            "divided": [list(slot) for slot in sorted(chart.divided)],
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
@@ -231,6 +237,7 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
             for i, (path, name, position) in enumerate(text.get("sizes", []))
         ),
         joint=joint,
+        divided=frozenset((name, axis) for name, axis in text.get("divided", [])),
         stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
     )
 

@@ -231,8 +231,8 @@ def _as_given(dense: nn.Module, repaired: nn.Module) -> nn.Module:
 
 def _mask(model: nn.Module, plan: Plan) -> None:
     for name, tensor in named_tensors(model):
-        if name in plan.kept_indices and not name.endswith("running_var"):
-            blank(tensor, plan.kept_indices[name])
+        if name in plan.masked_indices and not name.endswith("running_var"):
+            blank(tensor, plan.masked_indices[name])
         if name in plan.element_masks:
             with torch.no_grad():
                 tensor.masked_fill_(~plan.element_masks[name].to(tensor.device), 0)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from prunekit.channels.labels import Field
+from prunekit.channels.copying import named_tensors
+from prunekit.channels.labels import Field, along
 from prunekit.channels.rules.registry import Call, rule
 
 if TYPE_CHECKING:
@@ -121,3 +122,33 @@ def _take_statistics(flow: Flow, fields: Sequence[Field], together: set[int]) ->
             flow.take_statistics(field, TOGETHER)
         elif set(field.span) & together:
             flow.lock([field], TOGETHER)
+
+
+DIVIDED = (
+    "weight normalization divides by the norm of what computes it here: take it out before pruning, by "
+    "torch.nn.utils.remove_weight_norm(module) or torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+)
+
+
+@rule("aten._weight_norm_interface")
+def weight_norm(flow: Flow, call: Call) -> None:
+    """A length for each row times the row over its norm: a removed one has no length, and stays to be divided by.
+
+    Other axes lose exact zeros, which the norms do not see.
+    """
+    rows, lengths, axis = call.args[0], call.args[1], call.arg(2, "dim", 0) % call.args[0].dim()
+    (scaled, norms), others = call.out, [field for field in flow.fields(rows) if axis not in field.span]
+    flow.lock([field for field in others if not field.zero], DIVIDED)
+    on_rows, _ = flow.on_axis(rows, axis, DIVIDED)
+    on_lengths, zero = flow.on_axis(lengths, axis, DIVIDED)
+    own = any(tensor is rows for _, tensor in named_tensors(flow.model)) if flow.model is not None else False
+    if not (own and zero):  # what is computed before has zeros where a row is removed
+        flow.lock([on_rows, on_lengths], DIVIDED)
+        on_rows = on_lengths = None
+    labels = flow.join(on_rows, on_lengths, DIVIDED)
+    fields = [field for field in others if field.zero]
+    if labels is not None and on_rows is not None:
+        flow.divided.append(on_rows)
+        flow.set(norms, [Field(along(labels, axis, norms.dim()), zero=False)])
+        fields.append(Field(along(labels, axis, scaled.dim()), zero=True))
+    flow.set(scaled, fields)

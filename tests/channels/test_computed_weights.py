@@ -1,0 +1,103 @@
+"""Weights that are computed before each forward pass: weight normalization, spectral normalization and
+`torch.nn.utils.prune`, by hooks and by parametrizations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence import Net, randomised, settled_plan
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+
+import prunekit
+from prunekit.channels import trace
+from prunekit.measure.verify import verify
+from prunekit.planning import load_plan
+
+IMAGES = (torch.randn(4, 3, 10, generator=torch.Generator().manual_seed(0)),)
+
+
+def by_hook(layer: nn.Module) -> nn.Module:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        return nn.utils.weight_norm(layer)
+
+
+def by_parametrization(layer: nn.Module) -> nn.Module:
+    return parametrizations.weight_norm(layer)
+
+
+def masked_by_torch(layer: nn.Module) -> nn.Module:
+    return prune.random_unstructured(layer, "weight", 0.3)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def net(computed: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    convs = {"a": nn.Conv1d(3, 16, 3), "b": nn.Conv1d(16, 20, 3)}
+    parts = {name: computed(conv) for name, conv in convs.items()} | {"c": nn.Linear(20, 4)}
+    return Net(lambda net, x: net.c(net.b(net.a(x).relu()).relu().mean(2)), **parts)
+
+
+def stepped(model: nn.Module) -> nn.Module:
+    """Its computed weights are then attributes with a graph behind them."""
+    model.train()(*IMAGES).sum().backward()
+    model.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("computed", [by_hook, by_parametrization, masked_by_torch, spectral_norm])
+def test_computed_weights_are_pruned_trained_and_saved(computed: Any, tmp_path: Path) -> None:
+    model = stepped(net(computed)).eval()
+    plan = settled_plan(model, IMAGES)
+    if computed is not spectral_norm:
+        assert set(plan.widths()) == {"a", "b"}
+    assert plan.removed
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    with prunekit.masked(model, plan, optimizer):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(*IMAGES).square().sum().backward()
+            optimizer.step()
+            assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    small = prunekit.compact(model, plan)
+    assert verify(model, small, plan, [IMAGES]).max_relative_difference <= 1e-9
+    prunekit.save(tmp_path / "small", small, plan, input_shapes=[[4, 3, 10]])
+    again = prunekit.load(tmp_path / "small", model=net(computed))
+    torch.testing.assert_close(again(*IMAGES), small(*IMAGES))
+    prunekit.carry_over(optimizer, model, small, plan)
+    small(*IMAGES).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("computed", [by_hook, by_parametrization])
+def test_what_is_divided_by_its_norm_keeps_its_values_under_masks(computed: Any, tmp_path: Path) -> None:
+    model = net(computed).eval()
+    plan = settled_plan(model, IMAGES)
+    rows = {name for name, axis in plan.channel_map.divided if axis == 0}
+    assert len(rows) == 2
+    for name in rows:
+        kept, parameter = torch.from_numpy(plan.kept(name, 0)), model.get_parameter(name)
+        with prunekit.masked(model, plan):
+            gone = torch.ones(parameter.shape[0], dtype=torch.bool).index_fill(0, kept, value=False)
+            assert (parameter[gone] != 0).any()
+    plan.save(tmp_path)
+    assert load_plan(tmp_path).channel_map.divided == plan.channel_map.divided
+    small = prunekit.compact(model, plan)
+    prunekit.compaction.spread_(model, small, plan)
+    assert bool(model(*IMAGES).isfinite().all())
+    assert verify(model, small, plan, [IMAGES]).max_relative_difference <= 1e-9
+
+
+def test_rows_that_are_computed_before_they_are_normalized_stay_and_it_says_what_to_do() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        weight = torch._weight_norm(net.rows * 2, net.lengths, 0)
+        return torch.as_tensor(net.b(torch.nn.functional.linear(x, weight).relu()))
+
+    rows, lengths = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.rand(8, 1))
+    model = randomised(Net(forward, rows=rows, lengths=lengths, b=nn.Linear(8, 3)))
+    chart = trace(model, (torch.randn(2, 6),))
+    assert chart.free_share(["rows"]) == 0
+    assert any("torch.nn.utils.remove_weight_norm(module)" in lock.reason for lock in chart.locks)
