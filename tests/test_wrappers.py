@@ -20,7 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import prunekit
-from prunekit.errors import ModelError, UsageError
+from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.wrappers import unwrapped
 
 CPU = torch.device("cpu")
@@ -196,12 +196,14 @@ class ByName(nn.Module):
 class Detour(nn.Module):
     """Runs a model that it does not hold, as a predictor does that makes its own copy."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = False) -> None:
         super().__init__()
-        self.network = Mixer()
+        self.network, self.copies = Mixer(), copies
         self.other = [Mixer()]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.copies:
+            self.other[0].load_state_dict(self.network.state_dict())
         return self.other[0](x)  # type: ignore[no-any-return]
 
 
@@ -214,5 +216,7 @@ def test_examples_that_do_not_fit_say_what_would() -> None:
         prunekit.prune(Mixer(), X.repeat(3, 1).numpy(), macs=0.5)
     with pytest.raises(UsageError, match=r"is a tuple of all arguments, such as \(x,\)"):
         prunekit.prune(Mixer(), X, macs=0.5)
-    with pytest.raises(ModelError, match=r"without using any of its parameters; its \.network \(Mixer\) has them"):
+    with pytest.raises(PlanError, match=r"Detour calls no module of its own .* its \.network \(Mixer\) has them all"):
+        prunekit.prune(Detour(copies=True), (X,), macs=0.5)
+    with pytest.raises(ModelError, match=r"without using any of its parameters; its \.network \(Mixer\) has them all"):
         prunekit.prune(Detour(), (X,), macs=0.5)

@@ -11,6 +11,7 @@ from torch import nn
 from prunekit.channels.constraints import Constraint, Contracted, EqualParts, Grouped, LockRecord
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.costs import MacTerm, Stored
+from prunekit.channels.fusing import is_inside
 from prunekit.channels.joint import numbered
 from prunekit.channels.labels import Labels, LabelUnion
 from prunekit.channels.map import ChannelMap, Lock, Resolved, SizeAttribute, group_labels
@@ -95,6 +96,7 @@ def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]], stored: Mappi
         mac_terms=tuple(
             MacTerm(term.module, term.operator, term.constant, tuple(final[f] for f in term.factors))
             for term in trace.flow.macs
+            if not is_inside(term.module, trace.fused_away)
         ),
         source=replace(source, final=final, stated=bool(sizes)),
         norms=resolved(trace.norms.norms, final),

@@ -17,6 +17,7 @@ from prunekit.channels.constraints import LockRecord
 from prunekit.channels.copying import has_gradients, named_tensors, owners, with_tensors
 from prunekit.channels.decisions import without_chance
 from prunekit.channels.flow import Flow
+from prunekit.channels.fusing import fused_away
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.norms import NormWatch
 from prunekit.channels.operators import Operator, Run, is_counted, signature
@@ -49,6 +50,7 @@ class Trace:
         model: that was traced, as long as there is anyone else who has it; else the copy that ran.
         example: the first, on meta tensors where these were enough.
         tables: what was counted later, see `memory_table`.
+        fused_away: modules that the model's own `fuse()` takes out, whose multiply-accumulates do not count.
         calls: how often a forward pass calls each module, by its path.
     """
 
@@ -60,6 +62,7 @@ class Trace:
     model: Callable[[], nn.Module]
     example: tuple[Any, ...]
     tables: dict[Any, Any] = field(default_factory=dict)
+    fused_away: tuple[str, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
 
 
@@ -168,17 +171,20 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
     """
     trace = _traced(model, examples, both_modes)
     if not any(run.uses_own for run in trace.runs) and next(model.parameters(), None) is not None:
-        name, inside = type(model).__name__, _with_all_parameters(model)
-        there = f"; its .{inside} ({type(model.get_submodule(inside)).__name__}) has them: give that" if inside else ""
-        raise ModelError(f"{name} runs on the example without using any of its parameters{there}")
+        raise ModelError(
+            f"{type(model).__name__} runs on the example without using any of its parameters{there(model)}"
+        )
+    trace.fused_away = fused_away(model)
     return trace
 
 
-def _with_all_parameters(model: nn.Module) -> str:
-    """Name of the child that has all parameters of a model; empty without one."""
+def there(model: nn.Module) -> str:
+    """For messages: the child that has all parameters of a model, and may be what is meant; nothing without one."""
     own = {id(parameter) for parameter in model.parameters()}
-    children = model.named_children()
-    return next((name for name, child in children if own == {id(one) for one in child.parameters()}), "")
+    for name, child in model.named_children():
+        if own == {id(parameter) for parameter in child.parameters()}:
+            return f"; its .{name} ({type(child).__name__}) has them all: give that"
+    return ""
 
 
 def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool) -> Trace:
@@ -288,7 +294,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
 
     stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
     earlier = trace.runs[-1] if run.training else None
-    flow.count_macs = not run.training and not trace.runs
+    flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
     mode = LabelMode(flow, run, stack, earlier, example)
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:

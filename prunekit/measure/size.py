@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 
 from prunekit.artifacts import StrPath
 from prunekit.channels.copying import named_tensors
+from prunekit.channels.fusing import fused_away, is_inside
 from prunekit.channels.recording import record
-from prunekit.channels.running import plain_attention
+from prunekit.channels.running import ModuleStack, plain_attention
 from prunekit.context import training_mode, without_gradients
 from prunekit.measure.operator_costs import FlopCounter
 from prunekit.vocabulary import DtypeName
@@ -19,15 +21,33 @@ from prunekit.vocabulary import DtypeName
 def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
     """Multiply-accumulates of one sample's forward in eval mode, by torch's `FlopCounterMode` (which counts two each).
 
+    Heads that the model's own `fuse()` takes out, as YOLO's that only training needs, do not count.
+
     Args:
         model: its train/eval mode is restored.
         example_inputs: what forward takes, batch first; the count is divided by the batch size.
     """
 
+    parts = fused_away(model)
+
     def counted() -> int:
-        with FlopCounter() as counter:
+        running: list[int] = []
+        aside = 0
+
+        def enter(path: str, *_: Any) -> None:
+            if is_inside(path, parts):
+                running.append(counter.macs)
+
+        def leave(path: str, *_: Any) -> None:
+            nonlocal aside
+            if is_inside(path, parts):
+                start = running.pop()
+                aside += 0 if running else counter.macs - start
+
+        stack = ModuleStack(model, enter, leave) if parts else nullcontext()
+        with FlopCounter() as counter, stack:
             model(*example_inputs)
-        return int(counter.macs // len(example_inputs[0]))
+        return int((counter.macs - aside) // len(example_inputs[0]))
 
     with training_mode(model, False), plain_attention():
         return without_gradients(counted)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.channels.tracing import there
 from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, in_words
 from prunekit.planning.latency import LatencyTable
@@ -23,8 +24,26 @@ SWEEPS = 4
 """Over all parts, where the narrowest plan may not be the fastest."""
 
 
+def runs_another(channel_map: ChannelMap) -> str:
+    """Says it, where the model calls no module of its own that has parameters; nothing otherwise.
+
+    So it is of a predictor that makes its own copy of the model that it holds.
+    """
+    if channel_map.source is None:
+        return ""
+    trace = channel_map.source.trace
+    model = trace.model()
+    holders = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
+    inside = there(model)
+    if not inside or holders & trace.calls.keys():
+        return ""
+    return f"{type(model).__name__} calls no module of its own that has parameters, on the example{inside}"
+
+
 def nothing_free(channel_map: ChannelMap) -> PlanError:
     """What to raise where no channel can go: names the lock that holds most of them."""
+    if another := runs_another(channel_map):
+        return PlanError(another)
     locks = [lock for lock in channel_map.locks if lock.channels and (lock.module or lock.operator)]
     most = max(locks, key=lambda lock: lock.channels, default=None)
     where = "" if most is None else " ".join(filter(None, (most.module, most.operator and f"({most.operator})")))

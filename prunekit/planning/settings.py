@@ -51,7 +51,8 @@ class BudgetSettings:
     channels: Share | None = None
     """Share of the channels that are not locked."""
     macs: Share | None = None
-    """Share of the multiply-accumulates of one sample."""
+    """Share of the multiply-accumulates of one sample in eval mode: those of auxiliary heads that only train mode runs,
+    or that the model's own `fuse()` takes out, do not count."""
     params: Share | None = None
     """Share of the parameters."""
     size_mb: Megabytes | None = None

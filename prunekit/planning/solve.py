@@ -20,7 +20,7 @@ from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
-from prunekit.planning.reach import check_met, check_settings, fastest, nothing_free
+from prunekit.planning.reach import check_met, check_settings, fastest, nothing_free, runs_another
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
 from prunekit.planning.settings import SHARES, PruneSettings, Scope
 from prunekit.planning.widths import worth_of_widths
@@ -77,7 +77,7 @@ def make_plan(
     counts = _chosen(channel_map, parts, scores, budgets, settings.scope)
     keep = keep_of(channel_map, parts, counts)
     if keep.all() and between.most is None:
-        raise PlanError(_removes_nothing(budgets, settings))
+        raise PlanError(runs_another(channel_map) or _removes_nothing(budgets, settings))
     origin = {"prune": asdict(settings), "seed": seed, "prunekit": version("prunekit"), "torch": torch.__version__}
     return Plan(channel_map, keep, plain(origin | budgets.found(counts)))
 

@@ -31,7 +31,7 @@ class Planned:
         compact: the model as planned, without any fine-tuning.
         max_relative_difference: largest difference of any operator between masked and compact model (float64).
         locked_by_trial: locks that the trial added, as text.
-        unseen: what methods that no example runs may need, in sentences.
+        unseen: what methods that no example runs may need, and which MACs no budget counts, in sentences.
     """
 
     plan: Plan

@@ -14,6 +14,7 @@ from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.belonging import require_model
+from prunekit.channels.fusing import is_inside
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle, with_unseen_sizes
 from prunekit.context import paused_garbage_collection
@@ -127,9 +128,18 @@ def plan_model(
         )
         plan, scores = made[-1]
         plan = replace(plan, channel_map=settled.channel_map)  # which also knows what the last trial found out
-        return Planned(plan, scores, settled.compact, settled.difference, added, unseen)
+        return Planned(plan, scores, settled.compact, settled.difference, added, unseen + _uncounted(first))
 
     return within_memory(planner, model, example_inputs, settings, first)
+
+
+def _uncounted(channel_map: ChannelMap) -> tuple[str, ...]:
+    """Which multiply-accumulates of the pass in eval mode no budget counts, in a sentence."""
+    trace = channel_map.traced.trace
+    parts = [part for part in trace.fused_away if any(is_inside(term.module, [part]) for term in trace.flow.macs)]
+    if not parts:
+        return ()
+    return (f"MACs do not count {', '.join(parts)}: the model's own fuse() takes them out of the deployed model",)
 
 
 def plan_curves(planned: Planned, patches: PatchStats) -> dict[str, SensitivityCurve]:
