@@ -12,6 +12,7 @@ passes are kept only before the first thing that can't be followed there either,
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -153,6 +154,7 @@ class ResumableRun(CallWatch):
                 self._live.clear()
                 self._blanks.clear()
                 self._pinned.clear()
+                self._contents.clear()
 
     def _begin(self, kept: Kept | None, keep_at: int, stop_at: int) -> None:
         self._owner, self._step, self._new = object(), 0, 0
@@ -166,6 +168,7 @@ class ResumableRun(CallWatch):
         self.opaque = self._leaked = self._stopped = False
         self._pinned: dict[Key, Tensor] = {}
         self._unseen: dict[int, weakref.ref[Tensor]] = {}
+        self._contents: dict[int, tuple[int, int]] = {}
 
     def _input(self, index: int, tensor: Tensor) -> Tensor:
         """A model may write into what it is given, so it gets a copy; where nothing reads it any more, a blank."""
@@ -313,13 +316,31 @@ class ResumableRun(CallWatch):
         made = [(mark.key, tensor) for tensor in inputs for mark in [self._mark(tensor)] if mark is not None]
         if self._learning:
             self.lifetimes.read((key for key, _ in made), self._step)
+            for _, tensor in made:
+                self._require_same(tensor)
         known = [_version(tensor) for tensor in inputs]
         result = function(*args, **named)
         if name == "__iter__":
             result = list(result)
         self._written([tensor for tensor, version in zip(inputs, known, strict=True) if _version(tensor) != version])
         self._calls.append((name, self._noted(result, inputs, made)))
+        if self._learning:
+            for tensor in (*inputs, *gather(result)):
+                self._remember(tensor)
         return iter(result) if name == "__iter__" else result
+
+    def _remember(self, tensor: Tensor) -> None:
+        """Takes note of what is in the memory of a tensor of this pass, from the call that is being made on."""
+        if self._mark(tensor) is not None and _plain(tensor):
+            self._contents[_storage(tensor)] = self._step, _checksum(tensor)
+
+    def _require_same(self, tensor: Tensor) -> None:
+        """Memory that was written to by nothing that shows: passes are kept before that could happen alone."""
+        step, contents = self._contents.get(_storage(tensor), (0, None))
+        if contents is not None and contents != _checksum(tensor):
+            self._lost()
+            steps = self.lifetimes.steps
+            self.lifetimes.steps = {number: earlier for number, earlier in steps.items() if earlier < step}
 
     def _written(self, tensors: list[Tensor]) -> None:
         """Memory was written to; that of this pass alone is kept with what it holds."""
@@ -395,6 +416,12 @@ def _plain(tensor: Tensor) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Of all the memory that a tensor is in."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return zlib.crc32(memory.cpu().numpy().data)
 
 
 def _version(tensor: Tensor) -> int:

@@ -134,6 +134,16 @@ def by_address(x: Tensor, y: Tensor) -> Tensor:
     return x
 
 
+def extension(x: Tensor, y: Tensor) -> Tensor:
+    """Writes to a tensor as an extension in C++ does: without any operator."""
+    x = x * y
+    with torch._C.DisableTorchFunction():
+        address = x.data_ptr()
+    first = ctypes.c_float.from_address(address)
+    first.value = first.value * 2 + 1
+    return x
+
+
 def below_functions(x: Tensor, y: Tensor) -> Tensor:
     """Calls that pass torch's functions by, between two writes that don't."""
     x.add_(1)
@@ -177,6 +187,7 @@ MIXES: dict[str, Mix] = {
     "dlpack": lambda x, y: torch.from_dlpack(x).mul_(2) + x * y,  # type: ignore[attr-defined]
     "storage": lambda x, y: torch.empty(0).set_(x.untyped_storage()).view(x.shape).mul_(2) + x * y,  # type: ignore[arg-type]
     "address": by_address,
+    "extension": extension,
     "data": lambda x, y: x.data.mul_(2) + x * y,
     "below torch's functions": below_functions,
     "inference mode": by_inference,
