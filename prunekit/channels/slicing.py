@@ -17,6 +17,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.rules.convolution import whole_groups
 from prunekit.channels.substitutes import SizedAttention, heads_left, set_heads
+from prunekit.context import training_mode
 
 KeptIndices = Mapping[str, tuple[Labels | None, ...]]
 
@@ -174,7 +175,15 @@ def resizer(*classes: type[nn.Module]) -> Callable[[Resizer], Resizer]:
 
 
 def resize(model: nn.Module) -> None:
-    """Sets every known module's size attributes from its tensors, in place."""
+    """Sets every known module's size attributes from its tensors, in place.
+
+    In eval mode: a weight that is computed when it is asked for may otherwise move buffers, as spectral norm does.
+    """
+    with training_mode(model, False), torch.no_grad():
+        _resize(model)
+
+
+def _resize(model: nn.Module) -> None:
     for module in model.modules():
         for cls in type(module).__mro__:
             if cls in RESIZERS:

@@ -19,6 +19,7 @@ _EINSUM = {
     "aten.bmm": ("bmk", "bkn", "bmn"),
     "aten.mv": ("mk", "k", "m"),
     "aten.dot": ("k", "k", ""),
+    "aten.vdot": ("k", "k", ""),
 }
 
 
