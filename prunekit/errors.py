@@ -70,6 +70,10 @@ class VerificationError(RunError):
     """Masked and compact model disagree; the message names the operator and the module path."""
 
 
+class NotMeasuredError(UsageError):
+    """Nothing was to be measured, and what was measured before is not enough."""
+
+
 class ArtifactError(RunError):
     """A file or folder that prunekit wrote earlier is damaged, incomplete or of another version."""
 

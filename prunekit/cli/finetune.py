@@ -34,6 +34,11 @@ def job_options(function: Command) -> Command:
             metavar="auto|RUN",
             help="Go on with the run in this folder; auto: the newest of this recipe that has not finished, else anew.",
         ),
+        click.option(
+            "--no-measure",
+            is_flag=True,
+            help="With --dry-run: time nothing; budgets of time are predicted, by a cached profile if there is one.",
+        ),
         click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
         click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
         click.argument("recipe", metavar="RECIPE.yaml"),
@@ -69,6 +74,7 @@ def run_recipe(
     recipe: str,
     overrides: tuple[str, ...],
     dry_run: bool,
+    no_measure: bool,
     factory: str | None,
     data: str | None,
     task: str | None,
@@ -81,6 +87,8 @@ def run_recipe(
     """Runs a recipe, with fine-tuning or without, or only shows its plan, or the largest batch that fits."""
     if dry_run and resume is not None:
         raise click.UsageError("--dry-run does nothing that could be resumed: expected one of --dry-run and --resume")
+    if no_measure and not dry_run:
+        raise click.UsageError("--no-measure goes with --dry-run: a run measures what it delivers")
     if find_batch_size and (dry_run or resume is not None):
         other = "--dry-run" if dry_run else "--resume"
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
@@ -92,7 +100,7 @@ def run_recipe(
     if find_batch_size:
         _find_batch_size(job, own, console)
     elif dry_run:
-        _dry_run(job, own, console)
+        _dry_run(job, own, console, measure=not no_measure)
     elif _run(job, own, console, resume, training=training):
         click.get_current_context().exit(1)
 
@@ -107,12 +115,13 @@ def _find_batch_size(job: JobSettings, own: Own, console: Console) -> None:
     console.result(plain(found), f"{text}{found.available / 1e6:.0f} MB that were free; {ends}")
 
 
-def _dry_run(job: JobSettings, own: Own, console: Console) -> None:
+def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool) -> None:
     from prunekit.recipe import dump
     from prunekit.workflow import dry_run
 
     with console.running():
-        plan = dry_run(job, log=console.log, own=own)
+        given = {} if measure else {"measure": False}
+        plan = dry_run(job, log=console.log, own=own, **given)
     console.result({"recipe": plain(job), "plan": plan}, f"{dump(job)}\n{_plan(plan)}")
 
 
@@ -135,6 +144,7 @@ def _plan(plan: dict[str, Any]) -> str:
             f"Plan: MACs {count(before)} -> {count(after)} ({change(before, after)}), "
             f"{plan['channels_removed']:,} channels removed; {plan['groups']} channel groups, {plan['locks']} locks",
             *(f"Budget {text}" for text in budgeted(plan)),
+            *([f"Time, predicted: {plan['time']}"] if plan.get("time") else []),
             *(_schedule(plan["schedule"]) if plan["schedule"] else ()),
             table(("layer", "kind", "in", "out", "MACs", "parameters"), rows, text=("kind",)),
         ]

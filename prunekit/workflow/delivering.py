@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.channels import ChannelMap
 from prunekit.deploy.transform import transform_of
-from prunekit.errors import PlanError
+from prunekit.errors import NotMeasuredError, PlanError, UsageError
 from prunekit.planning import PruneSettings
 from prunekit.planning.reach import in_the_way
 from prunekit.planning.settings import LATENCIES
@@ -117,6 +117,48 @@ def reachable_goal(prepared: Prepared, channel_map: ChannelMap, *, log: Log) -> 
     else:
         require_reachable(goal, example)
     return goal
+
+
+def predicted_goal(prepared: Prepared, channel_map: ChannelMap, *, log: Log) -> LatencyGoal | None:
+    """What a job asks of time by what was measured before; None where no profile was. Measures nothing, and refuses
+    nothing: what is out of reach is said to be so by prediction.
+
+    Args:
+        channel_map: of the job's model.
+        log: is told which.
+
+    Raises:
+        UsageError, PlanError: as for `goal_for`.
+    """
+    example, prune = prepared.example_inputs, prepared.job.prune
+    transform = transform_of(prepared.model, example, prepared.job.deploy)
+    try:
+        goal = goal_for(prepared.model, example, channel_map, prune, transform=transform, measure=False, log=log)
+    except NotMeasuredError as error:
+        log(f"profile: {error}")
+        return None
+    if goal is not None and goal.least_share > 1 - DOUBT:
+        fastest = f"the fastest plan is predicted to take {goal.least_share:.2f} of the time asked for"
+        log(f"latency: budget {in_words_all(goal.asked)}: {fastest}; a run measures whether it can be had")
+    return goal
+
+
+def by_macs(settings: PruneSettings) -> PruneSettings:
+    """Settings with a budget of multiply-accumulates in the place of a speedup: as if time fell as they do.
+
+    Raises:
+        UsageError: milliseconds are asked for, of which they say nothing.
+    """
+    budget = settings.budget
+    if budget.latency_ms is not None:
+        raise UsageError(
+            f"budget latency_ms {budget.latency_ms:g}: without a measurement nothing says what this model takes; run "
+            "`prunekit profile RECIPE` first (minutes), or leave out --no-measure"
+        )
+    if budget.speedup is not None:
+        macs = min(1 / budget.speedup, 1.0 if budget.macs is None else budget.macs)
+        budget = replace(budget, speedup=None, macs=macs)
+    return replace(in_blocks(settings), budget=budget)
 
 
 def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> None:

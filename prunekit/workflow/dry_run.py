@@ -8,36 +8,61 @@ from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
-from prunekit.workflow.delivering import as_asked, first_aim, reachable_goal
+from prunekit.workflow.delivering import as_asked, by_macs, first_aim, predicted_goal, reachable_goal
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.profiling import NETWORKS
 from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.scheduling import require_schedule, schedule_rows
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import layer_rows
 
+MEASURES = (
+    "dry run: a budget of time is planned for by a profile of the target: what of its {} networks is not in the cache "
+    "is timed now, which takes minutes; --no-measure (measure=False) predicts instead"
+)
+BY_MACS = (
+    "the speedup is taken for one of multiply-accumulates, because the target was not profiled: that is off by up to a "
+    "factor of two, mostly to the slow side (small layers, memory, fixed costs); `prunekit profile RECIPE` measures it"
+)
 
-def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, Any]:
+
+def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY, measure: bool = True) -> dict[str, Any]:
     """Plans a job without training: data, model, budget and globs are checked, and the widths shown.
 
     Budgets of time are predicted from a profile, which is measured unless it is in the cache; what is predicted to be
-    out of reach, or only just within it, is measured before it is refused, as a run does.
+    out of reach, or only just within it, is measured before it is refused, as a run does. `time` of the result says how
+    they were predicted; None without such a budget.
+
+    Args:
+        job: the settings.
+        log: gets a line for each stage; the first says so where something will be timed.
+        own: the user's own code, where the job's model or data is their own.
+        measure: whether anything may be timed; else a profile of the cache is used, and without one a speedup is
+            predicted from multiply-accumulates.
 
     Without weights and without a cached baseline the scores are those of random weights, which the result says; under
     scope `uniform` the widths do not depend on them.
 
     Raises:
-        UsageError: data, model or budget do not fit.
+        UsageError: data, model or budget do not fit; or milliseconds are asked for that nothing predicts.
     """
+    timely = job.prune.budget.measured
+    if timely and measure:
+        log(MEASURES.format(NETWORKS))
     devices("auto", job.latency)
     prepared = prepare(job, own)
     require_deployable(prepared)
     line = require_schedule(prepared, training=True)
     chart = trace(prepared.model, prepared.example_inputs)
-    goal = reachable_goal(prepared, chart, log=log)
+    goal = (reachable_goal if measure or not timely else predicted_goal)(prepared, chart, log=log)
+    untimed = by_macs(job.prune) if timely and goal is None else job.prune
+    time = str(goal.profile) if goal is not None else BY_MACS if timely else None
+    if time is not None and not measure:
+        log(f"dry run: nothing is measured: {time}")
     trained = job.model.weights is not None or cached_baseline(prepared) is not None
     if job.sparsify is not None:
         log("dry run: scores are those before `sparsify`, which is training")
@@ -49,7 +74,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
     planned = plan_model(
         prepared.model,
         prepared.example_inputs,
-        job.prune if goal is None else first_aim(goal),
+        untimed if goal is None else first_aim(goal),
         stats=stats,
         gradients=loss_gradients(prepared, prepared.model, log=log),
         patches=job_patches(prepared, prepared.model, chart, log=log),
@@ -64,6 +89,7 @@ def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY) -> dict[str, 
         "macs_before": settled.macs(),
         "macs_after": settled.macs(planned.plan.keep),
         "budgets": planned.plan.provenance["budgets"],
+        "time": time,
         "binding": planned.plan.provenance["binding"],
         "schedule": None if line is None else schedule_rows(job.prune, line, planned.plan),
         "channels_removed": planned.plan.removed,

@@ -74,6 +74,7 @@ def goal_for(
     *,
     more_examples: Sequence[tuple[Any, ...]] = (),
     transform: Transform = AS_IT_IS,
+    measure: bool = True,
     log: Log,
 ) -> LatencyGoal | None:
     """Profiles a model on the target of the settings; None where no budget is one of time.
@@ -82,9 +83,11 @@ def goal_for(
         model, channel_map, settings, transform: as in `LatencyGoal`.
         example_inputs: positional arguments of `forward`, of which inputs to time are made.
         more_examples: further inputs that the model was traced on.
+        measure: whether what the cache of profiles does not have is measured.
         log: gets a line for each network.
 
     Raises:
+        NotMeasuredError: nothing is to be measured, and the cache has too little.
         UsageError: the model takes something else than tensors with a batch, or as for `profile`.
         PlanError: a budget that is not one of time cannot be met: nothing is measured then.
     """
@@ -99,6 +102,8 @@ def goal_for(
     require_met_untimed(channel_map, in_blocks(settings))
     examples = [tuple(example_inputs), *more_examples]
     target = settings.target
-    found = profile(model, channel_map, examples, target, settings, transform=transform, log=log, progress=False)
+    found = profile(
+        model, channel_map, examples, target, settings, measure=measure, transform=transform, log=log, progress=False
+    )
     log(f"profile: {found}")
     return LatencyGoal(model, channel_map, inputs, settings, found, transform)

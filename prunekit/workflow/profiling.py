@@ -21,8 +21,18 @@ from prunekit.channels.trial import settle
 from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
 from prunekit.deploy.transform import AS_IT_IS, Transform
+from prunekit.errors import NotMeasuredError
 from prunekit.measure.choosing import choose
-from prunekit.measure.profile import Network, Sample, cache_folder, fit, has_layer_clock, sampled, time_networks
+from prunekit.measure.profile import (
+    Network,
+    Sample,
+    cache_folder,
+    fit,
+    has_layer_clock,
+    kept_times,
+    sampled,
+    time_networks,
+)
 from prunekit.measure.runtimes import Setting, inputs_like
 from prunekit.measure.settings import LatencySettings
 from prunekit.planning import Plan, PruneSettings
@@ -39,6 +49,8 @@ NETWORKS = 40
 """That are measured for a table, the dense one among them."""
 HELD_OUT = 5
 """One in so many is not fitted to at first: on those the prediction is tested."""
+FEWEST = 10
+"""That a table is fitted to."""
 REPEATS = 9
 """Of each network."""
 
@@ -53,6 +65,7 @@ def profile(
     networks: int | None = None,
     cache: StrPath | None = None,
     again: bool = False,
+    measure: bool = True,
     transform: Transform = AS_IT_IS,
     log: Log = stage,
     progress: bool | None = None,
@@ -73,12 +86,14 @@ def profile(
         networks: to measure, at least 10; 40 where it is not given.
         cache: a folder; None: the user's own.
         again: measures those networks of the cache anew that were timed on a machine too noisy.
+        measure: whether networks that are not in the cache are measured; else those that are there have to do.
         transform: what is done to every network, the dense one too, before it is timed.
         log: gets a line for each network.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
     Raises:
         UsageError: the runtime is not installed, or does not take the setting; or batches cannot be made of the input.
+        NotMeasuredError: nothing is to be measured, and the cache has fewer than ten of the networks.
         PlanError: nothing is free, or no plan passes its trial.
         RunError: a network fails in the runtime.
     """
@@ -91,14 +106,22 @@ def profile(
     channel_map = _tried(model, channel_map, wanted, examples)
     parts = _parts(channel_map, wanted)
     keeps = list(sampled(channel_map, parts, networks or NETWORKS))
-    log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
     made = _networks(model, channel_map, keeps, transform)
     kept_in = cache_folder() if cache is None else Path(cache)
     dense = transform(model)
-    times = time_networks(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in, again=again, log=log)
-    with reporting(progress, "profile"):
-        timed = tracked(times, "profile", total=len(keeps), unit="network")
-        samples = tuple(Sample(keep, found) for keep, found in zip(keeps, timed, strict=True))
+    if measure:
+        log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
+        times = time_networks(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in, again=again, log=log)
+        with reporting(progress, "profile"):
+            timed = tracked(times, "profile", total=len(keeps), unit="network")
+            samples = tuple(Sample(keep, found) for keep, found in zip(keeps, timed, strict=True))
+    else:
+        known = kept_times(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in)
+        samples = tuple(Sample(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None)
+        there = f"{len(samples)} of {len(keeps)} networks of the profile are in {kept_in}"
+        if len(samples) < FEWEST:
+            raise NotMeasuredError(f"{there}, at least {FEWEST} are needed: `prunekit profile RECIPE` measures them")
+        notes += [f"{there}, measured before"]
     table = fit(channel_map, samples, asdict(setting))
     doubtful = sum(bool(sample.times.doubts) for sample in samples)
     if doubtful:

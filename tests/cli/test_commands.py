@@ -22,14 +22,14 @@ from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
 from prunekit.data import load_splits
 from prunekit.measure import latency, measuring
-from prunekit.recipe import load
+from prunekit.recipe import dump, load
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
 from prunekit.workflow.batch_size import LargestBatch, Tried
+from prunekit.workflow.finetune import Finish, write_report
 from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import Target
 
 Log = Callable[[str], None]
-Finish = Callable[[Path], object]
 RECIPE = "name: small\nmodel: {name: squeezenet1_1}\nbaseline: {epochs: 1}\nseed: 4\n"
 OWN_MODEL = """
 from torch import nn
@@ -87,10 +87,9 @@ def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSett
             *,
             log: Log,
             progress: bool,
-            resolved: str,
-            finish: Finish,
             own: Own,
             resume: str | None,
+            finish: Finish = write_report,
         ) -> RunResult:
             jobs.append(job)
             log("epoch 1" if resume is None else f"resume {resume}")
@@ -100,7 +99,7 @@ def finetune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, jobs: list[JobSett
             metrics = {**METRICS, **changes}
             (folder / "metrics.json").write_text(json.dumps(metrics))
             (folder / "status.json").write_text(json.dumps({"state": "running"}))
-            (folder / "recipe.yaml").write_text(resolved)
+            (folder / "recipe.yaml").write_text(dump(job))
             finish(folder)
             return RunResult(folder, metrics)
 
@@ -246,6 +245,11 @@ def test_dry_run_prints_the_resolved_recipe_and_the_plan(monkeypatch: pytest.Mon
     assert "Budget size_mb: 1.49 MB left, at most 1.50 MB asked for, of 3.00 MB, the one that binds\n" in text
     assert "features.0  Conv2d  3 -> 3  64 -> 31  2.00 k -> 990  1.79 k -> 868" in text
     assert "features.1" not in text
+    monkeypatch.setattr(workflow, "dry_run", lambda job, *, log, own, measure: plan | {"time": "by a guess"})
+    assert "Time, predicted: by a guess\n" in run("prune", recipe, "--dry-run", "--no-measure").stdout
+    refused = run("finetune", recipe, "--no-measure")
+    assert (refused.exit_code, "--no-measure goes with --dry-run" in refused.stderr) == (2, True)
+    monkeypatch.setattr(workflow, "dry_run", lambda job, *, log, own: plan)
     payload = json.loads(run("finetune", recipe, "--dry-run", "--json").stdout)
     assert payload["plan"] == plan
     assert payload["recipe"]["model"]["name"] == "squeezenet1_1"

@@ -121,6 +121,40 @@ def test_a_dry_run_predicts(tmp_path: Path) -> None:
     assert found["budgets"]["speedup"]["left"] >= 1.2
 
 
+def test_a_dry_run_that_measures_nothing_takes_a_profile_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    measured = dry_run(job(tmp_path, 1.2), log=log.append)
+    assert log[0].startswith("dry run: a budget of time is planned for by a profile of the target")
+    for place in ("prunekit.measure.profile.networks._Bench.measure", "prunekit.workflow.delivering.timed"):
+        monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))
+    cached = dry_run(job(tmp_path, 1.2), log=log.append, measure=False)
+    assert "10 of 10 networks of the profile are in" in cached["time"]
+    assert "a median error of" in cached["time"]
+    assert (cached["widths"], cached["budgets"]) == (measured["widths"], measured["budgets"])
+    out_of_reach = dry_run(job(tmp_path, 500.0), log=log.append, measure=False)
+    assert out_of_reach["budgets"]["speedup"]["left"] < 500
+    assert any("a run measures whether it can be had" in line for line in log)
+
+
+def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "empty"))
+    for place in ("prunekit.measure.profile.networks._Bench.measure", "prunekit.workflow.delivering.timed"):
+        monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))
+    log: list[str] = []
+    found = dry_run(job(tmp_path, 2.5), log=log.append, measure=False)
+    assert found["budgets"]["macs"]["asked"] == pytest.approx(0.4)
+    assert found["macs_after"] <= 0.4 * found["macs_before"]
+    assert "factor of two" in found["time"]
+    assert any("0 of 10 networks" in line and "`prunekit profile RECIPE`" in line for line in log)
+    in_ms = job(tmp_path, 2.5, prune=PruneSettings(BudgetSettings(latency_ms=1.0)))
+    with pytest.raises(UsageError, match=r"latency_ms 1: .* `prunekit profile RECIPE` first"):
+        dry_run(in_ms, log=log.append, measure=False)
+
+
 def test_what_cannot_be_had_is_refused_before_training(tmp_path: Path) -> None:
     for refusing in (prune_job, dry_run):
         with pytest.raises(PlanError, match=r"budget speedup 500x: the plan predicted to be fastest takes"):

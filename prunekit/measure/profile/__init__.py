@@ -3,7 +3,17 @@
 from prunekit.measure.profile.cache import cache_folder
 from prunekit.measure.profile.fit import Sample, fit
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.profile.networks import Network, has_layer_clock, time_networks
+from prunekit.measure.profile.networks import Network, has_layer_clock, kept_times, time_networks
 from prunekit.measure.profile.sampling import sampled
 
-__all__ = ["LayerTimes", "Network", "Sample", "cache_folder", "fit", "has_layer_clock", "sampled", "time_networks"]
+__all__ = [
+    "LayerTimes",
+    "Network",
+    "Sample",
+    "cache_folder",
+    "fit",
+    "has_layer_clock",
+    "kept_times",
+    "sampled",
+    "time_networks",
+]
