@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from hand_norms import GlobalResponse, StandardisedConv
@@ -23,6 +26,19 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: x.clamp(min=0), lambda x: x**2, lambda x: x.abs().sqrt(), lambda x: 1 - x, lambda x: x.clone().relu_(),
     lambda x: torch.where(x > 0, x, 0.1 * x), lambda x: x.masked_fill(x < 0, 1.0), lambda x: (x > 0).to(x.dtype) * x,
 )  # fmt: skip
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def biased_tanh(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x + bias)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still in many models
+    scripted_swish, scripted_bias = torch.jit.script(swish), torch.jit.script(biased_tanh)
 
 
 class StepModule(nn.Module):
@@ -250,3 +266,92 @@ def mixed(net: RandomNet, first: int, second: int) -> Step:
         lambda x: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
     )
     return on(at, functions[second % 5]), net.widths[at]
+
+
+@step
+def scripted(net: RandomNet, first: int, second: int) -> Step:
+    """A function that torch runs by itself, with a parameter or without."""
+    at = net.pick(first)
+    if second % 2:
+        return on(at, scripted_swish), net.widths[at]
+    name = f"bias{len(net.widths)}"
+    net.register_parameter(name, nn.Parameter(torch.ones(net.widths[at], 1, 1)))
+    return (lambda net, results: scripted_bias(results[at], getattr(net, name))), net.widths[at]
+
+
+@step
+def spectrum(net: RandomNet, first: int, second: int) -> Step:
+    """A filter in the frequencies of a map: a complex parameter for each channel."""
+    at = net.pick(first)
+    name = f"filter{len(net.widths)}"
+    real, imaginary = torch.ones(net.widths[at], 1, 1), torch.full((net.widths[at], 1, 1), 0.5)
+    net.register_parameter(name, nn.Parameter(torch.complex(real, imaginary)))
+    return (lambda net, results: filtered(results[at], getattr(net, name))), net.widths[at]
+
+
+def filtered(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.fft.ifft2(torch.fft.fft2(x) * weight).real
+
+
+@step
+def narrower(net: RandomNet, first: int, second: int) -> Step:
+    """A part that names a precision of its own."""
+    at, dtype = net.pick(first), (torch.float16, torch.bfloat16)[second % 2]
+    return on(at, lambda x: x.to(dtype).relu().to(x.dtype)), net.widths[at]
+
+
+@step
+def chance(net: RandomNet, first: int, second: int) -> Step:
+    """Random numbers of Python's and of NumPy's, while the net is trained."""
+    at = net.pick(first)
+
+    def run(net: Any, results: list[Tensor]) -> Tensor:
+        x = results[at]
+        if not net.training:
+            return x
+        drawn = [random.random() for _ in x] if second % 2 else np.random.rand(len(x)).tolist()
+        return x * torch.tensor(drawn, dtype=x.dtype)[:, None, None, None]
+
+    return run, net.widths[at]
+
+
+@step
+def one_by_one(net: RandomNet, first: int, second: int) -> Step:
+    """Images go through a layer or a function one by one: as many calls as images."""
+    at, width = net.pick(first), 4 + second % 3
+    part = net.own(nn.Conv2d(net.widths[at], width, 1))
+
+    def run(net: Any, results: list[Tensor]) -> Tensor:
+        if second % 2:
+            return torch.cat([net.parts[part](image[None]) for image in results[at]])
+        return net.parts[part](torch.stack([image / (1 + image.abs().amax()) for image in results[at]]))
+
+    return run, width
+
+
+@step
+def shared(net: RandomNet, first: int, second: int) -> Step:
+    """One layer on maps of two sizes, as the heads of detectors are."""
+    at, width = net.pick(first), 4 + second % 3
+    part = net.own(nn.Conv2d(net.widths[at], width, 3, padding=1))
+
+    def run(net: Any, results: list[Tensor]) -> Tensor:
+        large, small = net.parts[part](results[at]), net.parts[part](F.avg_pool2d(results[at], 2))
+        return large + F.adaptive_avg_pool2d(small.relu(), 1)
+
+    return run, width
+
+
+@step
+def token(net: RandomNet, first: int, second: int) -> Step:
+    """A view of a parameter goes through a layer, as class tokens and latents do."""
+    at = net.pick(first)
+    name, width = f"token{len(net.widths)}", 4 + second % 3
+    part = net.own(nn.Conv2d(width, net.widths[at], 1))
+    net.register_parameter(name, nn.Parameter(torch.ones(1, width, 1, 1)))
+
+    def run(net: Any, results: list[Tensor]) -> Tensor:
+        x = results[at]
+        return x + net.parts[part](getattr(net, name).expand(len(x), -1, -1, -1))
+
+    return run, net.widths[at]
