@@ -49,8 +49,11 @@ def verify(
     examples: Iterable[tuple[Any, ...]],
     *,
     tolerance: float = TOLERANCE,
+    strict: bool = False,
 ) -> Verification:
     """Compares masked and compact model in float64 on the CPU: their outputs in eval mode, and what is in them.
+
+    The masked model is the dense-sized one with zeros where the plan prunes: these are set in the copy that runs.
 
     A model whose code does not run in float64 is compared in its own precision, as in the trial of its plan.
 
@@ -62,13 +65,13 @@ def verify(
     instance, such as autocast.
 
     Args:
-        masked: the dense-sized model with zeros where the plan prunes, as fine-tuning left it; not re-masked here,
-            but its norms see kept channels only, as under the masks.
+        masked: the model of dense size, whose norms see kept channels only, as under the masks; not changed.
         compact: what `prunekit.compaction.compact` made of it.
         plan: for finding the operator when they differ.
         examples: positional inputs of `forward`, one tuple for each call.
         tolerance: largest relative difference that counts as equal; at least what the precision rounds in which the
             model runs.
+        strict: whether the model has to be zero already where the plan prunes, as training under masks leaves it.
 
     Raises:
         PlanError: the plan is that of another model.
@@ -80,7 +83,7 @@ def verify(
     require_values(masked, "verify")
     require_values(compact, "verify")
     plan.require_model(masked)
-    masked_in, compact_in = _Twins(masked), _Twins(compact)
+    masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
     misplaced_in: dict[Way, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS
     for example in examples:
@@ -102,7 +105,8 @@ def verify(
         if misplaced and difference <= allowed:
             difference, reason = inf, f"{misplaced}; no operator before shows it"
         if not difference <= allowed:
-            raise VerificationError(f"masked and compact model differ: {reason}{_not_masked(masked, plan)}")
+            said = _not_masked(masked, plan) if strict else ""
+            raise VerificationError(f"masked and compact model differ: {reason}{said}")
         worst, coarsest = max(worst, difference), max(coarsest, expected.rounding)
         seen += next((tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()), 1)
     if not seen:
@@ -154,14 +158,16 @@ class _Expected:
 
 
 class _Twins(dict[Way, nn.Module]):
-    """Copies of a model by the way in which they run, made when they are asked for."""
+    """Copies of a model by the way in which they run, made when they are asked for; masked, where a plan is given."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.plan = model, plan
 
     def __missing__(self, way: Way) -> nn.Module:
         self[way] = doubled(self.model, way.convert)
+        if self.plan is not None:
+            self.plan.zero(self[way])
         return self[way]
 
 

@@ -19,12 +19,13 @@ from torch import nn
 from prunekit.artifacts import StrPath, atomic_file, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
 from prunekit.channels.belonging import require_model
+from prunekit.channels.copying import named_tensors
 from prunekit.channels.costs import MacTerm, Stored
 from prunekit.channels.joint import NOT_JOINT
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.norms import Norm
-from prunekit.channels.slicing import kept_indices, masked_indices
+from prunekit.channels.slicing import blank, kept_indices, masked_indices
 from prunekit.errors import ArtifactError, PlanError
 
 FORMAT = 1
@@ -90,6 +91,18 @@ class Plan:
                 on_axis = torch.from_numpy(self.keep[labels]).reshape(shape)
                 result = on_axis if result is None else result & on_axis
         return result
+
+    def zero(self, model: nn.Module) -> None:
+        """Set to zero, in place, what the plan prunes in a model of dense size.
+
+        Running variances stay, and so do axes that a layer divides by the norm of: there zeros do not vanish.
+        """
+        with torch.no_grad():
+            for name, tensor in named_tensors(model):
+                if name in self.masked_indices and not name.endswith("running_var"):
+                    blank(tensor, self.masked_indices[name])
+                if name in self.element_masks:
+                    tensor.masked_fill_(~self.element_masks[name].to(tensor.device), 0)
 
     @cached_property
     def digest(self) -> str:

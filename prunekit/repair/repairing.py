@@ -15,7 +15,6 @@ from prunekit.calibration.judging import Judge
 from prunekit.calibration.layers import Layer
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.narrowed import NarrowNorms
-from prunekit.channels.slicing import blank
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError
@@ -85,7 +84,7 @@ def repair(
     inputs = require_images(images)
     plan.channel_map.require_plain_forward("repair")
     original, masked = _copy(dense), _copy(dense)
-    _mask(masked, plan)
+    plan.zero(masked)
     shown = reporting(progress, "repair")
     with training_mode(original, False), training_mode(masked, False), torch.no_grad(), shown:
         found = _surveyed(original, inputs, plan, SAMPLES)
@@ -98,14 +97,14 @@ def repair(
                 log(f"repair: {walk.memory}")
             before = difference(original, masked, walk.judging, judge)
             fitter = walk.run()
-            _mask(masked, plan)
+            plan.zero(masked)
             fitted = after = difference(original, masked, walk.judging, judge)
             applied = [layer.weight for layer in fitter.done if layer.applied]
             count = len(applied)
             while count and not (after < before or after <= NEGLIGIBLE):  # nothing compared may depend on it
                 count //= 2
                 walk.undo(applied[count:])
-                _mask(masked, plan)
+                plan.zero(masked)
                 after = difference(original, masked, walk.judging, judge) if count else before
     done = [dropped(layer) if layer.weight in applied[count:] else layer for layer in fitter.done]
     layers_done = _in_model_order(done, skipped, original)
@@ -227,15 +226,6 @@ def _copy(model: nn.Module) -> nn.Module:
 
 def _as_given(dense: nn.Module, repaired: nn.Module) -> nn.Module:
     return with_tensors(dense, {name: tensor.detach() for name, tensor in named_tensors(repaired)})
-
-
-def _mask(model: nn.Module, plan: Plan) -> None:
-    for name, tensor in named_tensors(model):
-        if name in plan.masked_indices and not name.endswith("running_var"):
-            blank(tensor, plan.masked_indices[name])
-        if name in plan.element_masks:
-            with torch.no_grad():
-                tensor.masked_fill_(~plan.element_masks[name].to(tensor.device), 0)
 
 
 def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> Survey:

@@ -115,7 +115,7 @@ class Finetuning:
         """The largest relative difference of outputs in float64, and of what is in the models."""
         some = batches(self._prepared.splits.validation, 32, shuffle_seed=None)
         held_out = (arguments(model, inputs) for inputs, _ in islice(some, PROOF_IMAGES // 32))
-        return verify(model, small, plan, held_out).max_relative_difference
+        return verify(model, small, plan, held_out, strict=True).max_relative_difference
 
     def _thresholds(self, small: nn.Module) -> ActivationThresholds | None:
         """Those to train under, found once in a run."""

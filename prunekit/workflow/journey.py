@@ -208,7 +208,7 @@ class Journey:
         validation = self.prepared.splits.validation
         spread = torch.linspace(0, len(validation) - 1, min(PROOF_IMAGES, len(validation))).long()
         held_out = batches(validation, 32, shuffle_seed=None, indices=spread)
-        proof = verify(pruned, cut, plan, (arguments(pruned, inputs) for inputs, _ in held_out))
+        proof = verify(pruned, cut, plan, (arguments(pruned, inputs) for inputs, _ in held_out), strict=True)
         self.log(
             f"verify: masked == compact to {proof.max_relative_difference:.1e} on {proof.inputs} "
             f"{self.prepared.splits.task.samples} ({proof.dtype})"

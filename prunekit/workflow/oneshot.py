@@ -230,7 +230,7 @@ def _prune_on(
     masked, report = repair_masked(model, plan, images, repairing, log=stage)
     stage("verify: the repaired model and the compact one")
     small = compact(masked, plan)
-    proof = verify(masked, small, plan, [arguments(model, taken(images, slice(8)))])
+    proof = verify(masked, small, plan, [arguments(model, taken(images, slice(8)))], strict=True)
     flushed = without_subnormals(small, example)
     difference = max(difference, proof.max_relative_difference, flushed.max_relative_difference)
     notes += report.notes + _said(flushed)

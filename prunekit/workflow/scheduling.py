@@ -208,7 +208,7 @@ class JobSchedule:
         _log_change(part.changes[-1], steps, self._run.log)
         if part.settled():
             small = compact(part.model, part.plan)
-            proof = verify(part.model, small, part.plan, [self._prepared.example_inputs])
+            proof = verify(part.model, small, part.plan, [self._prepared.example_inputs], strict=True)
             self._run.log(f"schedule: final masks; masked == compact to {proof.max_relative_difference:.1e}")
 
     def finished(self, planned: Planned) -> Planned:

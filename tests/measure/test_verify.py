@@ -192,8 +192,13 @@ def test_a_difference_that_only_the_second_input_shows_is_found() -> None:
 def test_a_masked_model_that_is_not_masked_is_found() -> None:
     masked, plan, example = small_net()
     dense = randomised(masked).eval()
-    with pytest.raises(VerificationError, match="masked and compact model differ"):
-        verify(dense, compact(dense, plan), plan, [example])
+    small = compact(dense, plan)
+    with pytest.raises(VerificationError, match="masked and compact model differ") as error:
+        verify(dense, small, plan, [example], strict=True)
+    assert "of the masked model is not 0 where the plan prunes" in str(error.value)
+    before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    assert verify(dense, small, plan, [example]).max_relative_difference <= 1e-12  # masked by the plan itself
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
