@@ -95,6 +95,38 @@ def with_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Mo
     return clone
 
 
+def copied(model: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of a model with tensors of its own, whose hooks act on the copy.
+
+    What an earlier forward pass left in the model is copied as a value, without how it was computed.
+
+    Args:
+        model: left as it is.
+        device: where the copy's tensors lie; where the model's do by default.
+        dtype: of the copy's floating-point tensors; complex ones stay complex, of that precision or of complex64.
+
+    Raises:
+        ModelError: the model holds something that cannot be copied.
+    """
+    computed = {name: tensor.detach().clone() for name, tensor in named_tensors(model) if not tensor.is_leaf}
+    clone = with_tensors(model, computed)
+    if device is not None:
+        clone = clone.to(device)
+    if dtype is not None:
+        clone._apply(lambda tensor: in_dtype(tensor, dtype))  # type: ignore[no-untyped-call]
+    return clone
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a floating-point type if it is of such numbers; a complex one in the complex type beside it.
+
+    `Module.to(dtype)` would leave out the imaginary part. What is narrower than complex64 has no operators to speak of.
+    """
+    if tensor.is_complex():
+        return tensor.to(torch.promote_types(dtype, torch.float32).to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _shared(model: nn.Module) -> Iterator[Any]:
     """Functions in attributes of modules that `copy.deepcopy` does not know as such: scripted ones, operators."""
     for module in model.modules():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.copying import copied, named_tensors, with_tensors
 from prunekit.channels.differences import TOLERANCE
 from prunekit.channels.doubled import doubled, to_double
 from prunekit.compaction.folded import FoldedNorm, set_folds
@@ -85,7 +84,8 @@ def _more_than_a_norm(module: nn.Module, pair: Pair) -> str:
     """Why a module is not a norm with, at most, its parts in a row behind it; empty where it is one."""
     if not isinstance(module, _BatchNorm):
         return f"{type(module).__name__} is no BatchNorm of torch"
-    norm = copy.deepcopy(module).to("cpu", torch.float64).eval()
+    norm = copied(module, "cpu", torch.float64).eval()
+    assert isinstance(norm, _BatchNorm)
     with seeded(0), torch.no_grad():
         values = torch.randn(pair.shape, dtype=torch.float64)
         want = norm(values.clone())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.artifacts import StrPath
+from prunekit.channels.copying import copied
 from prunekit.errors import RunError
 
 OPSET = 23
@@ -33,7 +33,7 @@ def export_onnx(model: nn.Module, sample: Tensor | tuple[Tensor, ...], path: Str
         warnings.simplefilter("ignore")  # the exporter's own use of what torch and onnxscript will drop
         try:
             program = torch.onnx.export(
-                copy.deepcopy(model).eval(),
+                copied(model).eval(),
                 sample if isinstance(sample, tuple) else (sample,),
                 dynamo=True,
                 opset_version=OPSET,

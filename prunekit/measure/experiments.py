@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
+from prunekit.channels.copying import copied
 from prunekit.context import threads as with_threads
 from prunekit.hooks import HOOK_TABLES, is_ours
 from prunekit.measure.beside import Beside, alternately, beside
@@ -48,7 +48,7 @@ def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.
     """The model beside a copy with channels last; None where no image or no kernel has channels to put last."""
     if not any(tensor.dim() == 4 for tensor in gather(inputs)) or all(p.dim() != 4 for p in model.parameters()):
         return None
-    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    other = copied(model).to(memory_format=torch.channels_last)
     images = map_tensors(inputs, lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
     return beside(lambda: model(*inputs), lambda: other(*images), device)
 
@@ -107,7 +107,7 @@ def _masks(hook: object) -> bool:
 
 def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.device) -> Beside:
     """The model beside a copy that has the same weights and no hooks of masks."""
-    bare = copy.deepcopy(model)
+    bare = copied(model)
     for module in bare.modules():
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, torch_prune.BasePruningMethod):

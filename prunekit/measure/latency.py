@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.channels.copying import copied
 from prunekit.errors import RunError
 from prunekit.measure.choosing import choose
 from prunekit.measure.evidence import doubts, median_interval, paired_ratio
@@ -121,7 +121,7 @@ def ready(
     """
     taken = inputs_of(inputs)
     chosen, notes = choose(settings, devices)
-    copies = {name: copy.deepcopy(model).to("cpu", torch.float32).eval() for name, model in models.items()}
+    copies = {name: copied(model, "cpu", torch.float32).eval() for name, model in models.items()}
     with TemporaryDirectory(prefix="prunekit-") as place:
         folder, parts = Path(place), list[Job | list[Outcome]]()
         carriers = _Carriers(copies, taken, folder, log)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from prunekit.channels.copying import has_gradients
+from prunekit.channels.copying import copied, has_gradients
 from prunekit.data import Batches
 from prunekit.masking.targets import MaskedTensor, masked_tensors
 from prunekit.planning import Plan
@@ -54,7 +54,8 @@ class Average(Part):
         self._first = round(start * training.steps * training.epochs) + 1
         self._every = settings.every or (training.steps if swa else 1)
         self._training = training
-        self.average = AveragedModel(training.model, multi_avg_fn=self._update, use_buffers=True)
+        self.average = AveragedModel(nn.Module(), multi_avg_fn=self._update, use_buffers=True)
+        self.average.module = copied(training.model)  # which AveragedModel leaves to copy.deepcopy
         self._known, self._pruned = None, []
         yield
 

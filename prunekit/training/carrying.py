@@ -79,13 +79,8 @@ def carry_average(average: AveragedModel, plan: Plan) -> AveragedModel:
         PlanError: the plan is that of another model.
     """
     device = next((tensor.device for tensor in average.module.parameters()), None)
-    carried = AveragedModel(
-        compact(average.module, plan),
-        device,
-        average.avg_fn,
-        average.multi_avg_fn,
-        average.use_buffers,
-    )
+    carried = AveragedModel(nn.Module(), device, average.avg_fn, average.multi_avg_fn, average.use_buffers)
+    carried.module = compact(average.module, plan)
     carried.n_averaged.copy_(average.n_averaged)
     return carried
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from prunekit.channels.copying import copied
 from prunekit.context import same_random_state
 from prunekit.data import Batches
 from prunekit.distributed.exchange import share_tensors, total
@@ -83,7 +83,7 @@ def sharded_copy(model: nn.Module, train: Batches, device: torch.device) -> nn.M
         inputs, _ = two_samples(train.dataset)
     with _Called(model) as watch, tried(model, moved(arguments(model, inputs), device)):
         units = list(_units(model, watch.once()))
-    sharded = copy.deepcopy(model.cpu())
+    sharded = copied(model.cpu())
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)  # type: ignore[arg-type]  # torch's stub: may be None
     for path in [*units, ""]:
         try:

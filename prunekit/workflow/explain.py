@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.channels.copying import copied
 from prunekit.context import on_device, paused_garbage_collection, resolve_device, seeded, training_mode
 from prunekit.context import threads as with_threads
 from prunekit.errors import ModelError, UsageError
@@ -118,7 +118,7 @@ def _placed(model: nn.Module, device: torch.device) -> nn.Module:
     """The model itself where it is on the device already: a copy would be without its hooks."""
     where = device if device.index is not None or device.type != "cuda" else torch.device("cuda", 0)
     here = all(tensor.device == where for tensor in (*model.parameters(), *model.buffers()))
-    return model if here else copy.deepcopy(model).to(device)
+    return model if here else copied(model, device)
 
 
 def _try(name: str, model: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
+from prunekit.channels.copying import copied
 from prunekit.context import threads
 from prunekit.errors import UsageError
 from prunekit.training import FlowRow, GradientFlow, fit
@@ -51,7 +51,7 @@ def gradient_flow(
     flow = GradientFlow(records)
     with threads(job.threads):
         fit(
-            copy.deepcopy(prepared.model),
+            copied(prepared.model),
             prepared.splits,
             settings,
             device=prepared.device,

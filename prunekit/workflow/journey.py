@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from prunekit.artifacts import write_json
 from prunekit.channels import ChannelMap
+from prunekit.channels.copying import copied
 from prunekit.compaction import compact, load, remarks, save
 from prunekit.data import batches, describe_corrupt
 from prunekit.deploy import without_subnormals
@@ -112,7 +112,7 @@ class Journey:
         report = schedule = early = None
         if self.job.prune.schedule is not None:
             scores = None if found is None else found[0].scores
-            schedule, pruned = JobSchedule(self.prepared, plan, scores, self.run), copy.deepcopy(sparse)
+            schedule, pruned = JobSchedule(self.prepared, plan, scores, self.run), copied(sparse)
         else:
             with self.clock.stage("repair"):
                 pruned, report = repair_model(self.prepared, sparse, plan, self.run, training=self.training)
@@ -187,7 +187,7 @@ class Journey:
         chart = self.chart if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularise and settings.regularise.method}, epochs: {settings.epochs}")
         with self.clock.stage("sparsify"):
-            return trainings.train("sparsified", copy.deepcopy(dense), settings, chart=chart, removed=plan)
+            return trainings.train("sparsified", copied(dense), settings, chart=chart, removed=plan)
 
     def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
         """What counts for budgets of time: the model as its folder gives it, the deployed one where there is one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from prunekit.artifacts import read_json, write_json
-from prunekit.channels.copying import named_tensors
+from prunekit.channels.copying import copied, named_tensors
 from prunekit.compaction import compact
 from prunekit.errors import ArtifactError, ResumeError
 from prunekit.planning import load_plan
@@ -128,7 +127,7 @@ def kept_repair(run: RunFolder, dense: nn.Module) -> tuple[nn.Module, RepairRepo
     state = _read(run, "repair")
     if state is None:
         return None
-    model = copy.deepcopy(dense)
+    model = copied(dense)
     with torch.no_grad():
         for name, tensor in named_tensors(model):
             tensor.copy_(state["weights"][name])

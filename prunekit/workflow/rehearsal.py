@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.channels import trace
+from prunekit.channels.copying import copied
 from prunekit.context import threads
 from prunekit.data import Splits
 from prunekit.data.datasets import ImageDataset, SampleDataset, Subset
@@ -73,7 +73,7 @@ class Rehearsal:
             splits = _sized(prepared.splits, batch, STEPS * settings.accumulate)
             with threads(job.threads):
                 fit(
-                    copy.deepcopy(prepared.model),
+                    copied(prepared.model),
                     splits,
                     settings,
                     device=prepared.device,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
+from prunekit.channels.copying import copied
 from prunekit.distributed.group import is_main
 from prunekit.inputs import count_of
 from prunekit.masking import masked
@@ -40,7 +40,7 @@ def repair_model(
         NonFiniteError: a layer computes NaN or Inf; names the layer.
     """
     if not is_main():
-        model = copy.deepcopy(dense)
+        model = copied(dense)
         share_model(model, "the masked model")
         return model, None
     if (kept := kept_repair(run, dense)) is None:
@@ -55,7 +55,7 @@ def _repaired(
 ) -> tuple[nn.Module, RepairReport | None]:
     settings = prepared.job.repair
     if settings is None:
-        model = copy.deepcopy(dense).to(prepared.device)
+        model = copied(dense, prepared.device)
         with masked(model, plan):
             if training:
                 recalibrate_batchnorm(model, calibration_batches(prepared), prepared.device, progress=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels import ChannelMap
+from prunekit.channels.copying import copied
 from prunekit.planning import Plan
 from prunekit.training import (
     Checkpoints,
@@ -82,7 +82,7 @@ class Trainings:
 
     def control(self, dense: nn.Module) -> nn.Module:
         """The dense model after as much training as the pruned one had, with the same settings but no regulariser."""
-        model = copy.deepcopy(dense)
+        model = copied(dense)
         if self._job.sparsify is not None:
             model = self.train("control_before", model, replace(self._job.sparsify, regularise=None))
         return self.train("control", model, replace(self._job.finetune, regularise=None), *self.rewinding())

@@ -6,6 +6,7 @@ import copy
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,81 @@ from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from equivalence import TOLERANCE, Net, image, parity, randomised, settled_plan, zero_removed
 from torch import nn
+from torch.nn.utils import prune as torch_prune
 
-from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.copying import copied, named_tensors
 from prunekit.channels.slicing import RESIZERS, cut, narrow, resizer
 from prunekit.compaction import compact, load, save
 from prunekit.errors import ArtifactError, ModelError, VerificationError
 from prunekit.measure.verify import verify
 
 
-def copied(model: nn.Module) -> Any:
-    return with_tensors(model, {name: tensor.detach().clone() for name, tensor in named_tensors(model)})
+class Rated(nn.Module):
+    """A recurrent average: a buffer that each forward pass computes from weights that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("level", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.level = self.level * self.rate + x.mean((0, 1)) * (1 - self.rate)
+        return x - self.level
+
+
+class Phases(nn.Module):
+    """A filter of complex numbers."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex128) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.polar(torch.ones(6), torch.arange(6.0)).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.filter).imag.to(x.dtype)
+
+
+def scripted(layer: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated, and used
+        traced = torch.jit.trace(torch.tanh, (torch.ones(2),))
+    return Net(lambda net, x: net.tanh(net.a(x)), a=layer, tanh=traced)
+
+
+def pruned_by_torch(layer: nn.Module) -> nn.Module:
+    torch_prune.random_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+COPIED: dict[str, Callable[[], nn.Module]] = {
+    "weight norm": lambda: nn.utils.weight_norm(nn.Linear(6, 6)),
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(6, 6)),
+    "torch's mask": lambda: pruned_by_torch(nn.Linear(6, 6)),
+    "scripted function": lambda: scripted(nn.Linear(6, 6)),
+    "complex": lambda: nn.Sequential(nn.Linear(6, 6), Phases()),
+    "computed buffer": lambda: nn.Sequential(nn.Linear(6, 6), Rated()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copy_computes_the_same_with_tensors_of_its_own(name: str) -> None:
+    """After a training step, also in another precision, and also what nobody can train: `copy.deepcopy` takes none."""
+    model, x = COPIED[name](), torch.randn(2, 3, 6)
+    model(x).sum().backward()
+    model.eval()
+    twin = copied(model)
+    before = model(x).detach()
+    assert torch.equal(copied(twin)(x), before)
+    wide = copied(model, "cpu", torch.float64)
+    assert {tensor.dtype for _, tensor in named_tensors(wide)} <= {torch.float64, torch.complex128}
+    again = model(x) if name == "computed buffer" else before  # the model is at its second pass, as the copy was made
+    assert torch.allclose(wide(x.double()), again.double(), atol=1e-6)
+    half = copied(model, dtype=torch.bfloat16)
+    assert {tensor.dtype for _, tensor in named_tensors(half)} <= {torch.bfloat16, torch.complex64}
+    with torch.no_grad():
+        for _, tensor in named_tensors(model):
+            tensor.zero_()
+    assert torch.equal(copied(twin)(x), before)
 
 
 def test_parameters_stay_parameters_and_frozen_ones_frozen() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune as torch_prune
 
 from prunekit.measure import LatencySettings, compare_latency, latency, machine, measure_latency, measuring, timing
 from prunekit.measure.evidence import paired_ratio
@@ -122,6 +123,33 @@ class Pad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(nn.functional.pad(x, (0, self.width - x.shape[-1])))
         return out
+
+
+class Turned(nn.Module):
+    """A complex filter, whose imaginary part is all that the output has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.full((4,), 1 + 2j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turn).imag
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_models_that_python_does_not_copy_are_timed_with_the_outputs_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    normed, halved = nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)
+    torch_prune.l1_unstructured(halved, "weight", 0.5)
+    models = {"complex": Turned(), "normed": normed, "halved": halved}
+    jobs: list[measuring.Job] = []
+    apart = latency.measure_apart
+    monkeypatch.setattr(latency, "measure_apart", lambda job, folder: (jobs.append(job), apart(job, folder))[1])
+    report = measure_latency(models, (4,), LatencySettings(batches=(2,), repeats=5), [CPU])
+    assert [row["model"] for row in report.rows] == list(models)
+    x = jobs[0].inputs.sample(2)
+    for name, model in models.items():
+        assert torch.equal(jobs[0].expected[name, 2][0], model(*x)), name
 
 
 def test_a_known_ratio_and_its_interval() -> None:

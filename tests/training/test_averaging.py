@@ -105,6 +105,14 @@ def test_complex_weights_are_averaged_too() -> None:
     assert not torch.equal(before, first)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_model_that_python_does_not_copy_is_averaged() -> None:
+    """Its weights are computed from others by every forward pass: `copy.deepcopy` refuses them."""
+    model = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(192, 8)), nn.ReLU(), nn.Linear(8, 4))
+    part, recorder, _ = train(model, AverageSettings("swa", start=0.75))
+    close(part.average.module.state_dict(), recorder.steps[-1])
+
+
 def test_training_goes_on_from_the_raw_weights() -> None:
     plain, averaged = Recorder(), net()
     settings = TrainSettings(epochs=4, lr=0.05)

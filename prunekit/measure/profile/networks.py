@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
+from prunekit.channels.copying import copied
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.isolated import Died, NotHandedOver, Process
 from prunekit.measure.latency import Log
@@ -157,7 +157,7 @@ class _Bench(ExitStack):
         return self.pair
 
     def _ready(self, name: str, model: nn.Module, folder: str) -> Ready:
-        plain = copy.deepcopy(model).to("cpu", torch.float32).eval()
+        plain = copied(model, "cpu", torch.float32).eval()
         try:
             with torch.inference_mode():
                 expected = plain_tensors(plain(*self.inputs.sample(self.setting.batch)))

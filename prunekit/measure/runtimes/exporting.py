@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from prunekit.channels.copying import copied
 from prunekit.export import export_onnx
 from prunekit.measure.runtimes.setting import FileKey, Inputs, Source, in_dtype
 
@@ -29,4 +29,4 @@ def _file(model: nn.Module, inputs: Inputs, batch: int, dtype: str, folder: Path
     if dtype == "float32":
         return export_onnx(model, sample, path)
     kind: torch.dtype = getattr(torch, dtype)
-    return export_onnx(copy.deepcopy(model).to(kind), in_dtype(sample, kind), path)
+    return export_onnx(copied(model, dtype=kind), in_dtype(sample, kind), path)
