@@ -33,7 +33,7 @@ from prunekit.compaction import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure import measure_latency
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
-from prunekit.planning.settings import TargetSettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import NETWORKS, as_latency, in_blocks, layer_setting
 from prunekit.workflow.pruning import plan_model

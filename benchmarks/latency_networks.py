@@ -20,7 +20,7 @@ from prunekit.context import seeded
 from prunekit.measure.machine import surroundings
 from prunekit.measure.runtimes import inputs_like
 from prunekit.planning import PruneSettings
-from prunekit.planning.settings import TargetSettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile

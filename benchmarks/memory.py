@@ -24,7 +24,7 @@ def rows(name: str, size: int, batch: int, runtimes: tuple[str, ...]) -> Iterato
 
     import prunekit
     from prunekit.measure import LatencySettings, count_memory, measure_latency
-    from prunekit.planning.settings import TargetSettings
+    from prunekit.settings.pruning import TargetSettings
 
     torch.manual_seed(0)
     dense, example = torchvision.models.get_model(name, weights=None).eval(), (torch.zeros(1, 3, size, size),)

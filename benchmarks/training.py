@@ -35,6 +35,7 @@ from prunekit.data import Feed, Splits, TensorImages
 from prunekit.masking import WeightMasks, clamp_activation_grad, clamp_weight_grad, masked
 from prunekit.measure.timing import Timer, alternate, warm_up
 from prunekit.planning import Plan
+from prunekit.settings.training import Precision
 from prunekit.training import (
     AverageSettings,
     CompiledForward,
@@ -50,7 +51,6 @@ from prunekit.training import (
 )
 from prunekit.training.device import autocast
 from prunekit.training.parts import Parts
-from prunekit.training.settings import Precision
 
 STEPS = 1_000_000
 """Length that schedules of parts are laid out for; growing regularisation is at 1e-5 of it and does all its work."""

@@ -105,8 +105,8 @@ def _instead(given: Any) -> str:
     if isinstance(given, (str, PathLike)):
         return (
             f"{given if isinstance(given, str) else str(given)!r} ({type(given).__name__}); build the model, such as "
-            "torchvision.models.resnet18(), and give it its weights: model.load_state_dict(torch.load(path)); of a folder "
-            "of prunekit.save it is prunekit.load(folder)"
+            "torchvision.models.resnet18(), and give it its weights: model.load_state_dict(torch.load(path)); for a "
+            "folder of prunekit.save: prunekit.load(folder)"
         )
     if isinstance(given, Mapping):
         return "a mapping, as a state dict is; build the model, and model.load_state_dict(...)"

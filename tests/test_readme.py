@@ -14,10 +14,10 @@ from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
 from prunekit.cli import cli
-from prunekit.planning.settings import TargetSettings
 from prunekit.recipe import load
+from prunekit.settings.job import JobSettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.training import feature_paths
-from prunekit.workflow.settings import JobSettings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,10 +9,10 @@ from prunekit.calibration.moments import InputMoments
 from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.ranks import MapRanks, RankCollector
 from prunekit.calibration.read_hooks import ReadHooks, find_consumers
-from prunekit.calibration.settings import CalibrationSettings
 from prunekit.calibration.shortage import CalibrationWarning
 from prunekit.calibration.sketch import MagnitudeSketch
 from prunekit.calibration.stats import ChannelStats, NonFinite
+from prunekit.settings.calibration import CalibrationSettings
 
 __all__ = [
     "CalibrationSettings",

@@ -14,11 +14,11 @@ from prunekit.calibration.collector import StatsCollector
 from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.passes import PassHooks, run_passes
 from prunekit.calibration.ranks import RankCollector
-from prunekit.calibration.settings import MOMENTS_LIMIT_MIB, Moments
 from prunekit.calibration.stats import ChannelStats
 from prunekit.errors import UsageError
 from prunekit.inputs import inputs_in, moved, taken
 from prunekit.progress import reporting
+from prunekit.settings.calibration import MOMENTS_LIMIT_MIB, Moments
 from prunekit.tasks import Pairs, Task
 from prunekit.wrappers import unwrapped
 

@@ -14,10 +14,10 @@ from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.gram import Products, Sampling, mirrored, products
 from prunekit.calibration.moments import InputMoments
 from prunekit.calibration.read_hooks import ReadHooks, find_consumers
-from prunekit.calibration.settings import MOMENTS_LIMIT_MIB
 from prunekit.errors import UsageError
 from prunekit.globs import matching
 from prunekit.nested import tensors_in
+from prunekit.settings.calibration import MOMENTS_LIMIT_MIB
 from prunekit.wrappers import unwrapped
 
 MIB = 2**20

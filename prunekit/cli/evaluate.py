@@ -23,7 +23,7 @@ from prunekit.distributed.launch import leads
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
-    from prunekit.workflow.settings import JobSettings
+    from prunekit.settings.job import JobSettings
     from prunekit.workflow.targets import Target
 
 

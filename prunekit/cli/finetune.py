@@ -12,8 +12,8 @@ from prunekit.cli.options import common_options, device_option, load_job, output
 from prunekit.cli.output import Console, check_folder, plain, table
 
 if TYPE_CHECKING:
+    from prunekit.settings.job import JobSettings
     from prunekit.workflow import Own
-    from prunekit.workflow.settings import JobSettings
 
 SIZES = ("in", "out", "macs", "params")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 import click
 
 if TYPE_CHECKING:
-    from prunekit.workflow.settings import JobSettings
+    from prunekit.settings.job import JobSettings
 
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 ZOO = "Where MODEL is from; a module's factory is a model itself, as with --model.  [default: torchvision, else cifar]"

@@ -8,9 +8,9 @@ from prunekit.data.loading import Batches, batches
 from prunekit.data.mixing import Mixing
 from prunekit.data.own import load_own
 from prunekit.data.samples import Samples, sample_splits
-from prunekit.data.settings import AugmentSettings, DataSettings, Workers
 from prunekit.data.sources import feed_of, load_splits, missing_data
 from prunekit.data.splits import Splits
+from prunekit.settings.data import AugmentSettings, DataSettings, Workers
 
 __all__ = [
     "AugmentSettings",

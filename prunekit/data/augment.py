@@ -16,7 +16,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
 from prunekit.context import same_random_state
-from prunekit.data.settings import Augment, AugmentSettings
+from prunekit.settings.data import Augment, AugmentSettings
 
 Draw = tuple[int, int]
 """Seed and epoch that random augmentation depends on, besides the image's index."""

@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
 
 from prunekit.data.augment import Augmentation, Draw, augmentation, augmented
-from prunekit.data.settings import Augment
+from prunekit.settings.data import Augment
 
 ERASING = 1
 """Tells what is drawn for it from what is drawn before for the same image."""

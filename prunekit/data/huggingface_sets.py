@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from prunekit.data.settings import DataSettings
 from prunekit.errors import DataError, UsageError, nearest
+from prunekit.settings.data import DataSettings
 
 FIRST_WITHOUT_SCRIPTS = 4
 """The major version of `datasets` from which on no code of a data set's repository is ever run."""

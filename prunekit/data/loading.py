@@ -14,10 +14,10 @@ from torch.utils.data import Dataset as TorchDataset
 from prunekit.context import seed_all, seeded
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.mixing import Mixing
-from prunekit.data.settings import Workers
 from prunekit.data.workers import Readers
 from prunekit.distributed.exchange import everyone
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.data import Workers
 
 Batch = tuple[Any, Any]
 """Inputs and targets: of images (B, C, H, W) float32 and (B,) int64; else whatever the task makes of them."""

@@ -13,8 +13,8 @@ from prunekit.data.corrupt import CorruptImages
 from prunekit.data.datasets import check_labels, numbered_classes
 from prunekit.data.decoded import MappedImages, MapStyle, pixels
 from prunekit.data.feed import Feed
-from prunekit.data.settings import DataSettings
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.data import DataSettings
 
 LABELS = ("targets", "labels", "_labels")
 """Attributes in which torchvision's data sets keep their labels."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from prunekit.data.datasets import SampleDataset
 from prunekit.data.samples import sample_splits
-from prunekit.data.settings import DataSettings
 from prunekit.data.sources import source_of_parts, splits_of
 from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.data import DataSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION, Task
 from prunekit.user_code import code_of, run_factory
 

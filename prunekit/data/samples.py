@@ -14,10 +14,10 @@ from torch.utils.data import default_collate
 from prunekit.data.augment import Draw, drawing
 from prunekit.data.corrupt import CorruptImages
 from prunekit.data.decoded import MapStyle
-from prunekit.data.settings import DataSettings
 from prunekit.data.splits import Splits, fingerprint
 from prunekit.errors import DataError, UsageError
 from prunekit.nested import gather
+from prunekit.settings.data import DataSettings
 from prunekit.tasks import Task, Unpacking, get_task
 
 KNOWN_BY = 16

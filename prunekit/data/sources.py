@@ -21,10 +21,10 @@ from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD, Feed
 from prunekit.data.folders import Files, scan_folder
 from prunekit.data.huggingface_sets import open_rows
 from prunekit.data.mapped import classes_of, mapped, sample_bytes
-from prunekit.data.settings import DataSettings
 from prunekit.data.splits import Splits, fingerprint, split_off
 from prunekit.data.torchvision_sets import open_sets
 from prunekit.errors import DataError, UsageError
+from prunekit.settings.data import DataSettings
 
 HALF = (0.5, 0.5, 0.5)
 

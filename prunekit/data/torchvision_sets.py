@@ -8,8 +8,8 @@ from typing import Any
 
 import torchvision
 
-from prunekit.data.settings import DataSettings
 from prunekit.errors import DataError, UsageError, nearest
+from prunekit.settings.data import DataSettings
 
 _TRAIN = ({"train": True}, {"train": False})
 _SPLIT = ({"split": "train"}, {"split": "test"})

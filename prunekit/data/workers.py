@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
-from prunekit.data.settings import Workers
+from prunekit.settings.data import Workers
 
 Task = TypeVar("Task")
 

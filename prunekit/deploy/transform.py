@@ -10,7 +10,7 @@ from torch import nn
 from prunekit.deploy.foldable import Pair
 from prunekit.deploy.folding import folded, to_fold
 from prunekit.deploy.layout import laid_out
-from prunekit.deploy.settings import DeploySettings
+from prunekit.settings.deploy import DeploySettings
 
 
 @dataclass(frozen=True, eq=False)

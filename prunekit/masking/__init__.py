@@ -4,9 +4,9 @@ from prunekit.masking.activations import ActivationMasks, ActivationSparsity
 from prunekit.masking.clamps import clamp_activation_grad, clamp_weight_grad
 from prunekit.masking.combined import ChangingMasks, Sparsity, masked, sparsity
 from prunekit.masking.gradients import GradientMasks
-from prunekit.masking.settings import ActivationSettings, ClampSettings
 from prunekit.masking.thresholds import ActivationThresholds, calibrate_thresholds
 from prunekit.masking.weights import WeightMasks, inner_optimizer
+from prunekit.settings.masking import ActivationSettings, ClampSettings
 
 __all__ = [
     "ActivationMasks",

@@ -20,8 +20,8 @@ from prunekit.hooks import HookOwner
 from prunekit.inputs import moved
 from prunekit.masking.activations import ActivationMasks, Side, change_activations
 from prunekit.masking.selection import paths_matching
-from prunekit.masking.settings import ActivationSettings
 from prunekit.progress import reporting, stage, tracked
+from prunekit.settings.masking import ActivationSettings
 from prunekit.tasks import Pairs, Task
 from prunekit.wrappers import unwrapped
 

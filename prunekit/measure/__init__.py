@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
     from prunekit.measure.scoring import Accuracy, Scores, accuracy, evaluate, wilson_interval
-    from prunekit.measure.settings import LatencySettings
     from prunekit.measure.size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
+    from prunekit.settings.latency import LatencySettings
 
 _PLACES = {
     "Accuracy": "prunekit.measure.scoring",
     "LatencyReport": "prunekit.measure.latency",
-    "LatencySettings": "prunekit.measure.settings",
+    "LatencySettings": "prunekit.settings.latency",
     "Scores": "prunekit.measure.scoring",
     "accuracy": "prunekit.measure.scoring",
     "compare_latency": "prunekit.measure.latency",

@@ -10,7 +10,7 @@ import torch
 
 from prunekit.errors import UsageError
 from prunekit.measure.runtimes import RUNTIMES, Setting
-from prunekit.measure.settings import LatencySettings
+from prunekit.settings.latency import LatencySettings
 from prunekit.vocabulary import DtypeName, RuntimeName
 
 DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

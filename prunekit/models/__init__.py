@@ -4,7 +4,6 @@ from prunekit.models.checks import is_frozen, require_trainable
 from prunekit.models.factory import load_factory
 from prunekit.models.optional import OPTIONAL_ZOOS, image_shape
 from prunekit.models.outputs import auxiliary, logits
-from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import load_weights
 from prunekit.models.window_attention import (
     SizedRelativeAttention,
@@ -13,6 +12,7 @@ from prunekit.models.window_attention import (
     SizedWindowAttentionV2,
 )
 from prunekit.models.zoo import ZOOS, build_model, is_weights_file, missing_weights, zoo_names
+from prunekit.settings.model import ModelSettings
 
 __all__ = [
     "OPTIONAL_ZOOS",

@@ -15,8 +15,8 @@ from torch import nn
 from prunekit.errors import ModelError, nearest
 from prunekit.models.cifar import DEPTHS, CifarResNet
 from prunekit.models.optional import OPTIONAL_ZOOS, optional_builder, optional_names
-from prunekit.models.settings import ModelSettings
 from prunekit.models.weights import SUFFIXES, load_weights
+from prunekit.settings.model import ModelSettings
 
 ZOOS: tuple[Literal["torchvision", "cifar"], ...] = ("torchvision", "cifar")
 """Those that are always there, in which a bare name is looked up."""

@@ -14,8 +14,8 @@ from prunekit.errors import PlanError
 from prunekit.planning.costs import CostModel, cost_model
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part
-from prunekit.planning.settings import LATENCIES, BudgetSettings, PruneSettings
 from prunekit.planning.terms import Numbers, Term, latency_terms, memory_terms, terms_of
+from prunekit.settings.pruning import LATENCIES, BudgetSettings, PruneSettings
 
 COUNTED = {"channels": "channels", "macs": "macs", "params": "params", "size_mb": "bytes"}
 """What each budget counts; those of `LATENCIES` count nanoseconds, and `memory_mb` bytes that are alive."""

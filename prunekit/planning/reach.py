@@ -16,8 +16,8 @@ from prunekit.errors import PlanError, UsageError
 from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, in_words
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
-from prunekit.planning.settings import LATENCIES, SHARES, BudgetSettings, PruneSettings, Scope
 from prunekit.planning.terms import Numbers
+from prunekit.settings.pruning import LATENCIES, SHARES, BudgetSettings, PruneSettings, Scope
 
 LIMITS = ("exclude", "ratios", "min_channels", "round_to")
 SWEEPS = 4

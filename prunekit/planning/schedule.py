@@ -10,14 +10,18 @@ import numpy as np
 
 from prunekit.errors import UsageError
 from prunekit.planning.budgets import asked_for
-from prunekit.planning.settings import LATENCIES, BudgetSettings, PruneSettings, ScheduleKind, ScheduleSettings
+from prunekit.settings.pruning import (
+    BudgetSettings,
+    PruneSettings,
+    ScheduleKind,
+    ScheduleSettings,
+    contradictions,
+)
 
 ROUNDS = {"oneshot": 1, "iterative": 3, "linear": 10, "exponential": 10, "cubic": 10}
 """How often is pruned where the settings do not say."""
 FROM_BEGIN = ("oneshot", "iterative")
 """Kinds that prune at their beginning; the curves of the others leave everything there."""
-
-WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, nothing is there to repair"
 
 
 def share_kept(kind: ScheduleKind, progress: float, final: float) -> float:
@@ -181,45 +185,6 @@ def _later(settings: ScheduleSettings, places: list[float], end: int, last: int,
     every = max(1.0, even if settings.every is None else settings.every * unit)
     found = [round(end + every * index) for index in range(1, math.floor((last - end) / every + 1e-9) + 1)]
     return sorted({*found, last})
-
-
-def contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Keys of a schedule, as plain values, that do not fit its other keys, with what was expected."""
-    kind = values.get("kind", ScheduleSettings.kind)
-    given = {key for key, value in values.items() if value not in (None, False)}
-    if {"rounds", "every"} <= given:
-        yield "every", "expected nothing beside rounds, which says the same, got both; set one to null"
-    if kind == "oneshot":
-        text = "expected nothing, because kind is 'oneshot', which prunes once, at begin"
-        yield from ((key, text) for key in ("end", "rounds") if key in given)
-    if kind == "oneshot" and ("every" in given) != ("freeze" in given):
-        text = "expected it together with {}: a 'oneshot' mask is chosen anew so often, and until then"
-        yield ("every", text.format("freeze")) if "every" in given else ("freeze", text.format("every"))
-    if "freeze" in given and "regrow" not in given:
-        yield "freeze", "expected nothing, because regrow is false: masks that only grow are final at end"
-    if "rewind_lr" in given and kind != "iterative" and kind in tuple(ROUNDS):
-        yield "rewind_lr", f"expected false, because kind is {kind!r} and only 'iterative' has rounds to recover in"
-
-
-def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Keys of a `PruneSettings`, as plain values, that do not fit its schedule, with what was expected."""
-    schedule, budget = prune.get("schedule"), prune.get("budget")
-    if not isinstance(schedule, Mapping):
-        return
-    yield from ((("schedule", key), text) for key, text in contradictions(schedule))
-    timed = [name for name in LATENCIES if isinstance(budget, Mapping) and budget.get(name) is not None]
-    if timed and schedule.get("regrow") is True:
-        text = f"expected false, because prune.budget has {timed[0]}: its final plan is measured before training"
-        yield ("schedule", "regrow"), f"{text}, and another of the same cost may be slower"
-    if schedule.get("score") == "movement" and timed:
-        text = f"expected 'criterion', because prune.budget has {timed[0]}: its final plan is chosen before training"
-        yield ("schedule", "score"), text
-    elif schedule.get("score") == "movement" and prune.get("scope") == "per_mac":
-        text = (
-            "expected 'uniform', 'global' or 'capacity', because prune.schedule.score is 'movement', whose scores may "
-            "be negative"
-        )
-        yield ("scope",), text
 
 
 def at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) -> PruneSettings:

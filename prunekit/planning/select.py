@@ -13,7 +13,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import PlanError
 from prunekit.globs import globs, matching
-from prunekit.planning.settings import PruneSettings
+from prunekit.settings.pruning import PruneSettings
 
 Scores = NDArray[np.float64]
 

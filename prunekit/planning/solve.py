@@ -22,8 +22,8 @@ from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
 from prunekit.planning.reach import check_met, check_settings, fastest, nothing_free, runs_another
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
-from prunekit.planning.settings import SHARES, PruneSettings, Scope
 from prunekit.planning.widths import worth_of_widths
+from prunekit.settings.pruning import SHARES, PruneSettings, Scope
 
 GRID = 4096
 """Steps of the uniform share that the search may choose from."""

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from prunekit.data.settings import DataSettings
-from prunekit.planning import BudgetSettings
-from prunekit.planning.schedule import WITH_REPAIR, clashes
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
-from prunekit.repair.settings import FEWEST_IMAGES
-from prunekit.training.settings import TrainSettings
+from prunekit.settings.data import DataSettings
+from prunekit.settings.pruning import WITH_REPAIR, BudgetSettings, clashes
+from prunekit.settings.repair import FEWEST_IMAGES
+from prunekit.settings.training import TrainSettings
 
 Finding = tuple[KeyPath, str]
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")

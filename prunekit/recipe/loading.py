@@ -17,7 +17,7 @@ from prunekit.recipe.checks import Finding, consistency
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.recipe.overrides import apply_override
 from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
-from prunekit.workflow.settings import JobSettings
+from prunekit.settings.job import JobSettings
 
 
 def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from prunekit.recipe.document import KeyPath
-from prunekit.workflow.settings import JobSettings
+from prunekit.settings.job import JobSettings
 
 PLAIN = {
     int: "a whole number",

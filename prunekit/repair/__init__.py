@@ -2,6 +2,6 @@
 
 from prunekit.repair.repairing import repair, require_images
 from prunekit.repair.report import LayerRepair, RepairReport
-from prunekit.repair.settings import RepairSettings
+from prunekit.settings.repair import RepairSettings
 
 __all__ = ["LayerRepair", "RepairReport", "RepairSettings", "repair", "require_images"]

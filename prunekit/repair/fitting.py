@@ -27,8 +27,8 @@ from prunekit.repair.memory import chunk_values, kept_groups
 from prunekit.repair.pairing import PairFitter
 from prunekit.repair.record import Sample
 from prunekit.repair.report import SAME, LayerRepair, joined
-from prunekit.repair.settings import RepairSettings
 from prunekit.repair.weights import LayerWeights
+from prunekit.settings.repair import RepairSettings
 
 
 class LayerFitter(LayerWeights):

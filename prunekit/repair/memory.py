@@ -14,7 +14,7 @@ from prunekit.calibration.patches import gram_bytes
 from prunekit.planning import Plan
 from prunekit.repair.grouped import CHUNK, MOST_GROUPS
 from prunekit.repair.lifetimes import Lifetimes
-from prunekit.repair.settings import RepairSettings
+from prunekit.settings.repair import RepairSettings
 
 FIT, HELD, RUNNING = 3 / 8, 1 / 2, 1 / 8
 """Shares of the limit: of one layer's fit, of what is kept of all images between passes, and of a batch that runs."""

@@ -41,7 +41,7 @@ from prunekit.repair.memory import (
 from prunekit.repair.record import Gathering, LayerPass, Sample, SourceAim
 from prunekit.repair.report import LayerRepair, RepairMemory, RepairReport, dropped
 from prunekit.repair.sequential import Step, Walk
-from prunekit.repair.settings import FEWEST_IMAGES, RepairSettings
+from prunekit.settings.repair import FEWEST_IMAGES, RepairSettings
 
 
 def repair(

@@ -1,10 +1,10 @@
 """What a model is trained for: how a batch comes apart, the loss, and what is counted as good."""
 
+from prunekit.settings.task import TaskName
 from prunekit.tasks.batches import BATCH, Pairs, joined_inputs
 from prunekit.tasks.classification import IMAGE_CLASSIFICATION, TEXT_CLASSIFICATION, wilson_interval
 from prunekit.tasks.named import TASKS, get_task
 from prunekit.tasks.segmentation import SEGMENTATION
-from prunekit.tasks.settings import TaskName
 from prunekit.tasks.task import Counts, Loss, Score, Task, Unpacking, training_loss
 
 __all__ = [

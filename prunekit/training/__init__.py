@@ -1,5 +1,14 @@
 """Training and fine-tuning on one device, deterministic from a seed; BatchNorm recalibration."""
 
+from prunekit.settings.training import (
+    AverageSettings,
+    CheckpointSettings,
+    DistillSettings,
+    FeatureSettings,
+    RegulariserSettings,
+    TrainSettings,
+    WatchSettings,
+)
 from prunekit.training.asked import Sources, asked_parts, needs_plan, task_loss
 from prunekit.training.averaging import Average
 from prunekit.training.carrying import carry_average, carry_over, carry_run
@@ -18,15 +27,6 @@ from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.regularisers import Sparsifying
 from prunekit.training.replicas import share_buffers, share_corrupt
-from prunekit.training.settings import (
-    AverageSettings,
-    CheckpointSettings,
-    DistillSettings,
-    FeatureSettings,
-    RegulariserSettings,
-    TrainSettings,
-    WatchSettings,
-)
 from prunekit.training.watching import Watching
 
 __all__ = [

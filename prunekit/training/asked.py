@@ -12,13 +12,13 @@ from prunekit.channels import ChannelMap
 from prunekit.data import Splits, batches
 from prunekit.errors import UsageError
 from prunekit.planning import Plan
+from prunekit.settings.training import TrainSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION, Loss, Task, training_loss
 from prunekit.training.averaging import Average
 from prunekit.training.distillation import Distillation
 from prunekit.training.features import PlanInForce
 from prunekit.training.parts import Part
 from prunekit.training.regularisers import Sparsifying
-from prunekit.training.settings import TrainSettings
 
 STATISTICS_IMAGES = 2048
 """Training images that an average's BatchNorm statistics are taken from, at most; the calibration's many times over."""

@@ -15,10 +15,10 @@ from prunekit.channels.copying import copied, has_gradients
 from prunekit.data import Batches
 from prunekit.masking.targets import MaskedTensor, masked_tensors
 from prunekit.planning import Plan
+from prunekit.settings.training import AverageSettings
 from prunekit.training.features import PlanInForce
 from prunekit.training.parts import Part, Training
 from prunekit.training.recalibrate import recalibrate_batchnorm
-from prunekit.training.settings import AverageSettings
 
 
 class Average(Part):

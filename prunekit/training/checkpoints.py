@@ -13,8 +13,8 @@ from typing import Any
 
 from prunekit.artifacts import StrPath, remove_leftovers
 from prunekit.errors import ArtifactError, ResumeError
+from prunekit.settings.training import CheckpointSettings
 from prunekit.states import differences, read_state, write_state
-from prunekit.training.settings import CheckpointSettings
 
 SHARE = 0.05
 """Of the time, at most, that checkpoints by the clock may take."""

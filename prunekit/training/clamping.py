@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from prunekit.distributed.exchange import gather
 from prunekit.masking import ClampSettings, clamp_activation_grad, clamp_weight_grad
 from prunekit.masking.clamps import GradientClamp
+from prunekit.settings.training import TrainSettings
 from prunekit.training.history import ClampRow
 from prunekit.training.optimizers import build_optimizer
-from prunekit.training.settings import TrainSettings
 
 
 class Clamps:

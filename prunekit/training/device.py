@@ -13,7 +13,7 @@ from accelerate.utils import DataLoaderConfiguration
 
 from prunekit.distributed.group import rank, size
 from prunekit.distributed.launch import local_rank
-from prunekit.training.settings import Precision
+from prunekit.settings.training import Precision
 
 HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -18,10 +18,10 @@ from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, recomputing
 from prunekit.inputs import arguments, count_of
 from prunekit.models import logits
+from prunekit.settings.training import DistillSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION, Task, get_task
 from prunekit.training.features import Features, PlanInForce, feature_paths, not_alike
 from prunekit.training.parts import Part, Training
-from prunekit.training.settings import DistillSettings
 from prunekit.training.stopwatch import Stopwatch
 
 

@@ -23,6 +23,7 @@ from prunekit.distributed.exchange import total
 from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
 from prunekit.inputs import arguments, moved
+from prunekit.settings.training import TrainSettings
 from prunekit.tasks import Loss, Task
 from prunekit.training.device import autocast
 from prunekit.training.history import EpochRow
@@ -36,7 +37,6 @@ from prunekit.training.position import Position, Sums
 from prunekit.training.progress import Progress
 from prunekit.training.replicas import kept_apart, share_buffers, share_corrupt
 from prunekit.training.run_state import RunState
-from prunekit.training.settings import TrainSettings
 from prunekit.training.sharding import in_step
 
 Numbered = tuple[int, Batch]

@@ -15,7 +15,7 @@ from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, recomputing
 from prunekit.masking.selection import paths_matching
 from prunekit.planning import Plan
-from prunekit.training.settings import DistillSettings
+from prunekit.settings.training import DistillSettings
 
 PlanInForce = Callable[[], Plan | None]
 """The plan that masks a model now; None: the model is whole."""

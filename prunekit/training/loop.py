@@ -19,6 +19,7 @@ from prunekit.distributed.exchange import wait_for_all
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.models import require_trainable
 from prunekit.progress import wanted
+from prunekit.settings.training import TrainSettings
 from prunekit.training.asked import require_asked, task_loss
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
@@ -34,7 +35,6 @@ from prunekit.training.position import Position
 from prunekit.training.progress import Progress
 from prunekit.training.replicas import replica_of, require_same_weights, shares
 from prunekit.training.run_state import RunState, identity_of
-from prunekit.training.settings import TrainSettings
 from prunekit.training.sharding import give_back_buffers, in_shards, require_shardable, sharded_copy
 from prunekit.training.shortage import naming_batch
 from prunekit.training.strides import LongStrides

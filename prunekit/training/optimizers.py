@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from prunekit.errors import UsageError
-from prunekit.training.settings import TrainSettings
+from prunekit.settings.training import TrainSettings
 
 MakeOptimizer = Callable[..., Optimizer]
 """The user's own: called as `make(groups, lr=lr)`, such as an optimizer's class. Groups carry their weight decay."""

@@ -17,8 +17,8 @@ from prunekit.errors import ArtifactError
 from prunekit.masking import ChangingMasks, sparsity
 from prunekit.planning import Plan, ScheduleSettings
 from prunekit.planning.schedule import Stage, Timeline, timeline
+from prunekit.settings.training import TrainSettings
 from prunekit.training.parts import Part, Training
-from prunekit.training.settings import TrainSettings
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch: int) -> int:

@@ -16,9 +16,9 @@ from prunekit.channels.belonging import require_model
 from prunekit.criteria.norms import NORMS
 from prunekit.errors import UsageError
 from prunekit.planning import Plan
+from prunekit.settings.training import RegulariserSettings
 from prunekit.training.label_norms import LabelNorms
 from prunekit.training.parts import Part, Training
-from prunekit.training.settings import RegulariserSettings
 
 LASSO, CEILING = 1e-4, 1.0
 """Strengths where the settings leave them open."""

@@ -20,6 +20,7 @@ from prunekit.distributed.group import is_main, rank
 from prunekit.distributed.shards import is_shard, is_sharded, spread, whole
 from prunekit.errors import NonFiniteError, ResumeError
 from prunekit.nested import map_tensors
+from prunekit.settings.training import TrainSettings
 from prunekit.training.best import BestWeights
 from prunekit.training.checkpoints import Checkpoints
 from prunekit.training.clamping import Clamps
@@ -28,7 +29,6 @@ from prunekit.training.nonfinite import non_finite_tensor
 from prunekit.training.parts import Parts
 from prunekit.training.position import Position
 from prunekit.training.replicas import share_state
-from prunekit.training.settings import TrainSettings
 
 
 @dataclass(frozen=True, eq=False)

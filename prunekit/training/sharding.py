@@ -24,6 +24,7 @@ from prunekit.errors import ModelError, UsageError
 from prunekit.hooks import HookOwner
 from prunekit.inputs import arguments, moved
 from prunekit.nested import tensors_in
+from prunekit.settings.training import TrainSettings
 from prunekit.training.averaging import Average
 from prunekit.training.checks import two_samples
 from prunekit.training.gradient_flow import GradientFlow
@@ -31,7 +32,6 @@ from prunekit.training.parts import Part
 from prunekit.training.pruning import PruningSchedule
 from prunekit.training.regularisers import Sparsifying
 from prunekit.training.replicas import tried
-from prunekit.training.settings import TrainSettings
 from prunekit.training.watching import Watching
 
 WHOLE = (Average, GradientFlow, PruningSchedule, Sparsifying)

@@ -17,11 +17,11 @@ from prunekit.distributed.group import is_main
 from prunekit.distributed.shards import is_sharded, local
 from prunekit.masking.counting import count_zeros
 from prunekit.planning import Plan
+from prunekit.settings.training import WatchSettings
 from prunekit.training.events import Events, Histogram, histogram, of_mask
 from prunekit.training.features import PlanInForce
 from prunekit.training.history import EpochRow
 from prunekit.training.parts import ClampCounts, Part, Training
-from prunekit.training.settings import WatchSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

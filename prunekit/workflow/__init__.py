@@ -1,5 +1,6 @@
 """The journey as plain functions over dataclasses: what the recipe and the Python API both call."""
 
+from prunekit.settings.job import JobSettings
 from prunekit.workflow.batch_size import LargestBatch, find_batch_size
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
@@ -14,7 +15,6 @@ from prunekit.workflow.profiling import profile
 from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.sensitivity import Sensitivity, sensitivity
 from prunekit.workflow.sensitivity_run import SensitivityRun, analyse
-from prunekit.workflow.settings import JobSettings
 
 __all__ = [
     "CalibrationResult",

@@ -17,12 +17,12 @@ from prunekit.distributed.group import size
 from prunekit.errors import PrunekitError, RunError, UsageError
 from prunekit.measure.isolated import Died, Process
 from prunekit.measure.memory import RESOLUTION, PeakMemory
+from prunekit.settings.job import JobSettings
 from prunekit.training.shortage import is_shortage
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.rehearsal import Rehearsal
 from prunekit.workflow.runs import Log
-from prunekit.workflow.settings import JobSettings
 
 SMALLEST = 2
 """Images; BatchNorm cannot train on one."""

@@ -31,6 +31,7 @@ from prunekit.distributed.exchange import from_main, gather_on_main
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import ArtifactError
 from prunekit.inputs import count_of, moved
+from prunekit.settings.job import JobSettings
 from prunekit.training import share_corrupt
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.digests import digest, weights_digest
@@ -38,7 +39,6 @@ from prunekit.workflow.evidence import gathered, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.prepared import Prepared, chosen_batches
 from prunekit.workflow.runs import Log
-from prunekit.workflow.settings import JobSettings
 
 
 @dataclass(frozen=True, eq=False)

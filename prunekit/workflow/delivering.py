@@ -14,8 +14,8 @@ from prunekit.deploy.transform import transform_of
 from prunekit.errors import NotMeasuredError, PlanError, UsageError
 from prunekit.planning import PruneSettings
 from prunekit.planning.reach import in_the_way
-from prunekit.planning.settings import LATENCIES
 from prunekit.planning.solve import plain
+from prunekit.settings.pruning import LATENCIES
 from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
 from prunekit.workflow.goal import LatencyGoal, goal_for

@@ -20,6 +20,7 @@ from prunekit.distributed.group import is_main, size
 from prunekit.errors import PrunekitError, UsageError
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.models import require_trainable
+from prunekit.settings.job import JobSettings
 from prunekit.tasks import Task
 from prunekit.training import (
     Checkpoints,
@@ -52,7 +53,6 @@ from prunekit.workflow.own import (
 )
 from prunekit.workflow.prepared import Prepared, build_of
 from prunekit.workflow.runs import Log
-from prunekit.workflow.settings import JobSettings
 
 
 @dataclass(frozen=True, eq=False)

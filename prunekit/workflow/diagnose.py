@@ -13,10 +13,10 @@ from prunekit.data import DataSettings, Splits, batches
 from prunekit.data.datasets import SampleDataset
 from prunekit.diagnosis import Diagnosis, Pool, diagnose, require_kinds
 from prunekit.errors import UsageError
+from prunekit.settings.job import JobSettings
 from prunekit.training import TrainSettings, steps_per_epoch
 from prunekit.training.optimizers import build_optimizer, build_schedule
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import Target
 
 LOOKED_AT = 1024

@@ -6,6 +6,7 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
+from prunekit.settings.job import JobSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
 from prunekit.workflow.delivering import as_asked, by_macs, first_aim, predicted_goal, reachable_goal
@@ -17,7 +18,6 @@ from prunekit.workflow.profiling import NETWORKS
 from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.scheduling import require_schedule, schedule_rows
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import layer_rows
 
 MEASURES = (

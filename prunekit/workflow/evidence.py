@@ -13,7 +13,6 @@ from prunekit.calibration import ChannelStats, collect
 from prunekit.calibration.gains import RIDGE, with_gains
 from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
 from prunekit.calibration.patches import pixel_by_pixel
-from prunekit.calibration.settings import Moments
 from prunekit.calibration.shortage import with_raised_ridge
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors, with_tensors
@@ -22,8 +21,9 @@ from prunekit.criteria import get_criterion
 from prunekit.inputs import count_of, counted_positions, taken
 from prunekit.nested import gather, map_tensors
 from prunekit.planning.select import labels_matching
-from prunekit.planning.settings import Criterion
 from prunekit.repair import RepairSettings, require_images
+from prunekit.settings.calibration import Moments
+from prunekit.settings.pruning import Criterion
 from prunekit.tasks import BATCH, Pairs, Task, joined_inputs
 
 AT_ONCE = 4096

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from prunekit.measure.runtimes import Inputs, inputs_of
-from prunekit.measure.settings import LatencySettings
+from prunekit.settings.latency import LatencySettings
 from prunekit.workflow.explain import Explanation, explain
 from prunekit.workflow.runs import Log
 

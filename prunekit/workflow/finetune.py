@@ -16,6 +16,7 @@ from prunekit.distributed.exchange import from_main, wait_for_all
 from prunekit.distributed.failing import one_for_all
 from prunekit.distributed.group import is_main
 from prunekit.progress import stage, wanted
+from prunekit.settings.job import JobSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.delivering import reachable_goal
 from prunekit.workflow.dense import prepare
@@ -26,7 +27,6 @@ from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.runs import Log, run_folder
 from prunekit.workflow.scheduling import require_schedule
-from prunekit.workflow.settings import JobSettings
 
 Finish = Callable[[Path], object]
 write_report: Finish = partial(report.write, state="finished")

@@ -17,7 +17,7 @@ from prunekit.planning import PruneSettings
 from prunekit.planning.budgets import as_given
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.reach import least_left, require_met_untimed
-from prunekit.planning.settings import LATENCIES
+from prunekit.settings.pruning import LATENCIES
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import in_blocks, profile
 from prunekit.workflow.runs import Log

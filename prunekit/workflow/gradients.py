@@ -7,11 +7,11 @@ from dataclasses import replace
 from prunekit.channels.copying import copied
 from prunekit.context import threads
 from prunekit.errors import UsageError
+from prunekit.settings.job import JobSettings
 from prunekit.training import FlowRow, GradientFlow, fit
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.runs import Log
-from prunekit.workflow.settings import JobSettings
 
 
 def gradient_flow(

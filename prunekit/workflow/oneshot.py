@@ -26,10 +26,10 @@ from prunekit.measure.verify import verify
 from prunekit.nested import map_tensors
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.select import Scores
-from prunekit.planning.settings import Criterion, Scope, TargetSettings
 from prunekit.progress import reporting, stage
 from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
+from prunekit.settings.pruning import Criterion, Scope, TargetSettings
 from prunekit.tasks import Task
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze

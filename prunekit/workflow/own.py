@@ -16,10 +16,10 @@ from prunekit.context import seeded
 from prunekit.data import DataSettings, Splits, load_own, load_splits, missing_data
 from prunekit.errors import DataError, UsageError
 from prunekit.models import build_model, is_weights_file, load_factory, load_weights, missing_weights
+from prunekit.settings.job import JobSettings
 from prunekit.tasks import TASKS, Task, TaskName
 from prunekit.training import MakeOptimizer, TrainSettings
 from prunekit.user_code import run_factory
-from prunekit.workflow.settings import JobSettings
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from prunekit.data import Batches, Splits, batches
 from prunekit.inputs import arguments
 from prunekit.models import ModelSettings
 from prunekit.nested import tensors_in
+from prunekit.settings.job import JobSettings
 from prunekit.training import MakeOptimizer, TrainSettings
-from prunekit.workflow.settings import JobSettings
 
 
 @dataclass(frozen=True, eq=False)

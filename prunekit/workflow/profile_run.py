@@ -14,13 +14,13 @@ from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.runtimes import inputs_like
+from prunekit.settings.job import JobSettings
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import NETWORKS, layer_setting, profile
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Log, environment, run_folder
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
 
 LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")

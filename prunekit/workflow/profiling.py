@@ -34,12 +34,12 @@ from prunekit.measure.profile import (
     time_networks,
 )
 from prunekit.measure.runtimes import Setting, inputs_like
-from prunekit.measure.settings import LatencySettings
 from prunekit.planning import Plan, PruneSettings
 from prunekit.planning.reach import nothing_free
 from prunekit.planning.select import Part, free_parts
-from prunekit.planning.settings import TargetSettings
 from prunekit.progress import reporting, stage, tracked
+from prunekit.settings.latency import LatencySettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.runs import Log

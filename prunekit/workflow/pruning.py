@@ -24,7 +24,7 @@ from prunekit.errors import UsageError
 from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, make_plan
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Scores
-from prunekit.planning.settings import Scope
+from prunekit.settings.pruning import Scope
 from prunekit.workflow.planned import Planned, within_memory
 from prunekit.wrappers import require_values, unwrapped
 

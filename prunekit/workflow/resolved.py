@@ -1,35 +1,16 @@
-"""A job's settings as the text of a recipe, and the recipe that a run keeps of itself."""
+"""The recipe that a run keeps of itself: with paths that hold from anywhere."""
 
 from __future__ import annotations
 
-import io
 import shlex
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
-from ruamel.yaml import YAML
-
-from prunekit.errors import UsageError
 from prunekit.models import is_weights_file
+from prunekit.settings.job import JobSettings
+from prunekit.settings.text import dump
 from prunekit.user_code import held
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.settings import JobSettings
-
-
-def dump(job: JobSettings) -> str:
-    """Returns a job as a recipe, every default written out; `prunekit.recipe.load` of this text gives an equal job.
-
-    Raises:
-        UsageError: a setting holds what YAML has no form for; names it.
-    """
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    stream = io.StringIO()
-    yaml.dump(_plain(asdict(job), ""), stream)
-    return stream.getvalue()
 
 
 def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
@@ -61,21 +42,3 @@ def run_recipe(job: JobSettings, own: Own) -> str:
     options = [f"#   --{name} {shlex.quote(held(reference))}" for name, reference in named.items() if reference]
     said = "# Partly your own code, which no recipe runs: commands that take this recipe need these options too."
     return "\n".join([*([said, *options] if options else []), dump(resolved(job, own))])
-
-
-def _plain(value: Any, path: str) -> Any:
-    """A value as YAML has it: no tuples, paths, or numbers of NumPy's that only look like Python's."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{path}.{key}".strip(".")) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item, f"{path}.{index}") for index, item in enumerate(value)]
-    if isinstance(value, Path):
-        return str(value)
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    text = "expected a number, text, true, false, null, or a list or mapping of them, as a recipe holds it"
-    hint = "; a model that needs more is built by a factory of your own" if path.startswith("model.") else ""
-    raise UsageError(f"{path}: {text}, got {type(value).__name__}{hint}")

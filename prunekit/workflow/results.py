@@ -26,6 +26,7 @@ from prunekit.measure import (
 from prunekit.measure.runtimes import inputs_like
 from prunekit.measure.verify import Verification
 from prunekit.measure.wording import doubtful, failed, unstable, where
+from prunekit.settings.job import JobSettings
 from prunekit.tasks import Task
 from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.bench import devices
@@ -35,7 +36,6 @@ from prunekit.workflow.explaining import explain_job
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log, RunFolder, environment
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import write_csv
 
 SCORE_COLUMNS = ("group", "channel", "score", "kept")

@@ -20,9 +20,9 @@ from prunekit.distributed.exchange import from_main
 from prunekit.errors import UsageError
 from prunekit.measure.verify import verify
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
-from prunekit.planning.schedule import WITH_REPAIR, Stage, Timeline, at_stage, clashes, share_kept, timeline
+from prunekit.planning.schedule import Stage, Timeline, at_stage, share_kept, timeline
 from prunekit.planning.select import Between, Scores
-from prunekit.planning.settings import LATENCIES
+from prunekit.settings.pruning import LATENCIES, WITH_REPAIR, clashes
 from prunekit.training import PlanChange, Planner, PruningSchedule, Training, steps_per_epoch
 from prunekit.workflow.agreeing import share_stage
 from prunekit.workflow.planned import Planned

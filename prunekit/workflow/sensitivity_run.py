@@ -17,6 +17,7 @@ from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.errors import UsageError
+from prunekit.settings.job import JobSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.workflow.calibrate import calibration_images
 from prunekit.workflow.dense import prepare, train_baseline
@@ -25,7 +26,6 @@ from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Log, environment, run_folder
 from prunekit.workflow.sensitivity import Sensitivity, analyse_sensitivity, chosen_groups
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import CURVE_COLUMNS, write_csv
 
 write_report = partial(report.write_sensitivity, state="finished")

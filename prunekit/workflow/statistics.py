@@ -17,11 +17,11 @@ from prunekit.capturing.layers import channels_of
 from prunekit.context import threads
 from prunekit.data import Batches, Splits
 from prunekit.errors import UsageError
+from prunekit.settings.job import JobSettings
 from prunekit.visualise import draw_filters, first_filters, write_png
 from prunekit.visualise.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.workflow.own import Own, job_splits
 from prunekit.workflow.prepared import chosen_batches
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.sides import Sides
 from prunekit.workflow.tables import write_csv
 

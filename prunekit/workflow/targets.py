@@ -15,12 +15,12 @@ from prunekit.data import Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
 from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
 from prunekit.models import ZOOS, ModelSettings, build_model, image_shape, load_factory, load_weights, zoo_names
+from prunekit.settings.job import JobSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_model, job_splits, require_sources
 from prunekit.workflow.prepared import example_of
 from prunekit.workflow.runs import Log
-from prunekit.workflow.settings import JobSettings
 
 MANIFEST = "prunekit.json"
 

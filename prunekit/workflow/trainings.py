@@ -11,6 +11,7 @@ from torch import nn
 from prunekit.channels import ChannelMap
 from prunekit.channels.copying import copied
 from prunekit.planning import Plan
+from prunekit.settings.job import JobSettings
 from prunekit.training import (
     Checkpoints,
     ClampRow,
@@ -33,7 +34,6 @@ from prunekit.training.loop import never
 from prunekit.workflow.dense import Baseline
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
 from prunekit.workflow.watching import watched_before, watching
 

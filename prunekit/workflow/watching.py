@@ -12,11 +12,11 @@ from torch import nn
 
 from prunekit.channels import ChannelMap
 from prunekit.planning import Plan
+from prunekit.settings.job import JobSettings
 from prunekit.training import EpochRow, Part, PlanInForce, Watching
 from prunekit.training.watching import filters, sparsity_figure
 from prunekit.workflow.model_graph import model_graph
 from prunekit.workflow.runs import RunFolder
-from prunekit.workflow.settings import JobSettings
 
 FIGURES = ("macs", "params", "size_bytes")
 

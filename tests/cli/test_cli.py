@@ -67,6 +67,22 @@ def test_help_imports_neither_torch_nor_anything_as_large(arguments: list[str]) 
     assert ("criterion" if "list" in arguments else "prunekit") in done.stdout
 
 
+def test_a_wrong_recipe_is_refused_without_what_runs_a_job(tmp_path: Path) -> None:
+    recipe = tmp_path / "wrong.yaml"
+    recipe.write_text("modle: {name: resnet18}\nprune: {budget: {macs: 3}}\n")
+    code = (
+        "import sys\nfrom prunekit.cli import main\n"
+        f"sys.argv = ['prunekit', 'finetune', {str(recipe)!r}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    code = end.code\n"
+        "heavy = {'torch', 'torchvision', 'pandas', 'matplotlib', 'accelerate', 'tensorboard'} & set(sys.modules)\n"
+        "print(code, sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["2", "[]"]
+    assert "wrong.yaml:1:1: modle: unknown key; did you mean 'model'?" in done.stderr
+    assert "prune.budget.macs: expected" in done.stderr
+
+
 def test_the_package_is_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "prunekit", "-h"], capture_output=True, text=True, check=False)
     assert done.returncode == 0

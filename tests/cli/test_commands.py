@@ -23,10 +23,10 @@ from prunekit.cli.models import recipe_of_data
 from prunekit.data import load_splits
 from prunekit.measure import latency, measuring
 from prunekit.recipe import dump, load
+from prunekit.settings.job import JobSettings
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
 from prunekit.workflow.batch_size import LargestBatch, Tried
 from prunekit.workflow.finetune import Finish, write_report
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import Target
 
 Log = Callable[[str], None]

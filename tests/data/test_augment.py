@@ -18,7 +18,7 @@ from torchvision.transforms._presets import ImageClassification
 from prunekit.data import Batches, DataSettings, Feed, FolderImages, ImageDataset, TensorImages, batches, load_splits
 from prunekit.data.corrupt import CorruptImages
 from prunekit.data.mapped import mapped
-from prunekit.data.settings import Augment, AugmentSettings, ColorJitterSettings, NamedAugment, RandAugmentSettings
+from prunekit.settings.data import Augment, AugmentSettings, ColorJitterSettings, NamedAugment, RandAugmentSettings
 
 NAMES: tuple[NamedAugment, ...] = get_args(NamedAugment)
 CHANGING: tuple[Augment, ...] = (

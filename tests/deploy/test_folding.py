@@ -19,13 +19,13 @@ from prunekit.artifacts import sha256
 from prunekit.channels import trace
 from prunekit.compaction import compact, load, read_manifest, save
 from prunekit.deploy import count_subnormals, fold_batchnorm
-from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import ArtifactError, VerificationError
 from prunekit.layout import lies_channels_last
 from prunekit.measure.profile.cache import structure
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan
+from prunekit.settings.deploy import DeploySettings
 
 
 def chain(layer: nn.Module, norm: nn.Module) -> Net:

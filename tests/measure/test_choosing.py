@@ -12,7 +12,7 @@ from prunekit.errors import UsageError
 from prunekit.measure import choosing
 from prunekit.measure.choosing import choose
 from prunekit.measure.runtimes import RUNTIMES
-from prunekit.measure.settings import LatencySettings, RuntimeName
+from prunekit.settings.latency import LatencySettings, RuntimeName
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

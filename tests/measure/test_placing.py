@@ -12,8 +12,8 @@ from torch import nn
 from prunekit.measure.latency import compare_latency
 from prunekit.measure.placing import Placement, placements
 from prunekit.measure.runtimes import RUNTIMES, Setting, Source
-from prunekit.measure.settings import LatencySettings
 from prunekit.measure.timing import alternate
+from prunekit.settings.latency import LatencySettings
 
 
 class Net(nn.Module):

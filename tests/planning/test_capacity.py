@@ -13,13 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from prunekit.channels import ChannelMap, trace
-from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_plan
+from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings, free_parts, make_plan
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.latency import LatencyTable
-from prunekit.planning.schedule import ScheduleSettings, clashes
 from prunekit.planning.select import Scores
-from prunekit.planning.settings import Scope
 from prunekit.planning.widths import worth_of_widths
+from prunekit.settings.pruning import Scope, clashes
 
 sizes = st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4)
 

@@ -20,7 +20,7 @@ from prunekit.planning import BudgetSettings, PruneSettings, free_parts, make_pl
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.planning.reach import least_left, require_met_untimed
-from prunekit.planning.settings import Scope
+from prunekit.settings.pruning import Scope
 
 
 @settings(max_examples=15)

@@ -21,7 +21,7 @@ from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.planning import BudgetSettings, PruneSettings, free_parts, load_plan, make_plan
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.select import Part, Scores
-from prunekit.planning.settings import TargetSettings
+from prunekit.settings.pruning import TargetSettings
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 

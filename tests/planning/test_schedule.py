@@ -18,8 +18,9 @@ from torch import zeros
 from prunekit.channels import ChannelMap, trace
 from prunekit.errors import UsageError
 from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings, make_plan
-from prunekit.planning.schedule import Stage, at_stage, clashes, share_kept, timeline
+from prunekit.planning.schedule import Stage, at_stage, share_kept, timeline
 from prunekit.planning.select import Between
+from prunekit.settings.pruning import clashes
 
 KINDS = ("oneshot", "iterative", "linear", "exponential", "cubic")
 kinds = st.sampled_from(KINDS)

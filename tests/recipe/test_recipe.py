@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prunekit.data.settings import AugmentSettings, DataSettings, RandAugmentSettings
 from prunekit.errors import RecipeError
-from prunekit.masking.settings import ActivationSettings, ClampSettings
-from prunekit.models.settings import ModelSettings
-from prunekit.planning.settings import BudgetSettings, PruneSettings
 from prunekit.recipe import dump, load
-from prunekit.training.settings import TrainSettings
-from prunekit.workflow.settings import JobSettings
+from prunekit.settings.data import AugmentSettings, DataSettings, RandAugmentSettings
+from prunekit.settings.job import JobSettings
+from prunekit.settings.masking import ActivationSettings, ClampSettings
+from prunekit.settings.model import ModelSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings
+from prunekit.settings.training import TrainSettings
 
 GOLDEN = Path(__file__).parent / "golden"
 RECIPES = Path(__file__).parents[2] / "recipes"

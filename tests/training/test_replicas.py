@@ -20,6 +20,7 @@ from prunekit.distributed.group import rank
 from prunekit.errors import DataError, UsageError
 from prunekit.masking import ClampSettings, masked
 from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.settings.training import Precision
 from prunekit.training import (
     AverageSettings,
     DistillSettings,
@@ -34,7 +35,6 @@ from prunekit.training import (
     asked_parts,
     fit,
 )
-from prunekit.training.settings import Precision
 from prunekit.workflow import plan_model
 
 

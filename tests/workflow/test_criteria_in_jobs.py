@@ -19,7 +19,7 @@ from prunekit.errors import UsageError
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.planning.settings import Criterion
+from prunekit.settings.pruning import Criterion
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, finetune
 from prunekit.workflow.pruning import importance

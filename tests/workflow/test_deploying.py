@@ -15,11 +15,11 @@ from torch import nn
 import prunekit
 from prunekit import report
 from prunekit.data import DataSettings
-from prunekit.deploy.settings import DeploySettings
 from prunekit.errors import UsageError
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.settings.deploy import DeploySettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, prune_job
 from prunekit.workflow.deploying import require_deployable

@@ -23,7 +23,7 @@ from prunekit.errors import PlanError
 from prunekit.measure import LatencySettings, count_memory
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.planning.settings import TargetSettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, plan_model, prune_job
 from prunekit.workflow.planned import ATTEMPTS, Planned, within_memory

@@ -15,8 +15,8 @@ import prunekit
 from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure import count_memory
 from prunekit.planning import cumulated
-from prunekit.planning.settings import TargetSettings
 from prunekit.repair import RepairSettings
+from prunekit.settings.pruning import TargetSettings
 
 
 class Net(nn.Module):

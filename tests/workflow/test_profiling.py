@@ -18,8 +18,8 @@ from prunekit.errors import RunError
 from prunekit.measure.profile import LayerTimes, Sample
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
-from prunekit.planning.settings import TargetSettings
 from prunekit.report.staircases import fitted
+from prunekit.settings.pruning import TargetSettings
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
 

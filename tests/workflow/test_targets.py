@@ -14,8 +14,8 @@ from prunekit.compaction import save
 from prunekit.data import DataSettings
 from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
 from prunekit.models import ModelSettings, build_model, load_factory
+from prunekit.settings.job import JobSettings
 from prunekit.workflow import prune
-from prunekit.workflow.settings import JobSettings
 from prunekit.workflow.targets import Target, probe, resolve
 
 JOB = JobSettings("small", ModelSettings("squeezenet1_1"), data=DataSettings(image_size=32))

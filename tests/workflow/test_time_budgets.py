@@ -20,14 +20,14 @@ import prunekit
 from prunekit.channels import ChannelMap, trace
 from prunekit.compaction import compact
 from prunekit.compaction.folded import FoldedNorm
-from prunekit.deploy.settings import DeploySettings
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import PlanError, UsageError
 from prunekit.layout import lies_channels_last
 from prunekit.measure.runtimes import Inputs, inputs_like
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
-from prunekit.planning.settings import TargetSettings
+from prunekit.settings.deploy import DeploySettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.workflow import delivering, profiling
 from prunekit.workflow import goal as goals
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Timing

@@ -16,7 +16,7 @@ from prunekit.measure import latency
 from prunekit.measure.isolated import measure_apart
 from prunekit.measure.runtimes import inputs_of
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.planning.settings import TargetSettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.workflow import timed
 from prunekit.workflow.attempts import Timing
 

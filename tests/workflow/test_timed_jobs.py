@@ -18,14 +18,14 @@ from prunekit.calibration import CalibrationSettings
 from prunekit.channels import trace
 from prunekit.compaction.folded import folds_of
 from prunekit.data import DataSettings
-from prunekit.deploy.settings import DeploySettings
 from prunekit.errors import PlanError, UsageError
 from prunekit.layout import lies_channels_last
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.planning.settings import TargetSettings
 from prunekit.report.staircases import fitted
+from prunekit.settings.deploy import DeploySettings
+from prunekit.settings.pruning import TargetSettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, delivering, dry_run, journey, profile_job, prune_job
 from prunekit.workflow.attempts import Timing

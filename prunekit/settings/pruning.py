@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
@@ -148,3 +149,45 @@ class PruneSettings:
     compact_early: bool = False
     """Fine-tuning goes on with the compact model as soon as the plan is final: as fast, and what comes out is the same
     up to the order of sums and the numbers that dropout draws."""
+
+
+WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, nothing is there to repair"
+
+
+def contradictions(values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Keys of a schedule, as plain values, that do not fit its other keys, with what was expected."""
+    kind = values.get("kind", ScheduleSettings.kind)
+    given = {key for key, value in values.items() if value not in (None, False)}
+    if {"rounds", "every"} <= given:
+        yield "every", "expected nothing beside rounds, which says the same, got both; set one to null"
+    if kind == "oneshot":
+        text = "expected nothing, because kind is 'oneshot', which prunes once, at begin"
+        yield from ((key, text) for key in ("end", "rounds") if key in given)
+    if kind == "oneshot" and ("every" in given) != ("freeze" in given):
+        text = "expected it together with {}: a 'oneshot' mask is chosen anew so often, and until then"
+        yield ("every", text.format("freeze")) if "every" in given else ("freeze", text.format("every"))
+    if "freeze" in given and "regrow" not in given:
+        yield "freeze", "expected nothing, because regrow is false: masks that only grow are final at end"
+    if "rewind_lr" in given and kind != "iterative" and kind in get_args(ScheduleKind):
+        yield "rewind_lr", f"expected false, because kind is {kind!r} and only 'iterative' has rounds to recover in"
+
+
+def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Keys of a `PruneSettings`, as plain values, that do not fit its schedule, with what was expected."""
+    schedule, budget = prune.get("schedule"), prune.get("budget")
+    if not isinstance(schedule, Mapping):
+        return
+    yield from ((("schedule", key), text) for key, text in contradictions(schedule))
+    timed = [name for name in LATENCIES if isinstance(budget, Mapping) and budget.get(name) is not None]
+    if timed and schedule.get("regrow") is True:
+        text = f"expected false, because prune.budget has {timed[0]}: its final plan is measured before training"
+        yield ("schedule", "regrow"), f"{text}, and another of the same cost may be slower"
+    if schedule.get("score") == "movement" and timed:
+        text = f"expected 'criterion', because prune.budget has {timed[0]}: its final plan is chosen before training"
+        yield ("schedule", "score"), text
+    elif schedule.get("score") == "movement" and prune.get("scope") == "per_mac":
+        text = (
+            "expected 'uniform', 'global' or 'capacity', because prune.schedule.score is 'movement', whose scores may "
+            "be negative"
+        )
+        yield ("scope",), text

@@ -11,16 +11,16 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from prunekit.calibration.settings import CalibrationSettings
-from prunekit.data.settings import DataSettings
-from prunekit.deploy.settings import DeploySettings
-from prunekit.masking.settings import ActivationSettings
-from prunekit.measure.settings import LatencySettings
-from prunekit.models.settings import ModelSettings
-from prunekit.planning.settings import PruneSettings
-from prunekit.repair.settings import RepairSettings
-from prunekit.tasks.settings import TaskName
-from prunekit.training.settings import CheckpointSettings, TrainSettings, WatchSettings
+from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.data import DataSettings
+from prunekit.settings.deploy import DeploySettings
+from prunekit.settings.latency import LatencySettings
+from prunekit.settings.masking import ActivationSettings
+from prunekit.settings.model import ModelSettings
+from prunekit.settings.pruning import PruneSettings
+from prunekit.settings.repair import RepairSettings
+from prunekit.settings.task import TaskName
+from prunekit.settings.training import CheckpointSettings, TrainSettings, WatchSettings
 
 
 @dataclass(frozen=True)

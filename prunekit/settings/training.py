@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
-from prunekit.masking.settings import ClampSettings
+from prunekit.settings.masking import ClampSettings
 
 Count = Annotated[int, Ge(0)]
 Precision = Literal["fp32", "bf16", "fp16"]
