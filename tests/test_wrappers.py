@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -193,6 +194,19 @@ class ByName(nn.Module):
         return self.net(pixels) * scale  # type: ignore[no-any-return]
 
 
+class Predictor(nn.Module):
+    """Makes a copy of the model that it holds when it first runs, hooks and all, and returns what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.ready = Mixer(), list[nn.Module]()
+
+    def forward(self, x: Tensor) -> list[Any]:
+        self.ready = self.ready or [copy.deepcopy(self.network)]
+        with torch.inference_mode():
+            return self.ready[0](x).tolist()  # type: ignore[no-any-return]
+
+
 class Detour(nn.Module):
     """Runs a model that it does not hold, as a predictor does that makes its own copy."""
 
@@ -218,5 +232,7 @@ def test_examples_that_do_not_fit_say_what_would() -> None:
         prunekit.prune(Mixer(), X, macs=0.5)
     with pytest.raises(PlanError, match=r"Detour calls no module of its own .* its \.network \(Mixer\) has them all"):
         prunekit.prune(Detour(copies=True), (X,), macs=0.5)
+    with pytest.raises(PlanError, match=r"Predictor calls no module of its own .* its \.network \(Mixer\) has them all"):
+        prunekit.prune(Predictor(), (X,), macs=0.5)
     with pytest.raises(ModelError, match=r"without using any of its parameters; its \.network \(Mixer\) has them all"):
         prunekit.prune(Detour(), (X,), macs=0.5)

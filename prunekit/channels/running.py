@@ -36,6 +36,10 @@ class ModuleStack(HookOwner):
     Args:
         on_enter: gets path, module, and its arguments and named arguments.
         on_exit: the same and the result.
+
+    Attributes:
+        counts: how often each module was called, or a copy of it that took its hooks along.
+        called: paths of the modules that were called themselves.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class ModuleStack(HookOwner):
         self.paths: list[str] = [""]
         self._calls: list[ModuleCall | None] = [None]
         self.counts: dict[str, int] = {}
+        self.called: set[str] = set()
         self._path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
 
     @property
@@ -76,6 +81,8 @@ class ModuleStack(HookOwner):
         def hook(module: nn.Module, args: Any, named: Any) -> None:
             self.paths.append(path)
             self.counts[path] = self.counts.get(path, 0) + 1
+            if id(module) in self._path_of:
+                self.called.add(path)
             self._calls.append(_call(self.counts[path], sys._getframe(1)) if path else None)
             if self.on_enter is not None:
                 self.on_enter(path, module, (args, named))
