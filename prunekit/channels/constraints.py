@@ -46,6 +46,19 @@ class Crossed:
 
 
 @dataclass(frozen=True, eq=False)
+class Flattened:
+    """An axis that several became met an axis that has one label for each entry, as a flattened kernel meets a vector.
+
+    Attributes:
+        factors: labels of each of the axes that became one, repeated along it.
+        whole: of what they met.
+    """
+
+    factors: tuple[Labels, ...]
+    whole: Labels
+
+
+@dataclass(frozen=True, eq=False)
 class Nested:
     """A field met another on part of its axes: it has one label along them, or it goes with the other.
 
@@ -111,4 +124,4 @@ class Grouped:
     module: str
 
 
-Constraint = Rectangle | EqualParts | Crossed | Nested | Contracted | Padded | Grouped
+Constraint = Rectangle | EqualParts | Crossed | Flattened | Nested | Contracted | Padded | Grouped

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from prunekit.channels.constraints import Contracted, Nested
+from prunekit.channels.constraints import Contracted, Flattened, Nested
 from prunekit.channels.labels import Field, Labels, apart
 from prunekit.channels.state import FlowState
 
@@ -72,9 +72,9 @@ class Flow(FlowState):
     ) -> Fields:
         """Of two fields the wider one decides, whichever operand it is on; else the first operand's."""
         alike = [match for match in overlapping if match.span == field.span]
-        if forward and (len(alike) == 1 or not any(self.union.equal(field.labels, match.labels) for match in alike)):
-            for match in alike:
-                self.union.merge(field.labels, match.labels)
+        beside = [one for one in own[1] if one.span == field.span]
+        if forward and alike:
+            self._merge_alike(field, beside, alike)
         covered = {axis for match in overlapping for axis in match.span} >= set(full)
         nested: set[Field] = set()
         for match in overlapping:
@@ -86,6 +86,18 @@ class Flow(FlowState):
             elif wider or (forward and not set(field.span) <= set(match.span)):
                 self.union.merge(field.labels, match.labels)
         return nested
+
+    def _merge_alike(self, field: Field, beside: Sequence[Field], alike: Sequence[Field]) -> None:
+        """Merges a field with those of the same span; a flattened kernel has several: itself and those `beside` it."""
+        if len(alike) == len(beside) == 1:
+            self.union.merge(field.labels, alike[0].labels)
+        elif 1 in (len(alike), len(beside)):
+            whole, factors = (field, alike) if len(beside) == 1 else (alike[0], beside)
+            if field is beside[0]:
+                self.constraints.append(Flattened(tuple([factor.labels for factor in factors]), whole.labels))
+        elif not any(self.union.equal(field.labels, match.labels) for match in alike):
+            for match in [alike[beside.index(field)]] if len(alike) == len(beside) else alike:
+                self.union.merge(field.labels, match.labels)
 
     def _nest(self, wide: Field, part: Field, *, matched: bool) -> None:
         others = [axis for axis in wide.span if axis not in part.span]

@@ -12,6 +12,7 @@ from prunekit.channels.constraints import (
     Contracted,
     Crossed,
     EqualParts,
+    Flattened,
     Grouped,
     LockRecord,
     Nested,
@@ -81,6 +82,19 @@ def _crossed(union: LabelUnion, crossed: Crossed) -> Iterable[LockRecord]:
     return both
 
 
+def _flattened(union: LabelUnion, flattened: Flattened) -> Iterable[LockRecord]:
+    """An entry goes with the one axis that loses anything, whatever its place on those that stay: a kernel's positions.
+
+    Where several could, nothing tells them apart.
+    """
+    able = [labels for labels in flattened.factors if union.find(labels).any()]
+    for labels in able:
+        union.merge(labels, flattened.whole)
+    if not able:
+        union.lock(flattened.whole)
+    return []
+
+
 def _equal_parts(union: LabelUnion, equal: EqualParts) -> Iterable[LockRecord]:
     """Ties labels across parts, as few as it takes: what every part holds equally often needs no tie.
 
@@ -136,8 +150,9 @@ _SOLVERS: dict[type, Callable[[LabelUnion, Any], Iterable[LockRecord]]] = {
     Nested: _nested,
     Rectangle: _rectangle,
     Crossed: _crossed,
+    Flattened: _flattened,
     EqualParts: _equal_parts,
     Padded: _padded,
     Grouped: _grouped,
 }
-_RANK = {Contracted: 0, Nested: 1, Grouped: 2, Padded: 4}
+_RANK = {Contracted: 0, Flattened: 1, Nested: 1, Grouped: 2, Padded: 4}
