@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import click
 
-from prunekit.cli.models import ModelOptions, all_targets, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, all_targets, check_recipes
 from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
 from prunekit.cli.output import Console, check_folder, save, table
 from prunekit.errors import nearest
@@ -89,7 +89,7 @@ def bench_command(
     console = Console(as_json)
     check_folder(output)
     targets, overrides = split_overrides(arguments)
-    refuse_idle_overrides(overrides, targets, options["data"])
+    check_recipes(targets, overrides, ModelOptions(**options))
     from prunekit.measure import LatencySettings
     from prunekit.workflow.bench import bench as measure
     from prunekit.workflow.bench import devices, gated

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, check_recipes, one_target
 from prunekit.cli.options import (
     common_options,
     device_option,
@@ -57,7 +57,7 @@ def explain_command(
     console = Console(as_json)
     check_folder(output)
     names, overrides = split_overrides(arguments)
-    refuse_idle_overrides(overrides, [*names, dense], options["data"])
+    check_recipes([*names, dense], overrides, ModelOptions(**options))
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
     from prunekit import report

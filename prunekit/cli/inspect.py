@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prunekit.artifacts import write_text
-from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, check_recipes, one_target
 from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
 from prunekit.cli.output import Console, check_folder, save, table
 
@@ -35,7 +35,7 @@ def inspect_command(
     console = Console(as_json)
     check_folder(output)
     targets, overrides = split_overrides(arguments)
-    refuse_idle_overrides(overrides, targets, options["data"])
+    check_recipes(targets, overrides, ModelOptions(**options))
     from prunekit.workflow.inspect import inspect as look
 
     with console.running():

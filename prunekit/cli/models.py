@@ -12,6 +12,7 @@ from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
     from prunekit.models import ModelSettings
+    from prunekit.settings.job import JobSettings
     from prunekit.workflow.targets import Target
 
 
@@ -63,13 +64,10 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
 
 
 def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) -> Target:
+    recipe = name is not None and is_recipe(name)
+    job = _job(str(name), overrides, options) if recipe else None
     from prunekit.workflow.targets import resolve
 
-    recipe = name is not None and is_recipe(name)
-    if recipe and options.zoo is not None:
-        raise UsageError(f"--zoo goes with the name of a model, and {name} is a recipe: set model.zoo={options.zoo}")
-    code = {"factory": options.factory, "data": options.data, "task": options.task}
-    job = load_job(str(name), overrides, **code, seed=options.seed) if recipe else None
     return resolve(
         job or _named(name, options.zoo),
         factory=options.factory,
@@ -79,6 +77,25 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
         data=options.data if recipe else None,
         task=options.task if recipe else None,
     )
+
+
+def _job(recipe: str, overrides: Sequence[str], options: ModelOptions) -> JobSettings:
+    if options.zoo is not None:
+        raise UsageError(f"--zoo goes with the name of a model, and {recipe} is a recipe: set model.zoo={options.zoo}")
+    code = {"factory": options.factory, "data": options.data, "task": options.task}
+    return load_job(recipe, overrides, **code, seed=options.seed)
+
+
+def check_recipes(names: Iterable[str | None], overrides: Sequence[str], options: ModelOptions) -> None:
+    """Check the recipes among what a command line names, before anything that takes seconds to import.
+
+    Raises:
+        UsageError: an override, or `--data`, has no recipe to change, or a recipe has problems.
+    """
+    recipes = [name for name in names if name is not None and is_recipe(name)]
+    refuse_idle_overrides(overrides, recipes, options.data)
+    for recipe in recipes:
+        _job(recipe, overrides, options)
 
 
 def _named(name: str | None, zoo: Zoo | None) -> str | ModelSettings | None:

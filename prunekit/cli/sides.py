@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from prunekit.cli.models import ModelOptions, one_target, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, check_recipes, one_target, refuse_idle_overrides
 from prunekit.cli.options import is_recipe, load_job, split_overrides
 from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
@@ -47,6 +47,8 @@ def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console
         UsageError: it names none, or several.
     """
     names, overrides = split_overrides(arguments)
+    if any(map(is_recipe, names)):
+        check_recipes(names, overrides, options)
     from prunekit.workflow import sides
 
     folder = Path(names[0]) if len(names) == 1 else None

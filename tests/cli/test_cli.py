@@ -67,12 +67,13 @@ def test_help_imports_neither_torch_nor_anything_as_large(arguments: list[str]) 
     assert ("criterion" if "list" in arguments else "prunekit") in done.stdout
 
 
-def test_a_wrong_recipe_is_refused_without_what_runs_a_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["finetune", "calibrate", "bench", "inspect", "evaluate", "explain"])
+def test_a_wrong_recipe_is_refused_without_what_runs_a_job(command: str, tmp_path: Path) -> None:
     recipe = tmp_path / "wrong.yaml"
     recipe.write_text("modle: {name: resnet18}\nprune: {budget: {macs: 3}}\n")
     code = (
         "import sys\nfrom prunekit.cli import main\n"
-        f"sys.argv = ['prunekit', 'finetune', {str(recipe)!r}]\n"
+        f"sys.argv = ['prunekit', {command!r}, {str(recipe)!r}]\n"
         "try:\n    main()\nexcept SystemExit as end:\n    code = end.code\n"
         "heavy = {'torch', 'torchvision', 'pandas', 'matplotlib', 'accelerate', 'tensorboard'} & set(sys.modules)\n"
         "print(code, sorted(heavy))"
