@@ -232,7 +232,7 @@ def test_examples_that_do_not_fit_say_what_would() -> None:
         prunekit.prune(Mixer(), X, macs=0.5)
     with pytest.raises(PlanError, match=r"Detour calls no module of its own .* its \.network \(Mixer\) has them all"):
         prunekit.prune(Detour(copies=True), (X,), macs=0.5)
-    with pytest.raises(PlanError, match=r"Predictor calls no module of its own .* its \.network \(Mixer\) has them all"):
+    with pytest.raises(PlanError, match=r"Predictor calls no module of its own .* its \.network \(Mixer\) has them"):
         prunekit.prune(Predictor(), (X,), macs=0.5)
     with pytest.raises(ModelError, match=r"without using any of its parameters; its \.network \(Mixer\) has them all"):
         prunekit.prune(Detour(), (X,), macs=0.5)

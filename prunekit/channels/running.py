@@ -39,7 +39,7 @@ class ModuleStack(HookOwner):
 
     Attributes:
         counts: how often each module was called, or a copy of it that took its hooks along.
-        called: paths of the modules that were called themselves.
+        ran: paths of the modules that were called themselves.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ModuleStack(HookOwner):
         self.paths: list[str] = [""]
         self._calls: list[ModuleCall | None] = [None]
         self.counts: dict[str, int] = {}
-        self.called: set[str] = set()
+        self.ran: set[str] = set()
         self._path_of: dict[int, str] = {id(module): path for path, module in model.named_modules()}
 
     @property
@@ -82,7 +82,7 @@ class ModuleStack(HookOwner):
             self.paths.append(path)
             self.counts[path] = self.counts.get(path, 0) + 1
             if id(module) in self._path_of:
-                self.called.add(path)
+                self.ran.add(path)
             self._calls.append(_call(self.counts[path], sys._getframe(1)) if path else None)
             if self.on_enter is not None:
                 self.on_enter(path, module, (args, named))

@@ -52,7 +52,7 @@ class Trace:
         tables: what was counted later, see `memory_table`.
         fused_away: modules that the model's own `fuse()` takes out, whose multiply-accumulates do not count.
         calls: how often a forward pass calls each module, by its path.
-        called: paths of the modules that it calls themselves, not copies that it makes of them.
+        ran: paths of the modules that it calls themselves, not copies that it makes of them.
     """
 
     flow: Flow
@@ -65,7 +65,7 @@ class Trace:
     tables: dict[Any, Any] = field(default_factory=dict)
     fused_away: tuple[str, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
+    ran: set[str] = field(default_factory=set)
 
 
 class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -303,7 +303,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
         output = clone(*example)
     flow.operator, flow.call = "", None
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
-    trace.called |= stack.called
+    trace.ran |= stack.ran
     for tensor in tensors_in(output):
         flow.read(tensor)
         flow.lock(flow.fields(tensor), "output of the model")

@@ -9,7 +9,7 @@ from prunekit.channels.rewriting import original_of
 from prunekit.channels.slicing import bare_widths, narrow
 from prunekit.channels.substitutes import SizedAttention
 from prunekit.models import is_frozen
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 from prunekit.wrappers import unwrapped
 
 
@@ -27,10 +27,11 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
         autocast, is left behind: prepare the compact model anew.
 
     Raises:
+        UsageError: the plan is none.
         PlanError: the plan is that of another model; names the first tensor that does not fit.
     """
     model = unwrapped(model)
-    plan.require_model(model)
+    require_plan(plan, model)
     chart, keep = plan.channel_map, plan.keep
     return narrow(model, plan.kept_indices, bare_widths(model, chart, keep), attribute_values(model, chart, keep))
 

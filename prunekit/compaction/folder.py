@@ -27,7 +27,7 @@ from prunekit.context import seeded
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.layout import lies_channels_last, with_channels_last
 from prunekit.models import ModelSettings, build_model
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 from prunekit.wrappers import require_values, unwrapped
 
 FORMAT = 1
@@ -64,6 +64,7 @@ def save(
     """
     model = unwrapped(model)
     require_values(model, "a file")
+    require_plan(plan)
     folds = folds_of(model)
     indices = kept_of_folded(plan.kept_indices, folds)
     kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}

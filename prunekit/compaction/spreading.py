@@ -9,7 +9,7 @@ from torch import nn
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.slicing import blank
 from prunekit.errors import PlanError
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 
 VARIANCE = "running_var"
 
@@ -29,7 +29,7 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     Raises:
         PlanError: they do not belong together; nothing was changed.
     """
-    plan.require_model(model)
+    require_plan(plan, model)
     found = dict(named_tensors(small))
     places = {}
     for name, tensor in named_tensors(model):

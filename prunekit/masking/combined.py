@@ -19,7 +19,7 @@ from prunekit.masking.gradients import GradientMasks
 from prunekit.masking.held import HeldValues
 from prunekit.masking.weights import WeightMasks
 from prunekit.models import is_frozen
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 from prunekit.wrappers import unwrapped_for_hooks
 
 
@@ -104,6 +104,7 @@ def sparsity(model: nn.Module, plan: Plan) -> Sparsity:
 
     Biases and the parameters of norms are left out of `weights`: fresh ones are zero without being pruned.
     """
+    require_plan(plan)
     weights = [parameter.detach() for parameter in model.parameters() if parameter.ndim >= 2]
     zeros = sum(weight.numel() - int(torch.count_nonzero(weight)) for weight in weights)
     free = np.concatenate([group.labels for group in plan.channel_map.groups] or [np.zeros(0, np.int64)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from prunekit.distributed.shards import is_shard, local, spread
 from prunekit.errors import ModelError
 from prunekit.masking.last_seen import LastSeen
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type by the width of a floating-point value in bytes."""
@@ -198,7 +198,7 @@ def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: b
     Raises:
         PlanError: the plan was made for another model.
     """
-    plan.require_model(model)
+    require_plan(plan, model)
     canonical = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     found = {}
     for path, module in model.named_modules():

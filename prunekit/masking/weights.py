@@ -20,7 +20,7 @@ from prunekit.masking.held import HeldValues
 from prunekit.masking.resting import FIXED_AT_ZERO
 from prunekit.masking.targets import Entries, masked_tensors, widest_masks
 from prunekit.masking.untouched import MaskedModule
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 
 
 class WeightMasks(HookOwner):
@@ -125,6 +125,7 @@ class WeightMasks(HookOwner):
         """
         if not (self.active and self._changing) or self._held is None:
             raise RuntimeError(f"{type(self).__name__}.update: expected active masks that were made with changing=True")
+        require_plan(plan)
         self._held.write_back()
         self._plan = plan
         self.entries.clear()

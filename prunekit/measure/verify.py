@@ -22,7 +22,7 @@ from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.measure.differing import apart, largest_difference
 from prunekit.nested import gather, run_operator, tensors_in
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 from prunekit.wrappers import require_values, unwrapped
 
 
@@ -82,7 +82,7 @@ def verify(
     masked, compact = unwrapped(masked), unwrapped(compact)
     require_values(masked, "verify")
     require_values(compact, "verify")
-    plan.require_model(masked)
+    require_plan(plan, masked)
     masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
     misplaced_in: dict[Way, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.norms import Norm
 from prunekit.channels.slicing import blank, kept_indices, masked_indices
-from prunekit.errors import ArtifactError, PlanError
+from prunekit.errors import ArtifactError, PlanError, UsageError
 
 FORMAT = 1
 
@@ -187,6 +188,32 @@ class Plan:
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
+
+
+def require_plan(plan: Any, model: nn.Module | None = None) -> None:
+    """Checks that what a function was given for a plan is one, and the model's; reads no values.
+
+    Raises:
+        UsageError: it is something else; says what to give.
+        PlanError: it is that of another model, see `Plan.require_model`.
+    """
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan: expected a prunekit.Plan, got {_instead(plan)}")
+    if model is not None:
+        plan.require_model(model)
+
+
+def _instead(given: Any) -> str:
+    """What came in the place of a plan, and what to do about it."""
+    make = "prunekit.plan_model(model, example_inputs, settings), or the .plan of what prunekit.prune returns"
+    if isinstance(given, (str, PathLike)):
+        path = str(given)
+        return f"the path {path!r}; read the folder that plan.save wrote: prunekit.load_plan({path!r})"
+    if isinstance(given, ChannelMap):
+        return f"a ChannelMap, which says what may go together but not what goes; give {make}"
+    if isinstance(getattr(given, "plan", None), Plan):
+        return f"{type(given).__name__}; give its .plan"
+    return f"{'None' if given is None else type(given).__name__}; give {make}"
 
 
 def load_plan(folder: StrPath) -> Plan:

@@ -35,7 +35,7 @@ def runs_another(channel_map: ChannelMap) -> str:
     model = trace.model()
     holders = {path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))}
     inside = there(model)
-    if not inside or holders & trace.called:
+    if not inside or holders & trace.ran:
         return ""
     return f"{type(model).__name__} calls no module of its own that has parameters, on the example{inside}"
 

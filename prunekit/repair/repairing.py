@@ -19,7 +19,7 @@ from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError
 from prunekit.inputs import counted_positions, samples_in
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 from prunekit.progress import reporting, tracked
 from prunekit.repair.batches import Inputs, batches_of
 from prunekit.repair.difference import difference
@@ -80,7 +80,7 @@ def repair(
         PlanError: the plan is that of another model.
     """
     settings = settings or RepairSettings()
-    plan.require_model(dense)
+    require_plan(plan, dense)
     inputs = require_images(images)
     plan.channel_map.require_plain_forward("repair")
     original, masked = _copy(dense), _copy(dense)

@@ -97,16 +97,18 @@ class RepairReport:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what could not be fitted, and on what was fitted and not kept."""
+        """Sentences on what could not be fitted, on what was fitted and not kept, and on a repair without effect."""
         applied = [layer for layer in self.layers if layer.applied]
         tried = [layer for layer in self.layers if layer.applied or layer.note.endswith(NO_BETTER)]
         reasons = reasons_of(self.layers)
         if not tried:
             return (f"repair: no layer was refitted: {'; '.join(reasons) or 'no layer is a convolution or linear'}",)
-        if len(applied) == len(tried):
-            return self._left
-        which = f"the first {len(applied)} of {len(tried)} fitted layers are" if applied else "nothing is"
         error = "the output's error on held-out samples is"
+        if len(applied) == len(tried):
+            before, after = f"{self.before:.3g}", f"{self.after:.3g}"
+            same = f"repair: changes nothing that shows: {error} {before} of its variance without it and with it"
+            return (same, *self._left) if before == after else self._left
+        which = f"the first {len(applied)} of {len(tried)} fitted layers are" if applied else "nothing is"
         found = f"with all of them {error} {self.fitted:.3g} of its variance, without {self.before:.3g}"
         return (f"repair: {which} kept: {found}{f', with those {self.after:.3g}' if applied else ''}", *self._left)
 

@@ -15,7 +15,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import cut
 from prunekit.compaction import compact
 from prunekit.errors import PlanError
-from prunekit.planning import Plan
+from prunekit.planning import Plan, require_plan
 from prunekit.training.averaging import Average
 from prunekit.training.history import LeftRun
 from prunekit.training.pruning import PruningSchedule
@@ -45,7 +45,7 @@ def carry_over(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: P
             factor their moments); nothing was changed.
     """
     model, small = unwrapped(model), unwrapped(small)
-    plan.require_model(model)
+    require_plan(plan, model)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}  # its first, as plans
     there = dict(small.named_parameters(remove_duplicate=False))
     dense_groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -100,6 +100,7 @@ def carry_run(left: LeftRun, plan: Plan) -> LeftRun:
         PlanError: the plan is that of another model, or a state of the optimizer has a shape that says not where its
             entries belong.
     """
+    require_plan(plan)
     state = left.state
     training, optimizer = state["training"], state["training"]["optimizer"]
     kept = _kept_indices(training["model"] | training["buffers"], plan)

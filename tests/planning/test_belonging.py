@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from prunekit.channels import trace
 from prunekit.compaction import spread_
 from prunekit.criteria import score
 from prunekit.criteria.movement import Movement
-from prunekit.errors import PlanError
-from prunekit.masking import GradientMasks, WeightMasks
+from prunekit.errors import PlanError, UsageError
+from prunekit.masking import GradientMasks, WeightMasks, sparsity
 from prunekit.planning import Plan, PruneSettings, load_plan
 from prunekit.repair.repairing import repair
 
@@ -78,6 +79,34 @@ def test_a_longer_model_of_the_same_names_is_refused_and_left_alone(taker: str, 
     with pytest.raises(PlanError, match=r"'blocks.2.0.weight' of shape \(12, 8, 3, 3\) does not fit .* none of that"):
         TAKERS[taker](model, tmp_path)
     assert all(torch.equal(value, snapshot(model)[name]) for name, value in before.items())
+
+
+NO_PLANS: dict[str, tuple[Any, str]] = {
+    "a path": ("kept/plan", r"got the path 'kept/plan'; .*prunekit\.load_plan\('kept/plan'\)"),
+    "a folder": (Path("plan"), r"got the path .*prunekit\.load_plan\('plan'\)"),
+    "nothing": (None, r"got None; give prunekit\.plan_model\(model, example_inputs, settings\)"),
+    "a map": (PLAN.channel_map, r"got a ChannelMap, which .* prunekit\.plan_model\("),
+    "a result": (SimpleNamespace(plan=PLAN), r"got SimpleNamespace; give its \.plan"),
+}
+PLAN_TAKERS: dict[str, Callable[[Any, Path], Any]] = {
+    "compact": lambda plan, _: prunekit.compact(MODEL, plan),
+    "masked": lambda plan, _: entered(prunekit.masked(MODEL, plan)),
+    "changing masks": lambda plan, _: prunekit.ChangingMasks(MODEL, plan),
+    "verify": lambda plan, _: prunekit.verify(MODEL, SMALL, plan, [image()]),
+    "save": lambda plan, folder: prunekit.save(folder / "model", SMALL, plan, input_shapes=[[1, 3, 8, 8]]),
+    "spread_": lambda plan, _: spread_(MODEL, SMALL, plan),
+    "carry_over": lambda plan, _: prunekit.carry_over(SGD, MODEL, SMALL, plan),
+    "carry_average": lambda plan, _: prunekit.carry_average(AveragedModel(MODEL), plan),
+    "repair": lambda plan, _: repair(MODEL, plan, image(batch=16)[0]),
+    "sparsity": lambda plan, _: sparsity(MODEL, plan),
+}
+
+
+@pytest.mark.parametrize("taker", PLAN_TAKERS)
+def test_what_is_no_plan_is_refused_with_the_call_that_gives_one(taker: str, tmp_path: Path) -> None:
+    for given, said in NO_PLANS.values():
+        with pytest.raises(UsageError, match=rf"plan: expected a prunekit\.Plan, {said}"):
+            PLAN_TAKERS[taker](given, tmp_path)
 
 
 @pytest.mark.parametrize("taker", TAKERS)

@@ -268,6 +268,16 @@ def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeyp
     assert "with those 0.5" in report.notes[0]
 
 
+@pytest.mark.parametrize(("after", "said"), [(0.00129, True), (0.001289999, True), (0.0008, False)])
+def test_a_repair_without_effect_says_so(monkeypatch: pytest.MonkeyPatch, after: float, said: bool) -> None:
+    model = randomised(Residual().double()).eval()
+    errors = chain([0.00129], repeat(after))
+    monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
+    _, report = repair(model, planned(model, "conv2.weight", [0, 3]), IMAGES, SETTINGS)
+    assert bool(report.notes) is said
+    assert not said or "0.00129" in report.notes[0]
+
+
 @pytest.mark.parametrize("mebibytes", [1, 2, 8])
 def test_memory_is_stated_first_and_costs_no_more_than_time(mebibytes: int) -> None:
     model = randomised(Residual().double()).eval()
