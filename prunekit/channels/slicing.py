@@ -201,10 +201,25 @@ def _named_as_torch(module: Any) -> None:
         module.normalized_shape = tuple(weight.shape)
 
 
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """The shape of a layer's weight; none where it has no weight.
+
+    One that a hook computes before each pass, as the old forms of weight and spectral norm and `torch.nn.utils.prune`
+    do, still has the dense sizes: what it is computed from has those of now.
+    """
+    weight = module.weight
+    if not isinstance(weight, torch.Tensor):
+        return ()
+    tensors = [tensor for tensor in module._parameters.values() if tensor is not None and tensor.dim() == weight.dim()]
+    if "weight" not in vars(module) or not tensors:
+        return tuple(weight.shape)
+    return tuple([max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)])
+
+
 @resizer(_ConvNd)
 def _conv(module: _ConvNd) -> None:
     transposed = isinstance(module, _ConvTransposeNd)
-    rows, columns = module.weight.shape[:2]
+    rows, columns = _shape(module)[:2]
     outer = module.in_channels if transposed else module.out_channels
     if module.groups > 1 and whole_groups(module.groups, module.in_channels // module.groups):
         module.groups = module.groups * rows // outer
@@ -214,26 +229,25 @@ def _conv(module: _ConvNd) -> None:
 
 @resizer(nn.Linear)
 def _linear(module: nn.Linear) -> None:
-    module.out_features, module.in_features = module.weight.shape
+    module.out_features, module.in_features = _shape(module)
 
 
 @resizer(_NormBase)
 def _batch_norm(module: _NormBase) -> None:
-    vector = module.weight if module.weight is not None else module.running_mean
-    if vector is not None:
-        module.num_features = vector.numel()
+    shape = _shape(module) or ([] if module.running_mean is None else module.running_mean.shape)
+    if shape:
+        module.num_features = shape[0]
 
 
 @resizer(nn.LayerNorm, nn.RMSNorm)
 def _layer_norm(module: nn.LayerNorm) -> None:
-    if module.weight is not None:
-        module.normalized_shape = tuple(module.weight.shape)
+    module.normalized_shape = _shape(module) or module.normalized_shape
 
 
 @resizer(nn.GroupNorm)
 def _group_norm(module: nn.GroupNorm) -> None:
-    if module.weight is not None:
-        _set_groups(module, module.weight.numel())
+    if shape := _shape(module):
+        _set_groups(module, shape[0])
 
 
 @resizer(nn.TransformerEncoder)
@@ -250,7 +264,7 @@ def _prelu(module: nn.PReLU) -> None:
 
 @resizer(nn.Embedding)
 def _embedding(module: nn.Embedding) -> None:
-    module.num_embeddings, module.embedding_dim = module.weight.shape
+    module.num_embeddings, module.embedding_dim = _shape(module)
 
 
 @resizer(nn.RNNBase, nn.RNNCellBase)
@@ -265,4 +279,4 @@ def _recurrent(module: nn.RNNBase | nn.RNNCellBase) -> None:
 
 @resizer(nn.EmbeddingBag)
 def _embedding_bag(module: nn.EmbeddingBag) -> None:
-    module.num_embeddings, module.embedding_dim = module.weight.shape
+    module.num_embeddings, module.embedding_dim = _shape(module)

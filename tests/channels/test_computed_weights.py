@@ -165,3 +165,21 @@ def test_kernels_that_meet_a_vector_when_flattened_lose_input_channels(
         masked, *others = (one.train(training)(*images) for one in (model, small, again))
         for other in others:
             torch.testing.assert_close(other, masked)
+
+
+@pytest.mark.parametrize("computed", [by_hook, masked_by_torch, spectral_norm, parametrizations.spectral_norm])
+def test_layers_whose_weights_are_computed_know_their_new_sizes(computed: Any) -> None:
+    torch.manual_seed(0)
+    convs = nn.Conv1d(3, 8, 3), nn.Conv1d(8, 24, 3, groups=4)  # which loses whole groups
+    head = nn.Sequential(nn.Linear(24, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 4))
+    a, b, head[0] = computed(convs[0]), computed(convs[1]), computed(head[0])
+    model = Net(lambda net, x: net.head(net.b(net.a(x).relu()).relu().mean(2)), a=a, b=b, head=head).eval()
+    plan = settled_plan(model, IMAGES)
+    with prunekit.masked(model, plan, torch.optim.SGD(model.parameters())):
+        pass
+    small: Any = prunekit.compact(model, plan)
+    assert verify(model, small, plan, [IMAGES]).max_relative_difference <= 1e-9
+    sizes = small.a.out_channels, small.b.in_channels, small.b.groups, small.b.out_channels
+    assert sizes == (6, 6, 3, 18)
+    assert (small.head[0].in_features, small.head[0].out_features) == (18, small.head[3].in_features)
+    assert small.head[3].in_features < 12
