@@ -21,12 +21,36 @@ from prunekit.errors import ModelError, UsageError
 T = TypeVar("T")
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
+def set_mode(model: M, training: bool) -> M:
+    """Puts a model into train or eval mode, and returns it.
+
+    A module that `torch.export` made refuses both: its operators are those of the mode that it was exported in.
+
+    Raises:
+        ModelError: it cannot be put into train mode.
+    """
+    try:
+        model.train(training)
+    except NotImplementedError as error:
+        if training:
+            raise ModelError(
+                f"{type(model).__name__} cannot be put into train mode: {error} Its operators are fixed, as those of a "
+                "module that torch.export made; give the module that it was exported from, and export what comes of it"
+            ) from error
+        for module in model.modules():
+            module.training = False
+    return model
+
+
 @contextmanager
 def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Puts a model into train or eval mode; afterwards every module is in the mode it had."""
     before = [(module, module.training) for module in model.modules()]
-    model.train(training)
     try:
+        set_mode(model, training)
         yield
     finally:
         for module, mode in before:

@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import prunekit
 from prunekit.errors import ModelError, PlanError, UsageError
+from prunekit.measure import LatencySettings, measure_latency
 from prunekit.wrappers import unwrapped
 
 CPU = torch.device("cpu")
@@ -192,6 +193,22 @@ class ByName(nn.Module):
 
     def forward(self, *, pixels: Tensor, scale: float = 1.0) -> Tensor:
         return self.net(pixels) * scale  # type: ignore[no-any-return]
+
+
+def test_an_exported_module_is_worked_on_in_the_mode_it_has() -> None:
+    """It refuses `train()` and `eval()`, which whatever runs a model calls."""
+    model = randomised(Mixer()).eval()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(model, (X,), dynamic_shapes=({0: batch},)).module()
+    images = torch.randn(24, 5)
+    assert prunekit.calibrate(exported, [X], CPU).layers
+    assert prunekit.summary(exported, (X,)).macs == prunekit.summary(model, (X,)).macs
+    done = prunekit.prune(exported, images, macs=0.6)
+    assert done.max_relative_difference < 1e-9
+    assert sum(p.numel() for p in done.model.parameters()) < sum(p.numel() for p in model.parameters())
+    assert measure_latency({"exported": done.model}, (5,), LatencySettings(batches=(2,), repeats=5), [CPU]).rows
+    with pytest.raises(ModelError, match=r"cannot be put into train mode: .* give the module that it was exp"):
+        prunekit.diagnose(exported, [(images, torch.zeros(24, dtype=torch.int64))])
 
 
 class Predictor(nn.Module):

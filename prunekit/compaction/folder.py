@@ -23,7 +23,7 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
 from prunekit.channels.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded import folds_of, kept_of_folded, with_folds
-from prunekit.context import seeded
+from prunekit.context import seeded, set_mode
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.layout import lies_channels_last, with_channels_last
 from prunekit.models import ModelSettings, build_model
@@ -141,7 +141,7 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = "attention_heads, widths_of_bare_norms or attributes: does not fit the model"
         raise ArtifactError(f"{folder / MANIFEST}: {reason}: {error}") from error
-    return loaded.eval()
+    return set_mode(loaded, False)
 
 
 def _heads(manifest: dict[str, Any]) -> Heads:

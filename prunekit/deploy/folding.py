@@ -14,7 +14,7 @@ from prunekit.channels.copying import copied, named_tensors, with_tensors
 from prunekit.channels.differences import TOLERANCE
 from prunekit.channels.doubled import doubled, to_double
 from prunekit.compaction.folded import FoldedNorm, set_folds
-from prunekit.context import seeded
+from prunekit.context import seeded, set_mode
 from prunekit.deploy.foldable import Foldable, Pair, foldable
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
@@ -77,7 +77,7 @@ def folded(model: nn.Module, pairs: Sequence[Pair]) -> nn.Module:
         model: of any widths; may be without values, on the meta device.
     """
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
-    return _folded(with_tensors(model, own), pairs).eval()
+    return set_mode(_folded(with_tensors(model, own), pairs), False)
 
 
 def _more_than_a_norm(module: nn.Module, pair: Pair) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from prunekit.context import set_mode
 from prunekit.diagnosis.observation import Modes
 
 
@@ -44,9 +45,9 @@ def batchnorm_modes(model: nn.Module) -> dict[str, Modes]:
     before = [(module, module.training) for module in model.modules()]
     found = {path: module.training for path, module in norms.items()}
     try:
-        model.train()
+        set_mode(model, True)
         training = {path: module.training for path, module in norms.items()}
-        model.eval()
+        set_mode(model, False)
         evaluating = {path: module.training for path, module in norms.items()}
     finally:
         for module, mode in before:

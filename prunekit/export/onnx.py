@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.artifacts import StrPath
 from prunekit.channels.copying import copied
+from prunekit.context import set_mode
 from prunekit.errors import RunError
 
 OPSET = 23
@@ -33,7 +34,7 @@ def export_onnx(model: nn.Module, sample: Tensor | tuple[Tensor, ...], path: Str
         warnings.simplefilter("ignore")  # the exporter's own use of what torch and onnxscript will drop
         try:
             program = torch.onnx.export(
-                copied(model).eval(),
+                set_mode(copied(model), False),
                 sample if isinstance(sample, tuple) else (sample,),
                 dynamo=True,
                 opset_version=OPSET,

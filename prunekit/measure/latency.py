@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.copying import copied
+from prunekit.context import set_mode
 from prunekit.errors import RunError
 from prunekit.measure.choosing import choose
 from prunekit.measure.evidence import doubts, median_interval, paired_ratio
@@ -121,7 +122,7 @@ def ready(
     """
     taken = inputs_of(inputs)
     chosen, notes = choose(settings, devices)
-    copies = {name: copied(model, "cpu", torch.float32).eval() for name, model in models.items()}
+    copies = {name: set_mode(copied(model, "cpu", torch.float32), False) for name, model in models.items()}
     with TemporaryDirectory(prefix="prunekit-") as place:
         folder, parts = Path(place), list[Job | list[Outcome]]()
         carriers = _Carriers(copies, taken, folder, log)

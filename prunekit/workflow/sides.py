@@ -19,6 +19,7 @@ from prunekit.capturing.layers import attention_weights
 from prunekit.channels import trace
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.compaction import read_manifest
+from prunekit.context import set_mode
 from prunekit.data import DataSettings, ImageDataset, Splits, feed_of
 from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.models import load_factory
@@ -125,7 +126,7 @@ class Sides:
 def sides_of(target: Target, data: DataSettings | None = None, own_data: str | None = None) -> Sides:
     """A single model, as commands name one."""
     notes = () if target.trained else (f"{target.name}: its weights are random",)
-    models = {DENSE: target.model.eval()}
+    models = {DENSE: set_mode(target.model, False)}
     return Sides(target.name, models, target.sample_shape, data, own_data, target.splits, notes=notes)
 
 
@@ -200,7 +201,7 @@ def _dense_beside(run: Path, folder: Path, factory: str | None) -> tuple[nn.Modu
     wrong = sorted(name for name in shapes.keys() | tensors.keys() if _shape(tensors, name) != shapes.get(name))
     if wrong:
         raise ArtifactError(f"{path}: does not belong to this dense model: {', '.join(wrong[:3])} differ")
-    return with_tensors(dense, tensors).eval(), ()
+    return set_mode(with_tensors(dense, tensors), False), ()
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> Any:

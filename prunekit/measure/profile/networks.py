@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.copying import copied
+from prunekit.context import set_mode
 from prunekit.errors import RunError, UsageError
 from prunekit.measure.isolated import Died, NotHandedOver, Process
 from prunekit.measure.latency import Log
@@ -157,7 +158,7 @@ class _Bench(ExitStack):
         return self.pair
 
     def _ready(self, name: str, model: nn.Module, folder: str) -> Ready:
-        plain = copied(model, "cpu", torch.float32).eval()
+        plain = set_mode(copied(model, "cpu", torch.float32), False)
         try:
             with torch.inference_mode():
                 expected = plain_tensors(plain(*self.inputs.sample(self.setting.batch)))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.copying import copied
+from prunekit.context import set_mode
 from prunekit.layout import lies_channels_last
 from prunekit.measure.placing import Placement
 from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source, in_dtype
@@ -101,7 +102,7 @@ def _placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module
     assert source.module is not None
     form = FORMATS[layout_of(source.module, setting.memory_format)]
     device, dtype = torch.device(setting.device), setting.torch_dtype
-    module = copied(source.module, device, dtype).to(memory_format=form).eval()
+    module = set_mode(copied(source.module, device, dtype).to(memory_format=form), False)
     # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
     return module, tuple(
         one.to(device, memory_format=form if one.dim() == 4 else torch.preserve_format)
