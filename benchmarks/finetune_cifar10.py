@@ -30,6 +30,7 @@ from common import keep, reductions, show
 
 from prunekit.errors import PrunekitError
 from prunekit.recipe import load
+from prunekit.workflow.resolved import resolved
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "resnet56-cifar10.yaml"
 CURVE = ("epoch", "lr", "train_loss", "train_top1", "validation_loss", "validation_top1", "images_per_s", "seconds")
@@ -50,7 +51,7 @@ def overrides(options: argparse.Namespace, folder: Path, reduction: float, seed:
 
 def finished(folder: Path, changes: Sequence[str]) -> Path | None:
     """The newest run of the same recipe that has come to its end."""
-    wanted = load(RECIPE, changes)
+    wanted = resolved(load(RECIPE, changes))
     for metrics in sorted(folder.glob("*/*/metrics.json"), reverse=True):
         kept = load(metrics.parent / "recipe.yaml")
         if replace(kept, output=wanted.output) == wanted:
@@ -71,7 +72,7 @@ def row(options: argparse.Namespace, reduction: float, seed: int, *, control: bo
         command = [sys.executable, "-m", "prunekit", "finetune", str(RECIPE), "--resume", "auto", *changes]
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         run = finished(folder, changes)
-        if done.returncode or run is None:
+        if run is None:  # one that fell short ends with 1 as well, and is a result
             raise SystemExit(f"MACs / {reduction:g}, seed {seed}: prunekit finetune ended with {done.returncode}")
     return figures(run, reduction, seed)
 
@@ -94,6 +95,7 @@ def figures(run: Path, reduction: float, seed: int) -> dict[str, Any]:
         "macs": metrics["pruned"]["macs"],
         "params": metrics["pruned"]["params"],
         "parity": metrics["parity"]["max_relative_difference"],
+        "shortfalls": metrics["shortfalls"],
         "epochs": after.epochs,
         "lr": after.lr,
         "precision": after.precision,
