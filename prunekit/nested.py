@@ -11,16 +11,6 @@ import torch
 from torch import nn
 
 
-def run_operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an ATen operator that a dispatch mode was handed.
-
-    Traced code keeps the numbers of its Python as tensors, and torch hands their reader the number itself: it is read.
-    """
-    if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
-        return args[0]
-    return func(*args, **kwargs)
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts, and the attributes of dataclasses and other plain objects."""
     return iter(gather(value))

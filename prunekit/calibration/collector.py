@@ -20,7 +20,7 @@ from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
 from prunekit.globs import globs
-from prunekit.hooks import never_called, refuse_nested
+from prunekit.hooks import never_called
 from prunekit.nested import tensors_in
 from prunekit.wrappers import unwrapped
 
@@ -163,14 +163,15 @@ class StatsCollector(ReadHooks):
         self._calls[path, side] += 1
         if tensor is None or tensor.ndim < 2:
             return
-        refuse_nested(tensor, str(key))
         if axis is None:
             module = self._targets[path]
             plain = next(module.parameters(), None) is None
             by_token = plain and tensor.ndim == 3 and tensor.shape[:2] == self.sequences
             axis = self._axes.get(path, 2 if by_token else channel_axis(module, tensor.ndim))
         with torch._C.DisableTorchFunction():  # what is computed here is not the model's
-            self._running[key] = self._summarise(tensor, _checked_axis(tensor, axis, key))
+            found = self.measurable(tensor, axis)
+            if found is not None:
+                self._running[key] = self._summarise(found[0], _checked_axis(*found, key))
 
     def keep(self) -> None:
         """Adds what the finished forward pass showed; one that failed half way counts for nothing."""

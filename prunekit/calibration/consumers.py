@@ -119,7 +119,7 @@ class ReadWatch(CallWatch):
         if name is None:
             return call.run()
         groups = call.argument(6, "groups") or 1
-        consumer = Consumer(name, values.shape[product.axis(values)], int(groups), product.input_axis)
+        consumer = Consumer(name, values.size(product.axis(values)), int(groups), product.input_axis)
         replaced = self._before(consumer, values, product.axis(values))
         result = (call if replaced is None else call.reading(product.values, product.names[0], replaced)).run()
         changed = self._after(consumer, result, product.axis(result))

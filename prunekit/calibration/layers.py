@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from prunekit.calibration.patches import CONVOLUTIONS, Reading
 from prunekit.channels.copying import named_tensors
+from prunekit.channels.storages import is_plain
 from prunekit.hooks import HookOwner, after_forward, before_forward
 
 _LOOKS = frozenset({"__get__", "dim", "size", "stride", "is_contiguous", "is_floating_point", "_set_grad_enabled"})
@@ -151,9 +152,9 @@ class CallWatch(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """One forward pass, without gradients, is watched."""
+        """One forward pass, without gradients, is watched; compiled code runs as it is written."""
         self.number = self._inside = 0
-        with torch.no_grad(), self._norms, self:
+        with torch.no_grad(), self._norms, torch.compiler.set_stance("force_eager"), self:
             yield
 
     def call(self, call: Call) -> Any:
@@ -211,7 +212,7 @@ class CallWatch(TorchFunctionMode):
         bias = None if place[2] is None else (*call.args, None, None)[place[2]]
         bias = call.named.get("bias") if bias is None else bias
         name = None if bias is None else self.names.get(id(bias))
-        usual = not place[3] or (not call.named and matrix.dim() == 2 and inputs.dim() >= 2)
+        usual = is_plain(inputs) and (not place[3] or (not call.named and matrix.dim() == 2 and inputs.dim() >= 2))
         if weight is None or (bias is not None and name is None) or not usual:
             return None
         return Operands(inputs, matrix, weight, name, place[3] != (turned is not None))

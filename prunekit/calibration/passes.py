@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prunekit.channels.storages import is_plain
 from prunekit.context import training_mode, without_gradients
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
@@ -72,8 +73,8 @@ class PassHooks(HookOwner):
 
     @property
     def inside(self) -> bool:
-        """Whether a forward pass of the model is running."""
-        return self._depth > 0
+        """Whether a forward pass of the model is running, and no transform such as vmap: it hides values."""
+        return self._depth > 0 and torch._C._functorch.peek_interpreter_stack() is None
 
     def require_passes(self) -> None:
         """Checks that there is something to return.
@@ -84,6 +85,16 @@ class PassHooks(HookOwner):
         if self._passes == 0:
             name = type(self).__name__
             raise UsageError(f"no forward pass was seen: call the model itself inside `with {name}(model)`")
+
+    def measurable(self, values: Tensor, axis: int) -> tuple[Tensor, int] | None:
+        """An activation and its channel axis; of a nested one all parts, one behind the other, channels last.
+
+        None for one whose values aren't there one by one, as of sparse ones.
+        """
+        if values.is_nested:
+            rows = torch.cat(values.unbind())
+            return rows, rows.dim() - 1
+        return (values, axis) if is_plain(values) else None
 
     def without_padding(self, values: Tensor, axis: int) -> tuple[Tensor, int]:
         """What an activation holds at positions that are no padding, and its channel axis.
@@ -122,7 +133,7 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device, *
         model: already on `device`; every module is afterwards in the mode it had.
         batches: inputs as `arguments` takes them, or tuples and lists whose first entry is that.
     """
-    with training_mode(model, False), ExitStack() as entered:
+    with training_mode(model, False), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
         for owner in owners:
             entered.enter_context(owner)
         for batch in tracked(batches, "calibration"):

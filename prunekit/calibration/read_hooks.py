@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from prunekit.calibration.consumers import Consumer, ReadWatch, See
 from prunekit.calibration.passes import PassHooks, run_passes
 from prunekit.channels.substitutes import SUBSTITUTES, substitute_all
-from prunekit.hooks import refuse_nested
+
+_Note = Callable[[Consumer, Tensor, int], None]
 
 
 class WatchedPasses(PassHooks):
@@ -76,15 +78,18 @@ class ReadHooks(WatchedPasses):
 
     def _before(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         if self.inside and values.is_floating_point():
-            refuse_nested(values, f"input of {consumer.path}")
             self.consumers.setdefault(consumer.path, consumer)
-            with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-                self.see(consumer, values, axis)
+            self._hand(self.see, consumer, values, axis)
 
     def _after(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         if self.inside and values.is_floating_point():
-            with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-                self.made(consumer, values, axis)
+            self._hand(self.made, consumer, values, axis)
+
+    def _hand(self, note: _Note, consumer: Consumer, values: Tensor, axis: int) -> None:
+        with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+            found = self.measurable(values, axis)
+            if found is not None:
+                note(consumer, *found)
 
 
 class _Finder(ReadHooks):

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.decisions import Decision, decision, without_chance
 from prunekit.channels.differences import TOLERANCE, relative_difference, rounding
 from prunekit.channels.map import ChannelMap, Keep
+from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.operators import Operator, Run, is_counted
 from prunekit.channels.precision import AS_DOUBLE, OWN, Precision
 from prunekit.channels.running import ModuleStack, innermost_module, line_of, mode_for_trace, plain_attention
 from prunekit.channels.slicing import take
+from prunekit.channels.storages import is_plain, plain_in
 from prunekit.context import same_draws
 from prunekit.errors import ModelError
-from prunekit.nested import gather, run_operator
+from prunekit.nested import gather
 
 Key = tuple[str, str, int]
 """A module path, an operator, and the how-manieth call of it directly in that module: stable where order is not."""
@@ -56,23 +57,25 @@ See = Callable[[Key, str, Any, list[torch.Tensor]], None]
 """Gets an operator's key, its name, its arguments with named ones, and the tensors of its result."""
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(OperatorMode):
     """Counts operators by module and hands each, with its key, to `see`."""
 
     def __init__(self, stack: ModuleStack, see: See) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.stack, self.see = stack, see
         self.counts: dict[tuple[str, str], int] = {}
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func._schema.name).replace("::", ".")
-        out = without_chance(name, run_operator(func, args, kwargs or {}))
+        out = without_chance(name, run_operator(func, args, kwargs))
         self.total += 1
         if is_counted(func, name):
+            outs = gather(out)
             module = self.stack.current
             number = self.counts[module, name] = self.counts.get((module, name), -1) + 1
-            self.see((module, name, number), name, (args, kwargs or {}), gather(out))
+            if all(map(is_plain, gather((args, kwargs, outs)))):
+                self.see((module, name, number), name, (args, kwargs), outs)
         return out
 
 
@@ -251,4 +254,4 @@ def _forward(
             owner = stack.path_of(innermost_module(error))
             where = Divergence(module, "", (module, "", -1), float("inf"), detail, after=watch.total, owner=owner)
             raise _Parted(where) from error
-    return [tensor.detach() for tensor in gather(output)]
+    return [tensor.detach() for tensor in plain_in(output)]

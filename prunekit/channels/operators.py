@@ -11,6 +11,7 @@ from prunekit.channels.constraints import Constraint
 from prunekit.channels.labels import Field
 from prunekit.channels.running import ModuleCall
 from prunekit.channels.sites import Site
+from prunekit.channels.storages import shape_of
 
 
 @dataclass(eq=False, slots=True)
@@ -44,10 +45,10 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.T
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.shape
+            return shape_of(value)
         return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    return [plain(arg) for arg in args], {k: plain(v) for k, v in kwargs.items()}, [out.shape for out in outs]
+    return [plain(arg) for arg in args], {k: plain(v) for k, v in kwargs.items()}, [shape_of(out) for out in outs]
 
 
 @dataclass(eq=False)

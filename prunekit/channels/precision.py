@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from prunekit.nested import run_operator
+from prunekit.channels.modes import OperatorMode, run_operator
 
 WIDE = {
     torch.float32: torch.float64,
@@ -22,15 +21,14 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 
-class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Widened(OperatorMode):
     """Every operator that takes or makes narrower floats does it in float64.
 
     So `x.float()` of a norm that computes in float32 does not round what is compared, and masks and grids made in
     float32 do not meet float64 where torch wants one type.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if func.is_view and name != "aten::lift_fresh":  # the same memory: whoever computes with it widens it
             return func(*args, **kwargs)
@@ -64,7 +62,7 @@ class _ReportedNarrow(TorchFunctionMode):
 
 @contextmanager
 def _reported_narrow() -> Iterator[None]:
-    with _Widened(), _ReportedNarrow():  # type: ignore[no-untyped-call]
+    with _Widened(), _ReportedNarrow():
         yield
 
 

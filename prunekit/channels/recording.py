@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.running import ModuleStack, without_fast_path
+from prunekit.channels.storages import memory_of, parts_of, shape_of, storage_of
 from prunekit.context import paused_garbage_collection, seeded, training_mode
 from prunekit.errors import ModelError
-from prunekit.nested import gather, map_tensors, run_operator, tensors_in
+from prunekit.nested import gather, map_tensors, tensors_in
 
 Place = tuple[int, int]
 """A tensor: the number of the operator that returned it, and which of its results it is."""
@@ -83,32 +84,37 @@ def _last(piece: Piece) -> int:
     return piece.last
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(OperatorMode):
     """Notes every operator that runs inside it, and is told when a piece of memory is let go."""
 
     def __init__(self, recording: Recording, stack: ModuleStack, given: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording, self.stack = recording, stack
-        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self._given = {memory_of(tensor) for tensor in given}
         self._alive: dict[int, tuple[Piece, Any]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = run_operator(func, args, kwargs or {})
-        outs = gather(out)
-        if outs:
-            steps = self.recording.steps
-            known = tuple(getattr(tensor, "_prunekit_place", None) for tensor in gather((args, kwargs)))
-            shapes = tuple(tuple(tensor.shape) for tensor in outs)
-            steps.append(Step(str(func._schema.name).replace("::", "."), self.stack.current, known, shapes))
-            for index, tensor in enumerate(outs):
-                place = tensor._prunekit_place = (len(steps) - 1, index)  # type: ignore[attr-defined]
-                self._note(tensor, place)
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = run_operator(func, args, kwargs)
+        self._returned(str(func._schema.name).replace("::", "."), gather((args, kwargs)), gather(out))
         return out
 
+    def opaque(self, name: str, tensors: tuple[torch.Tensor, ...], out: Any) -> None:
+        self._returned(name, list(tensors), gather(out))
+
+    def _returned(self, name: str, inputs: list[torch.Tensor], outs: list[torch.Tensor]) -> None:
+        if outs:
+            steps = self.recording.steps
+            known = tuple(getattr(tensor, "_prunekit_place", None) for tensor in inputs)
+            shapes = tuple(tuple(shape_of(tensor)) for tensor in outs)
+            steps.append(Step(name, self.stack.current, known, shapes))
+            for index, tensor in enumerate(outs):
+                place = tensor._prunekit_place = (len(steps) - 1, index)  # type: ignore[attr-defined]
+                for part in parts_of(tensor):
+                    self._note(part, place)
+
     def _note(self, tensor: torch.Tensor, place: Place) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._given or key in self._alive:
+        storage, key = storage_of(tensor), memory_of(tensor)
+        if storage is None or key in self._given or key in self._alive:
             return
         piece = Piece(place, tuple(tensor.shape), tensor.element_size(), storage.nbytes(), -1)
         self.recording.pieces.append(piece)
@@ -209,5 +215,5 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fa
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of distinct pieces of memory."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    storages = [storage_of(part) for tensor in tensors for part in parts_of(tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages if storage is not None}.values())

@@ -63,7 +63,7 @@ class Scales:
             numbers: Numbers = {}
 
             def see(key: Key, *_: Any) -> None:
-                found = frame_here(sys._getframe(2)) if at in (None, key) else None
+                found = frame_here(sys._getframe(3)) if at in (None, key) else None
                 if found is not None:
                     frame, method, owner = found
                     for node in operands_at(Site(method, frame.f_code, frame.f_lasti)):

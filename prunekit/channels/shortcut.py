@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from prunekit.nested import run_operator
+from prunekit.channels.modes import run_operator
 
 _UNARY = (
     "relu", "relu6", "hardtanh", "hardswish", "silu", "gelu", "elu", "selu", "leaky_relu", "tanh", "sigmoid",

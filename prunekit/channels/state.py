@@ -20,6 +20,7 @@ class FlowState:
     Fields are kept on the tensors themselves, so they live exactly as long as the tensor does.
 
     Attributes:
+        owner: what marks fields of this trace.
         model: the one that is traced, with the sizes that its modules remember.
         first_made: labels from here on are of tensors that the forward pass made, not of parameters.
         substituted: paths of modules whose equivalents are followed: the operators of the model's own are others.
@@ -31,6 +32,7 @@ class FlowState:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model
+        self.owner = object()
         self.union = LabelUnion()
         self.first_made: int | None = None
         self.locks: list[LockRecord] = []
@@ -46,12 +48,14 @@ class FlowState:
         self.call: ModuleCall | None = None
 
     def fields(self, tensor: Any) -> tuple[Field, ...]:
-        """The fields of a tensor; none for anything else."""
-        return getattr(tensor, "_prunekit_fields", ())
+        """The fields of a tensor; none for anything else, and none that another trace left on a tensor that stayed."""
+        owner, found = getattr(tensor, "_prunekit_fields", (None, ()))
+        return found if owner is self.owner else ()
 
     def set(self, tensor: torch.Tensor, fields: Iterable[Field]) -> None:
         """Gives a tensor its fields; those without any span are dropped."""
-        tensor._prunekit_fields = tuple(field for field in fields if field.labels.size > 1)  # type: ignore[attr-defined]
+        kept = tuple([field for field in fields if field.labels.size > 1])
+        tensor._prunekit_fields = self.owner, kept  # type: ignore[attr-defined]
 
     def lock(self, fields: Iterable[Field | Labels | None], reason: str) -> None:
         """Locks every label of some fields and remembers why and where."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.constraints import LockRecord
 from prunekit.channels.copying import has_gradients, named_tensors, owners, with_tensors
@@ -19,6 +18,7 @@ from prunekit.channels.decisions import without_chance
 from prunekit.channels.flow import Flow
 from prunekit.channels.fusing import fused_away
 from prunekit.channels.labels import Field, Labels, along
+from prunekit.channels.modes import OperatorMode
 from prunekit.channels.norms import NormWatch
 from prunekit.channels.operators import Operator, Run, is_counted, signature
 from prunekit.channels.precision import HALF
@@ -26,7 +26,7 @@ from prunekit.channels.rules import COUNTED, MADE, RULES, Call
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
 from prunekit.channels.sites import Site, caller_here, site_here, takes_sizes
-from prunekit.channels.storages import Storages
+from prunekit.channels.storages import Storages, inner_of
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import same_draws, seeded, takes_gradients
 from prunekit.errors import ModelError, PrunekitError
@@ -68,24 +68,32 @@ class Trace:
     ran: set[str] = field(default_factory=set)
 
 
-class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LabelMode(OperatorMode):
     """Applies the rules to every operator that runs inside it."""
 
     def __init__(self, flow: Flow, run: Run, stack: ModuleStack, earlier: Run | None, inputs: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.made_by = {id(tensor): -1 for tensor in tensors_in(inputs)}  # all of them are held, by the storages
         self.flow, self.run, self.stack = flow, run, stack
         self.earlier = earlier.operators if earlier is not None else []
         self.storages = Storages()
         self.owners = owners(stack.model)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func._schema.name).replace("::", ".")
         out = without_chance(name, run_on_meta(func, name, args, kwargs))  # the way that a trial takes
+        self._note(name, args, kwargs, out, counted=is_counted(func, name))
+        return out
+
+    def opaque(self, name: str, tensors: tuple[torch.Tensor, ...], out: Any) -> None:
+        self._note(name, tensors, {}, out, counted=False)
+
+    def _note(self, name: str, args: Any, kwargs: dict[str, Any], out: Any, *, counted: bool) -> None:
+        """Lets labels flow through an operator that ran, and remembers it."""
         flow = self.flow
         flow.module, flow.call, flow.operator = self.stack.current, self.stack.call, name
         inputs = gather((args, kwargs))
+        inputs += [inner for tensor in inputs for inner in inner_of(tensor)]
         for tensor in inputs:
             flow.read(tensor)
             lenders = self.owners.get(id(tensor), ())
@@ -103,7 +111,7 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._apply(name, args, kwargs, out, before)
             self._written(target, known)
         fields = tuple([flow.fields(o) for o in outs])
-        counted = is_counted(func, name) and flow.module not in flow.substituted
+        counted = counted and flow.module not in flow.substituted
         site, caller, owner = self._place(before and takes_sizes(name, args))
         left = tuple(flow.constraints[earlier:])
         reads = tuple(dict.fromkeys([self.made_by[id(tensor)] for tensor in inputs if id(tensor) in self.made_by]))
@@ -113,12 +121,11 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made_by.update(dict.fromkeys(map(id, outs), len(self.run.operators)))
         self.run.operators.append(operator)
         self.storages.note(operator, target, inputs, outs)
-        return out
 
     def _place(self, sized: object) -> tuple[Site | None, Site | None, str]:
         """Where a method stands, or where it called the function that runs; and the module whose method it is."""
-        here = site_here(2) if sized else None
-        call = caller_here(2) if sized and here is None else None
+        here = site_here(4) if sized else None
+        call = caller_here(4) if sized and here is None else None
         site, owner = here or (None, None)
         caller, owner = call or (None, owner)
         return site, caller, self.stack.path_of(owner)
@@ -126,8 +133,11 @@ class LabelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
         if before or name in COUNTED or name in MADE:
             rule = RULES.get(name)
-            if rule is None:
+            tensors = gather((args, kwargs, out))
+            if rule is None or any(tensor.is_nested or inner_of(tensor) for tensor in tensors):
                 self.flow.lock(before, f"operator {name} has no rule")
+                for tensor in gather(out):  # in place: what is known of its shape may be wrong now
+                    self.flow.set(tensor, ())
             else:
                 rule(self.flow, Call(name, args, kwargs, out))
 
@@ -269,7 +279,7 @@ def _label(flow: Flow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Label
     """Gives every index of every axis of a parameter or float buffer a label of its own, from the fresh ones."""
     axes: list[Labels | None] = []
     for size in tensor.shape:
-        labelled = size > 1 and tensor.is_floating_point()
+        labelled = size > 1 and tensor.is_floating_point() and tensor.layout == torch.strided
         axes.append(fresh[:size] if labelled else None)
         fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])

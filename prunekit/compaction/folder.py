@@ -21,6 +21,7 @@ from prunekit.channels.belonging import own_buffers, require_compact
 from prunekit.channels.copying import foreign_methods, named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.slicing import bare_widths, resize, set_bare_widths
+from prunekit.channels.storages import from_parts, is_plain, parts_of
 from prunekit.channels.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded import folds_of, kept_of_folded, with_folds
 from prunekit.context import seeded, set_mode
@@ -71,7 +72,11 @@ def save(
     shapes = kept_of_folded(plan.channel_map.shapes, folds)
     require_compact(plan.channel_map, model, kept_of_folded(plan.narrow_shapes, folds))
     with atomic_folder(Path(folder)) as temporary:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(model)}
+        own = {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
+        sparse = {name: tensor for name, tensor in own.items() if not is_plain(tensor)}
+        tensors = {name: tensor.contiguous() for name, tensor in own.items() if name not in sparse}
+        for name, tensor in sparse.items():
+            tensors |= {f"{name}:{i}": part.contiguous() for i, part in enumerate(parts_of(tensor))}
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         manifest = {
             "format": FORMAT,
@@ -83,6 +88,7 @@ def save(
             "widths_of_bare_norms": bare_widths(model, plan.channel_map, plan.keep),
             "dense_shapes": {name: list(shapes[name]) for name in kept},
             "folded_norms": folds,
+            "sparse": {name: [_layout(tensor), list(tensor.shape)] for name, tensor in sparse.items()},
             "foreign_methods": foreign_methods(model),
             "channels_last": lies_channels_last(model),
             "example": {"shapes": input_shapes} | ({} if input_dtypes is None else {"dtypes": input_dtypes}),
@@ -213,9 +219,27 @@ def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
     try:
         # copies: the file's own layout is not aligned, which changes the last bit of what CPU kernels compute
         copied = with_channels_last if manifest.get("channels_last") is True else torch.clone
-        return {name: copied(tensor) for name, tensor in load_file(path).items()}
+        tensors = {name: copied(tensor) for name, tensor in load_file(path).items()}
     except SafetensorError as error:
         raise ArtifactError(f"{path}: {error}") from error
+    try:
+        return _with_sparse(tensors, manifest.get("sparse", {}))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ArtifactError(f"{folder / MANIFEST}: sparse: does not fit the tensors: {error}") from error
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return str(tensor.layout).removeprefix("torch.")
+
+
+def _with_sparse(tensors: dict[str, torch.Tensor], sparse: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a file, sparse ones put together from their indices and values."""
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in sparse}
+    for key in sorted(tensors):
+        if key.rpartition(":")[0] in parts:
+            parts[key.rpartition(":")[0]].append(tensors.pop(key))
+    made = {name: from_parts(layout, shape, parts[name]) for name, (layout, shape) in sparse.items()}
+    return {**tensors, **made}
 
 
 def _check(folder: Path, manifest: dict[str, Any], dense: nn.Module, tensors: dict[str, torch.Tensor]) -> None:

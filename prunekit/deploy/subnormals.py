@@ -93,9 +93,11 @@ def flush_subnormals_in_place(model: nn.Module) -> dict[str, int]:
 def _holding(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Parameters and buffers that hold subnormal numbers, by name, and where: bool, of the same shape.
 
-    Complex ones as their real and imaginary parts.
+    Complex ones as their real and imaginary parts; sparse ones are not looked at.
     """
     for name, tensor in named_tensors(model):
+        if tensor.layout != torch.strided:
+            continue
         real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
         if real.is_floating_point() and bool((found := is_subnormal(real)).any()):
             yield name, real, found

@@ -18,7 +18,11 @@ SHAPE_WORDS = re.compile(
 )
 """What torch's messages about sizes that do not go together have in common: there is no exception of their own."""
 _TORCH = f"{Path(torch.__file__).parent}/"
-_AROUND = tuple(f"{Path(__file__).parents[1] / room}/" for room in ("diagnosis", "calibration", "hooks", "masking"))
+_PACKAGE = Path(__file__).parents[1]
+_AROUND = (
+    *(f"{_PACKAGE / room}/" for room in ("diagnosis", "calibration", "hooks", "masking")),
+    f"{_PACKAGE / 'channels' / 'modes.py'}",
+)
 
 
 def failure_of(error: Exception, running: Running, stage: str = "the forward pass") -> Failure:

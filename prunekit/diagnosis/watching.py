@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels import channel_axis
+from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.running import ModuleStack
 from prunekit.diagnosis.observation import Shape, Step, Units
 from prunekit.hooks import HookOwner, never_called
-from prunekit.nested import gather, run_operator
+from prunekit.nested import gather
 
 FLAT = 0.04
 """A sigmoid or tanh is flat where its slope is below this share of its steepest: a sigmoid beyond 0.01 and 0.99, where
@@ -130,11 +130,11 @@ def _function(node: Any) -> Step | None:
     return Step(re.sub(r"Backward\d*$", "", node.name()).lower(), shapes[0]) if shapes else None
 
 
-class UnitWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class UnitWatch(OperatorMode):
     """What nonlinearities are given, whether modules or functions: `nn.ReLU`, `F.relu` and `x.relu_()` alike."""
 
     def __init__(self, running: Running) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._running = running
         self._calls: Counter[tuple[str, str]] = Counter()
         self.units: dict[tuple[str, str, int], Units] = {}
@@ -144,12 +144,12 @@ class UnitWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forgets how often each was called in the pass before."""
         self._calls.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Notes the input before an in-place function overwrites it."""
         function = _nonlinearity(func, args)
         if function is not None and args[0].ndim > 1 and args[0].numel():
             self._note(function, args[0])
-        return run_operator(func, args, kwargs or {})
+        return run_operator(func, args, kwargs)
 
     def _note(self, function: str, values: Tensor) -> None:
         path = self._running.current

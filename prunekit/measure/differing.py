@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from prunekit.channels.storages import plain_in
 from prunekit.errors import UsageError
-from prunekit.nested import tensors_in
 
 
 def largest_difference(want: Any, got: Any) -> tuple[float, str]:
     """The largest relative difference of any tensor, infinite where two cannot be compared, and what it says."""
-    references, values = ([tensor.detach() for tensor in tensors_in(output)] for output in (want, got))
+    references, values = ([tensor.detach() for tensor in plain_in(output)] for output in (want, got))
     if not references:
         raise UsageError(f"no tensor in the model's output ({type(want).__name__}): there is nothing to compare")
     if len(references) != len(values):

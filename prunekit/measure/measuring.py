@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prunekit.channels.storages import plain_in
 from prunekit.context import on_device
 from prunekit.context import threads as with_threads
 from prunekit.errors import VerificationError
@@ -19,7 +20,6 @@ from prunekit.measure.machine import Load, clock_mhz
 from prunekit.measure.memory import PeakMemory
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
-from prunekit.nested import gather
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 """Largest relative difference from the eager float32 model that passes for rounding, by the dtype computed in.
@@ -139,7 +139,7 @@ def check(name: str, session: Session, setting: Setting, expected: list[Tensor])
 
 def plain_tensors(output: Any) -> list[Tensor]:
     """Every tensor of what a model returned, on the CPU, those of floating-point numbers in float32."""
-    return [tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu() for tensor in gather(output)]
+    return [tensor.cpu().float() if tensor.is_floating_point() else tensor.cpu() for tensor in plain_in(output)]
 
 
 def line_of(error: Exception) -> str:

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from prunekit.channels.running import ModuleStack, plain_attention
+from prunekit.channels.storages import plain_in, shape_of, storage_of
 from prunekit.context import seeded, training_mode, without_gradients
 from prunekit.errors import ModelError
 from prunekit.hooks import refuse_compiled
@@ -78,11 +78,10 @@ class _Seen:
         """Bytes of those pieces of memory that were not seen before."""
         found = 0
         for tensor in tensors:
-            if tensor.layout == torch.strided and not tensor.is_nested:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.held:
-                    self.held[storage._cdata] = tensor.detach()
-                    found += storage.nbytes()
+            storage = storage_of(tensor)
+            if storage is not None and storage._cdata not in self.held:
+                self.held[storage._cdata] = tensor.detach()
+                found += storage.nbytes()
         return found
 
 
@@ -114,7 +113,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
     def run() -> None:
         nonlocal seen, counter, counted
         seen, counter, counted = _Seen(), FlopCounter(), 0
-        seen.hold([*model.parameters(), *model.buffers(), *gather(example_inputs)])
+        seen.hold(plain_in([*model.parameters(), *model.buffers(), *example_inputs]))
         with stack, counter:
             model(*example_inputs)
 
@@ -133,7 +132,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
     def leave(path: str, module: nn.Module, given: Any, result: Any) -> None:
         seen.macs[path] += since()
         seen.outputs.setdefault(path, _shapes(result))
-        seen.bytes[path] += seen.hold(gather(result))
+        seen.bytes[path] += seen.hold(plain_in(result))
 
     stack = ModuleStack(model, enter, leave)
     try:
@@ -148,7 +147,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
 
 
 def _shapes(value: Any) -> Shapes:
-    return tuple(tuple(tensor.shape) for tensor in gather(value))
+    return tuple(tuple(shape_of(tensor)) for tensor in gather(value))
 
 
 def _ordered(model: nn.Module, seen: _Seen) -> list[tuple[str, nn.Module]]:

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
-from torch.utils.module_tracker import ModuleTracker
+from torch.utils.flop_counter import flop_registry
 
+from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.nested import gather
 
 aten = torch.ops.aten
 
 
-class FlopCounter(FlopCounterMode):
-    """Torch's counter of FLOPs (two for each multiply-accumulate) without its tracker of modules.
+class FlopCounter(OperatorMode):
+    """Counts FLOPs (two for each multiply-accumulate) by the rules of torch's `FlopCounterMode`.
 
-    The tracker hooks gradient functions of what modules are given, and fails on the view of a parameter, as of a class
-    token, which requires a gradient under `no_grad` and has no such function. Which module runs `ModuleStack` tells.
+    That one tracks modules by hooks on gradient functions of what they are given, and fails on the view of a parameter,
+    as of a class token, which requires a gradient under `no_grad` and has no such function; and it doesn't look into
+    higher-order operators.
     """
 
     def __init__(self) -> None:
-        super().__init__(display=False)
-        self.mod_tracker = _NoModules()
+        super().__init__()
+        self.flops = 0
+
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        packet = func.overloadpacket
+        out = run_operator(func, args, kwargs)
+        if packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        return out
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates so far."""
-        return int(self.get_total_flops()) // 2
+        return self.flops // 2
 
 
-class _NoModules(ModuleTracker):
-    def __init__(self) -> None:
-        self.parents = {"Global"}
-
-    def __enter__(self) -> _NoModules:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing was tracked."""
-
-
-def macs_of(operator: Any, args: Sequence[Any], named: dict[str, Any], result: Any) -> int | None:
+def macs_of(operator: Any, args: Sequence[Any], named: Mapping[str, Any], result: Any) -> int | None:
     """Multiply-accumulates of one call, by the rules of torch's `FlopCounterMode` and those below.
 
     Returns:

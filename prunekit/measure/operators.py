@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.running import ModuleStack
 from prunekit.measure.layers import Layer, layer_of
 from prunekit.measure.operator_costs import bytes_moved, is_idle, macs_of, subnormals
 from prunekit.measure.timing import Timer
-from prunekit.nested import run_operator
 
 Key = tuple[str, str]
 """Path of the innermost module that runs, and the operator's name."""
@@ -72,20 +71,19 @@ def _together(calls: Sequence[OperatorCalls]) -> OperatorCalls:
     )
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(OperatorMode):
     def __init__(self, stack: ModuleStack) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.stack = stack
         self.calls: dict[Key, list[OperatorCalls]] = defaultdict(list)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        result = run_operator(func, args, named)
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = run_operator(func, args, kwargs)
         idle = is_idle(func)
         call = OperatorCalls(
             calls=0 if idle else 1,
-            macs=macs_of(func, args, named, result),
-            bytes=bytes_moved(func, args, named, result),
+            macs=macs_of(func, args, kwargs, result),
+            bytes=bytes_moved(func, args, kwargs, result),
             subnormal=0 if idle else subnormals(result),
             layer=layer_of(func, args),
         )
@@ -132,15 +130,15 @@ class OperatorTimer:
         return sum(times.values())
 
 
-class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Clock(OperatorMode):
     def __init__(self, stack: ModuleStack, mark: Callable[[], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.stack, self.mark = stack, mark
         self.spans: list[tuple[Key, Any, Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         start = self.mark()
-        result = run_operator(func, args, kwargs or {})
+        result = run_operator(func, args, kwargs)
         end = self.mark()
         self.spans.append(((self.stack.current, name_of(func)), start, end))
         return result

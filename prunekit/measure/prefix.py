@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from prunekit.calibration.layers import Call, CallWatch
 from prunekit.calibration.passes import PassHooks
 from prunekit.channels.copying import named_tensors
+from prunekit.channels.storages import storage_of
 from prunekit.inputs import count_of
 from prunekit.nested import gather, map_tensors
 
@@ -205,8 +206,9 @@ def _copied(inputs: Any) -> tuple[Any, ...]:
 
 
 def _place(tensor: Tensor) -> int:
-    """Where a tensor's values are; of one that is not strided, itself."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    """Where a tensor's values are; of one without memory of its own, itself."""
+    storage = storage_of(tensor)
+    return id(tensor) if storage is None else storage.data_ptr()
 
 
 def _hollow(tensor: Tensor) -> Tensor:

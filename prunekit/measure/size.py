@@ -13,6 +13,7 @@ from prunekit.channels.copying import named_tensors
 from prunekit.channels.fusing import fused_away, is_inside
 from prunekit.channels.recording import record
 from prunekit.channels.running import ModuleStack, plain_attention
+from prunekit.channels.storages import parts_of
 from prunekit.context import training_mode, without_gradients
 from prunekit.measure.operator_costs import FlopCounter
 from prunekit.vocabulary import DtypeName
@@ -60,7 +61,7 @@ def count_parameters(model: nn.Module) -> int:
 
 def count_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, shared ones once: a weights file is larger by its header alone."""
-    return sum(tensor.nbytes for _, tensor in named_tensors(model))
+    return sum(part.nbytes for _, tensor in named_tensors(model) for part in parts_of(tensor))
 
 
 def count_memory(model: nn.Module, example_inputs: tuple[Any, ...], batch: int = 1, dtype: DtypeName = "fp32") -> int:

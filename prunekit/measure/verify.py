@@ -9,19 +9,19 @@ from math import inf
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.channels.comparing import check, following, record
 from prunekit.channels.copying import has_gradients, named_tensors
 from prunekit.channels.differences import ROUNDING, TOLERANCE, rounding
 from prunekit.channels.doubled import WAYS, Way, doubled
+from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
-from prunekit.measure.differing import apart, largest_difference
-from prunekit.nested import gather, run_operator, tensors_in
+from prunekit.measure.differing import largest_difference
+from prunekit.nested import gather, tensors_in
 from prunekit.planning import Plan, require_plan
 from prunekit.wrappers import require_values, unwrapped
 
@@ -195,15 +195,15 @@ def _expected(
     ) from failures[-1]
 
 
-class _Rounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Rounding(OperatorMode):
     """Sees how coarse the numbers are that a model computes with."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = run_operator(func, args, kwargs or {})
+    def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = run_operator(func, args, kwargs)
         self.found = max(self.found, rounding(gather(out)))
         return out
 
@@ -245,7 +245,7 @@ def _misplaced(masked: nn.Module, compact: nn.Module, plan: Plan, tolerance: flo
     narrow = dict(named_tensors(compact))
     for name, tensor in named_tensors(masked):
         if name in narrow and has_gradients(tensor) and tensor.numel():
-            difference, _ = apart(cut(tensor, plan.kept_indices.get(name, ())), narrow[name].detach())
+            difference, _ = largest_difference(cut(tensor, plan.kept_indices.get(name, ())), narrow[name])
             if not difference <= tolerance:
                 return f"{name} of the compact model is not what the plan keeps of the masked model's"
     return ""

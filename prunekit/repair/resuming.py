@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.calibration.layers import Call, CallWatch
+from prunekit.channels.storages import is_plain, memory_of, storage_of
 from prunekit.nested import gather
 from prunekit.repair.kept import Blank, Kept, rebuilt
 from prunekit.repair.lifetimes import Key, Lifetimes
@@ -91,9 +92,8 @@ class ResumableRun(CallWatch):
         self.lifetimes = Lifetimes()
         self.expected: tuple[str, ...] | None = None
         self._model = model
-        self._fixed = frozenset(
-            tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]
-        )
+        storages = map(storage_of, [*model.parameters(), *model.buffers()])
+        self._fixed = frozenset(storage.data_ptr() for storage in storages if storage is not None)
         self._learning = False
         self._kept: Kept | None = None
         self._seeing = 0
@@ -143,7 +143,7 @@ class ResumableRun(CallWatch):
         self._begin(kept, keep_at, stop_at)
         given = [self._input(i, tensor) for i, tensor in enumerate(inputs)]
         unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-        with self.watching(), _Dispatched(self), unfused, torch.compiler.set_stance("force_eager"):
+        with self.watching(), _Dispatched(self), unfused:
             try:
                 self._model(*given)
             except (_Stopped, Exception):  # what calls back from C++ may make another one of it
@@ -287,11 +287,11 @@ class ResumableRun(CallWatch):
             self._pinned[mark.key] = tensor
             if self._learning:
                 self.lifetimes.pin(mark.key)
-        self._unseen |= {_storage(tensor): weakref.ref(tensor) for tensor in gather(result)}
+        self._unseen |= {memory_of(tensor): weakref.ref(tensor) for tensor in gather(result)}
 
     def _is_unseen(self, tensor: Tensor) -> bool:
         """Whether an operator made its memory that runs in every pass."""
-        made = self._unseen.get(_storage(tensor))
+        made = self._unseen.get(memory_of(tensor))
         return made is not None and made() is not None
 
     def look(self, name: str, function: Any, /, *args: Any, **named: Any) -> Any:
@@ -332,11 +332,11 @@ class ResumableRun(CallWatch):
     def _remember(self, tensor: Tensor) -> None:
         """Takes note of what is in the memory of a tensor of this pass, from the call that is being made on."""
         if self._mark(tensor) is not None and _plain(tensor):
-            self._contents[_storage(tensor)] = self._step, _checksum(tensor)
+            self._contents[memory_of(tensor)] = self._step, _checksum(tensor)
 
     def _require_same(self, tensor: Tensor) -> None:
         """Memory that was written to by nothing that shows: passes are kept before that could happen alone."""
-        step, contents = self._contents.get(_storage(tensor), (0, None))
+        step, contents = self._contents.get(memory_of(tensor), (0, None))
         if contents is not None and contents != _checksum(tensor):
             self._lost()
             steps = self.lifetimes.steps
@@ -349,7 +349,7 @@ class ResumableRun(CallWatch):
                 self._mark(tensor) is None
                 or tensor.untyped_storage().data_ptr() in self._fixed
                 or self._is_unseen(tensor)
-                or any(_storage(tensor) == _storage(pinned) for pinned in self._pinned.values())
+                or any(memory_of(tensor) == memory_of(pinned) for pinned in self._pinned.values())
             ):
                 self._lost()
 
@@ -410,12 +410,8 @@ class ResumableRun(CallWatch):
 
 def _plain(tensor: Tensor) -> bool:
     """Whether a tensor is its memory, and no more: not sparse, nor with gradients, nor within a transform."""
-    strided = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return strided and (not tensor.requires_grad or isinstance(tensor, nn.Parameter))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+    own = is_plain(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return own and (not tensor.requires_grad or isinstance(tensor, nn.Parameter))
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -70,6 +70,7 @@ def view(flow: Flow, call: Call) -> None:
     source, out = call.args[0], call.out
     if call.name.endswith("_") and source is out:  # the shape is changed already; nothing is known of the old one
         flow.lock(flow.fields(source), "shape changed in place")
+        flow.set(source, ())
         return
     fields, before = [], flow.fields(source)
     for field in before:
