@@ -14,6 +14,7 @@ from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.nested import gather
 
 aten = torch.ops.aten
+_FLOPS = {**flop_registry, aten._sparse_addmm: flop_registry[aten.addmm]}
 
 
 class FlopCounter(OperatorMode):
@@ -31,8 +32,8 @@ class FlopCounter(OperatorMode):
     def operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         packet = func.overloadpacket
         out = run_operator(func, args, kwargs)
-        if packet in flop_registry:
-            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        if packet in _FLOPS:
+            self.flops += int(_FLOPS[packet](*args, **kwargs, out_val=out))
         return out
 
     @property
@@ -49,8 +50,8 @@ def macs_of(operator: Any, args: Sequence[Any], named: Mapping[str, Any], result
         has no rule.
     """
     packet = operator.overloadpacket
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **named, out_val=result)) // 2
+    if packet in _FLOPS:
+        return int(_FLOPS[packet](*args, **named, out_val=result)) // 2
     if packet in _RULES:
         return _RULES[packet](args)
     return None if any(part in packet.__name__ for part in ("attention", "encoder_layer", "lstm", "gru", "rnn")) else 0

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import prunekit
 from prunekit.channels.storages import plain_in
+from prunekit.measure import count_macs
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of nearly all of these that they may change
 
@@ -88,6 +89,13 @@ def graph(net: Any, x: Tensor) -> Tensor:
     return net.b(y) + part  # type: ignore[no-any-return]
 
 
+@model(**LAYERS)
+def graph_made_of_edges(net: Any, x: Tensor) -> Tensor:
+    edges = torch.tensor([[0, 1, 2, 3, 4, 4], [1, 2, 3, 4, 0, 2]])
+    links = torch.sparse_coo_tensor(edges, torch.ones(6, dtype=x.dtype), (5, 5))
+    return torch.stack([net.b(torch.sparse.mm(links, rows)) for rows in net.a(x).relu()])
+
+
 @model(**LAYERS, links=lambda: (torch.eye(5) + torch.eye(5).roll(2, 0)).to_sparse_csr())
 def graph_of_compressed_rows(net: Any, x: Tensor) -> Tensor:
     return torch.stack([net.b(net.links @ rows) for rows in net.a(x).relu()])
@@ -159,6 +167,16 @@ def test_a_model_that_runs_is_pruned_and_saved(name: str, tmp_path: Path) -> Non
     with torch.no_grad():
         wanted, got = plain_in(small(*example)), plain_in(loaded(*example))
     assert [torch.equal(a, b) for a, b in zip(wanted, got, strict=True)] == [True] * len(wanted)
+
+
+@pytest.mark.parametrize("name", ["graph_made_of_edges", "graph_of_compressed_rows"])
+def test_what_a_graph_sums_over_neighbors_is_pruned(name: str) -> None:
+    dense, example = _made(name), (torch.randn(4, 5, 6),)
+    plan = prunekit.prune(dense, example, ratios={"a": 0.5}, macs=0.99).plan
+    small = prunekit.compact(dense, plan)
+    assert plan.kept("a.weight", 0).size == 4
+    assert prunekit.verify(dense, small, plan, [example]).max_relative_difference < 1e-9
+    assert count_macs(small, example) == plan.channel_map.macs(plan.keep)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,7 +23,9 @@ _EINSUM = {
 }
 
 
-COUNTED = frozenset({*_EINSUM, "aten.addmm", "aten.baddbmm", "aten.convolution", "aten._convolution"})
+COUNTED = frozenset(
+    {*_EINSUM, "aten.addmm", "aten._sparse_addmm", "aten.baddbmm", "aten.convolution", "aten._convolution"}
+)
 """Operators whose multiply-accumulates count, also where nothing that goes in carries a label."""
 
 
@@ -33,10 +35,10 @@ def matrix_product(flow: Flow, call: Call) -> None:
     flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
 
 
-@rule("aten.addmm", "aten.baddbmm")
+@rule("aten.addmm", "aten._sparse_addmm", "aten.baddbmm")
 def added_matrix_product(flow: Flow, call: Call) -> None:
-    """A matrix product plus a broadcast bias."""
-    axes = _EINSUM["aten.mm" if call.name == "aten.addmm" else "aten.bmm"]
+    """A matrix product plus a broadcast bias; torch adds zeros of the whole size to that of a sparse matrix."""
+    axes = _EINSUM["aten.bmm" if call.name == "aten.baddbmm" else "aten.mm"]
     product = flow.contract(call.args[1], call.args[2], *axes)
     bias = aligned(flow, call.args[0], call.out.dim())
     flow.set(call.out, flow.pointwise([(tuple(call.out.shape), product), bias], product=False))
