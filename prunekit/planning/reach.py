@@ -102,6 +102,8 @@ def check_met(
     missed = [index for index in range(least.size) if least[index] > budgets.asked[index]]
     if not missed:
         return
+    if another := runs_another(channel_map):
+        raise PlanError(another)
     texts = []
     for index in missed:
         name, asked = budgets.names[index], float(budgets.asked[index])
