@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState, GradientState
 from equivalence import TOLERANCE, Net, image, parity, randomised, settled_plan, zero_removed
 from torch import nn
 from torch.nn.utils import prune as torch_prune
@@ -371,8 +372,12 @@ class Fast(nn.Linear):
 
 
 def prepared(model: nn.Module) -> nn.Module:
-    result: nn.Module = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
-    return result
+    try:
+        result: nn.Module = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+        return result
+    finally:  # Accelerate keeps what it was asked for in the process, where other tests would find it
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def autocast(model: Any) -> nn.Module:
