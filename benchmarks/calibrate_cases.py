@@ -125,7 +125,7 @@ def _seconds(model: nn.Module, images: Tensor) -> float:
 
 def _measured(model: nn.Module, images: Tensor) -> int:
     """How many different tensors the collector measures in one forward pass."""
-    counted = mock.patch.object(collector, "summarise", wraps=collector.summarise)
-    with counted as summarise, StatsCollector(model, fused=False):
+    counted = mock.patch.object(collector, "summarize", wraps=collector.summarize)
+    with counted as summarize, StatsCollector(model, fused=False):
         model(images[:1])
-    return int(summarise.call_count)
+    return int(summarize.call_count)

@@ -3,7 +3,7 @@
 A model passes when the masked model equals the compact one to 1e-9 in float64, in the trial at every operator; when the
 compact model runs forward and backward in train and in eval mode, and comes back from its folder bit for bit; when at
 least 95 % of its parameters lie on a free axis and at most 32 % of its MACs are left at a uniform share of 0.5. What is
-exact but reaches less is `partly`. Weights are random, and what would be zero or one is randomised, so that nothing is
+exact but reaches less is `partly`. Weights are random, and what would be zero or one is randomized, so that nothing is
 equal by chance. One process a model, one thread; inputs have the size the model was made for.
 
     python benchmarks/coverage.py [--zoo torchvision|timm|hf] [--models A,B] [--size 96] [--limit SECONDS] [--json]

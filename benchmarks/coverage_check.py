@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from coverage_reasons import costly, held
 from torch import nn
-from zoo_cases import Case, randomise
+from zoo_cases import Case, randomize
 
 import prunekit
 from prunekit.channels import ChannelMap
@@ -28,7 +28,7 @@ MACS_LEFT = 0.32
 
 def check(case: Case) -> dict[str, Any]:
     """The row of a model: what it passed, how far pruning reaches, and what stops it."""
-    randomise(case.model)
+    randomize(case.model)
     example = case.inputs(1)
     start = time.perf_counter()
     try:

@@ -6,7 +6,7 @@ table, measured, corrected, frozen, and measured last. What is turned differs: `
 global L2 ranking. `*-elimination` orders channels by what their readers lose, as `prunekit.prune` does with images,
 `*-l2` by norm. Only channels inside the blocks go, in all of them.
 
-Every plan is then made a network in the same two ways, without training: `top1_repaired`, refitted from unlabelled
+Every plan is then made a network in the same two ways, without training: `top1_repaired`, refitted from unlabeled
 images as `prunekit.prune` does; and `top1_recalibrated`, BatchNorm's statistics taken anew. `kept_elimination` and
 `kept_l2` are the shares of all importance of either kind that the plan keeps. `delivered`, `ci95`, `stable` and
 `excess` are as in `latency_budget.py`; only rows of about the same `delivered` can be compared. Images are drawn from

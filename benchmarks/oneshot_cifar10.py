@@ -1,7 +1,7 @@
 """Pruning without training, on CIFAR-10 with trained weights: MACs and top-1 of each method at each reduction.
 
 Every seed draws its calibration images from the training images; their labels are given to torch-pruning's Taylor and
-Hessian importances alone, which need a labelled loss. Nothing is trained, and the test images are seen by the final
+Hessian importances alone, which need a labeled loss. Nothing is trained, and the test images are seen by the final
 measurement alone. `macs` are those of one image by torch's `FlopCounterMode`, of the model
 as it is loaded from its folder (torch-pruning's models have none); `top1` is in percent of all test images; `seconds`
 is what pruning took, without measuring. A method that cannot meet a budget has a reason instead. The dense model's own
@@ -42,7 +42,7 @@ BATCH = 500
 ALL = ",".join(dict.fromkeys([*methods(), *peer_names()]))
 
 
-def normalised(pixels: Tensor) -> Tensor:
+def normalized(pixels: Tensor) -> Tensor:
     """(N, 3, H, W) uint8 -> float32, as the weights were trained."""
     mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
     return pixel_by_pixel((pixels.float() / 255 - mean) / std)
@@ -53,14 +53,14 @@ def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
     if len(train.pixels) < count:
         raise DataError(f"x_train: expected at least {count} images to calibrate on, got {len(train.pixels)}")
     order = torch.randperm(len(train.pixels), generator=torch.Generator().manual_seed(seed))
-    return normalised(train.pixels[order[:count]]), train.labels[order[:count]]
+    return normalized(train.pixels[order[:count]]), train.labels[order[:count]]
 
 
 def measured(model: torch.nn.Module, test: Arrays) -> dict[str, Any]:
     """MACs of one image, and top-1 in percent."""
     batches = zip(test.pixels.split(BATCH), test.labels.split(BATCH), strict=True)
-    top1 = accuracy(model, ((normalised(pixels), labels) for pixels, labels in batches), CPU).top1
-    return {"macs": count_macs(model, (normalised(test.pixels[:1]),)), "top1": top1}
+    top1 = accuracy(model, ((normalized(pixels), labels) for pixels, labels in batches), CPU).top1
+    return {"macs": count_macs(model, (normalized(test.pixels[:1]),)), "top1": top1}
 
 
 def row(name: str, method: Method, case: Case, test: Arrays) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Case:
         dense: in eval mode; not changed.
         build: how its structure is built.
         images: (N, 3, H, W) calibration images.
-        labels: (N,) their classes: for torch-pruning's Taylor and Hessian importances, which are of a labelled loss,
+        labels: (N,) their classes: for torch-pruning's Taylor and Hessian importances, which are of a labeled loss,
             and for no other method.
         share: of the dense model's MACs that may be left.
     """

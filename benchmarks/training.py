@@ -1,4 +1,4 @@
-"""What a training step costs with prunekit in it: resnet34 masked, hooked, averaged, distilled, regularised, and plain.
+"""What a training step costs with prunekit in it: resnet34 masked, hooked, averaged, distilled, regularized, and plain.
 
 Each row is a step of training with something in it beside the same step of the same model without, the two timed
 alternately in one run. `ratio` is the median over rounds of the one over the other; `low` and `high` are the 10th and
@@ -53,7 +53,7 @@ from prunekit.training.device import autocast
 from prunekit.training.parts import Parts
 
 STEPS = 1_000_000
-"""Length that schedules of parts are laid out for; growing regularisation is at 1e-5 of it and does all its work."""
+"""Length that schedules of parts are laid out for; growing regularization is at 1e-5 of it and does all its work."""
 OFTEN = 0.01
 
 
@@ -110,9 +110,9 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
     yield Case("torch/prune", own_parameters=True)
     yield Case("average/ema", asked(average))
     yield Case("masked+ema", lambda model: [in_force, *asked_parts(average, Sources(_splits(), 2, masks=lambda: plan))])
-    yield Case("regularise/group_lasso", asked(TrainSettings(regularise=lasso)))
-    yield Case("regularise/bn_l1", asked(TrainSettings(regularise=RegulariserSettings("bn_l1", 1e-6))))
-    yield Case("regularise/growing", asked(TrainSettings(regularise=RegulariserSettings("growing", 1e-6))))
+    yield Case("regularize/group_lasso", asked(TrainSettings(regularize=lasso)))
+    yield Case("regularize/bn_l1", asked(TrainSettings(regularize=RegulariserSettings("bn_l1", 1e-6))))
+    yield Case("regularize/growing", asked(TrainSettings(regularize=RegulariserSettings("growing", 1e-6))))
     yield Case("distill/logits", asked(TrainSettings(distill=logits)))
     yield Case("distill/features", asked(TrainSettings(distill=features)))
 

@@ -43,7 +43,7 @@ def images(side: int, channels: int = 3) -> Callable[[int], tuple[Any, ...]]:
 
 
 @torch.no_grad()
-def randomise(model: nn.Module) -> None:
+def randomize(model: nn.Module) -> None:
     """Takes away zeros and ones by which a wrong result could pass: statistics, affines, biases, scales, positions."""
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean"):

@@ -31,7 +31,7 @@ FEW_OF_TWO_STAGES: dict[str, Any] = {
 
 
 def names() -> list[str]:
-    """Every model of torchvision but the quantised ones."""
+    """Every model of torchvision but the quantized ones."""
     zoos = (torchvision.models, segmentation, detection, video, optical_flow)
     return [name for zoo in zoos for name in torchvision.models.list_models(module=zoo)]
 

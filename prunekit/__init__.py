@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prunekit.repair import RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.training import GradientFlow, carry_average, carry_over, recalibrate_batchnorm
-    from prunekit.visualise import class_activation_map, saliency
+    from prunekit.visualize import class_activation_map, saliency
     from prunekit.workflow import plan_model, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
     from prunekit.workflow.finetune import finetune
@@ -65,7 +65,7 @@ _PLACES = {
     "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
     "collect_gradients": "prunekit.calibration:collect_gradients",
-    "class_activation_map": "prunekit.visualise:class_activation_map",
+    "class_activation_map": "prunekit.visualize:class_activation_map",
     "compact": "prunekit.compaction:compact",
     "diagnose": "prunekit.diagnosis:diagnose",
     "explain": "prunekit.workflow:explain",
@@ -80,7 +80,7 @@ _PLACES = {
     "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
-    "saliency": "prunekit.visualise:saliency",
+    "saliency": "prunekit.visualize:saliency",
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
     "summary": "prunekit.report.model_summary:summary",

@@ -24,7 +24,7 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     """Runs `file.py:factory` and returns what it makes. The file's code is run: name only files you trust.
 
     The file itself is run once in a process unless it changes, and its folder stays on `sys.path`: factories and data
-    sets may import their neighbours late, and worker processes that are spawned take the path over.
+    sets may import their neighbors late, and worker processes that are spawned take the path over.
 
     Args:
         reference: path of a Python file, a colon, and the name of a function or class that takes no arguments; or

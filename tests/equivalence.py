@@ -49,7 +49,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random weights, affines, biases and BatchNorm statistics: nothing is zero or one by itself."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in named_tensors(model):

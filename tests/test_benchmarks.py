@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from little_time import measure_little
 
 from prunekit.models.cifar import CifarResNet
@@ -108,7 +108,7 @@ def test_fine_tuned_reductions_are_run_once_and_read_after_that(tmp_path: Path) 
     generator = np.random.default_rng(0)
     images = {f"x_{part}": generator.integers(0, 256, (60, 32, 32, 3), dtype=np.uint8) for part in ("train", "test")}
     np.savez(tmp_path / "cifar10.npz", **images, y_train=np.arange(60) % 10, y_test=np.arange(60) % 10)
-    torch.save(randomised(CifarResNet(8)).state_dict(), tmp_path / "weights.th")
+    torch.save(randomized(CifarResNet(8)).state_dict(), tmp_path / "weights.th")
     places = ("--weights", str(tmp_path / "weights.th"), "--data", str(tmp_path / "cifar10.npz"))
     quick = ("model.name=resnet8", "data.batch=16", "finetune.epochs=1", "latency.repeats=5", "latency.explain=false",
              "calibration.images=16", "repair=null", "prune.criterion=l2", "threads=1", "device=cpu")  # fmt: skip
@@ -223,7 +223,7 @@ def test_a_name_that_the_zoo_does_not_know_is_refused_before_any_model_runs() ->
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Arguments that name random weights, as published ones are stored, and an archive of random images."""
     folder, random = tmp_path_factory.mktemp("cifar"), np.random.default_rng(0)
-    weights = {f"module.{name}": tensor for name, tensor in randomised(CifarResNet(8)).state_dict().items()}
+    weights = {f"module.{name}": tensor for name, tensor in randomized(CifarResNet(8)).state_dict().items()}
     torch.save({"state_dict": weights, "best_prec1": 0.0}, folder / "resnet8.th")
     arrays = {f"x_{part}": random.integers(0, 256, (64, 32, 32, 3), dtype=np.uint8) for part in ("train", "test")}
     np.savez(folder / "cifar10.npz", y_train=np.arange(64) % 10, y_test=np.arange(64) % 10, **arrays)

@@ -12,7 +12,7 @@ import prunekit
 ROOT = Path(prunekit.__file__).parent
 FLOORS = {
     "errors": 0, "nested": 0, "hooks": 0, "context": 0, "artifacts": 0, "states": 0, "globs": 0, "user_code": 0,
-    "catalogue": 0, "settings": 0, "inputs": 0, "vocabulary": 0, "progress": 0, "distributed": 0, "layout": 0,
+    "catalog": 0, "settings": 0, "inputs": 0, "vocabulary": 0, "progress": 0, "distributed": 0, "layout": 0,
     "wrappers": 0,
     "channels": 1,
     "data": 2, "models": 2, "calibration": 2, "tasks": 2,
@@ -20,7 +20,7 @@ FLOORS = {
     "planning": 4,
     "masking": 5, "compaction": 5, "repair": 5,
     "measure": 6, "export": 6,
-    "training": 7, "deploy": 7, "visualise": 7, "diagnosis": 7, "report": 7,
+    "training": 7, "deploy": 7, "visualize": 7, "diagnosis": 7, "report": 7,
     "workflow": 8,
     "recipe": 9,
     "cli": 10, "__main__": 11,
@@ -51,7 +51,7 @@ WITHIN = {
 FORBIDDEN = {
     "planning": {"yaml", "ruamel", "click"},
     "training": {"yaml", "ruamel", "click"},
-    "visualise": {"yaml", "ruamel", "click"},
+    "visualize": {"yaml", "ruamel", "click"},
     "measure": {"yaml", "ruamel", "click"},
     "channels": {"yaml", "ruamel", "click", "torchvision"},
 }

@@ -13,7 +13,7 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
-from equivalence import randomised
+from equivalence import randomized
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -71,7 +71,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def test_a_wrapped_model_is_worked_on_as_the_model_itself(
     wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
 ) -> None:
-    model = randomised(Mixer()).eval()
+    model = randomized(Mixer()).eval()
     wrapped = wrap(model)
     inner = unwrapped(wrapped)  # AveragedModel's is a copy
     pruned = prunekit.prune(wrapped, (X,), macs=0.5)
@@ -105,7 +105,7 @@ def test_a_sharded_model_is_refused_and_a_wrapped_part_is_not() -> None:
 
 def test_masks_that_a_compiled_model_would_leave_out_are_refused() -> None:
     torch._dynamo.reset()
-    model = randomised(Mixer()).eval()
+    model = randomized(Mixer()).eval()
     plan = prunekit.prune(model, (X,), macs=0.5).plan
     ready = compiled(model)
     ready(X)
@@ -157,7 +157,7 @@ def test_models_that_cannot_be_worked_on_yet_say_what_makes_them_ready() -> None
         program = torch.jit.script(nn.Linear(5, 4))  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match="TorchScript program, which cannot be followed; give the module it was made"):
         prunekit.trace(program, (X,))
-    offloaded = accelerate.cpu_offload(randomised(Mixer()), execution_device=CPU)
+    offloaded = accelerate.cpu_offload(randomized(Mixer()), execution_device=CPU)
     with pytest.raises(ModelError, match=r"offloads the weights of into; .*remove_hook_from_submodules\(model\)"):
         prunekit.prune(offloaded, (X,), macs=0.5)
     assert prunekit.calibrate(offloaded, [X], CPU).layers  # which runs it, and no more
@@ -175,7 +175,7 @@ def test_a_model_without_values_is_traced_and_counted_and_not_pruned() -> None:
 
 
 def test_globs_come_alone_or_several_and_modules_by_their_paths() -> None:
-    model = randomised(Mixer())
+    model = randomized(Mixer())
     one, several = (prunekit.prune(model, (X,), macs=0.6, exclude=given) for given in ("inn*", ["inn*"]))
     assert one.plan.digest == several.plan.digest
     with pytest.raises(UsageError, match=r"exclude: expected globs .*, got LayerNorm, whose path is 'norm'"):
@@ -197,7 +197,7 @@ class ByName(nn.Module):
 
 def test_an_exported_module_is_worked_on_in_the_mode_it_has() -> None:
     """It refuses `train()` and `eval()`, which whatever runs a model calls."""
-    model = randomised(Mixer()).eval()
+    model = randomized(Mixer()).eval()
     batch = torch.export.Dim("batch", min=2, max=64)
     exported = torch.export.export(model, (X,), dynamic_shapes=({0: batch},)).module()
     images = torch.randn(24, 5)

@@ -15,7 +15,7 @@ from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS, FloatArray, LayerStats, StatsKey, combine_rows
 from prunekit.calibration.passes import run_passes
 from prunekit.calibration.read_hooks import ReadHooks
-from prunekit.calibration.reduce import summarise
+from prunekit.calibration.reduce import summarize
 from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
@@ -171,7 +171,7 @@ class StatsCollector(ReadHooks):
         with torch._C.DisableTorchFunction():  # what is computed here is not the model's
             found = self.measurable(tensor, axis)
             if found is not None:
-                self._running[key] = self._summarise(found[0], _checked_axis(*found, key))
+                self._running[key] = self._summarize(found[0], _checked_axis(*found, key))
 
     def keep(self) -> None:
         """Adds what the finished forward pass showed; one that failed half way counts for nothing."""
@@ -187,13 +187,13 @@ class StatsCollector(ReadHooks):
                 parts[:] = [combine_rows(parts)]
         self._measured.clear()
 
-    def _summarise(self, tensor: Tensor, axis: int) -> FloatArray:
+    def _summarize(self, tensor: Tensor, axis: int) -> FloatArray:
         """Measures a tensor, or looks it up: most inputs are another module's output, not written to since."""
         if not tensor.is_inference():  # without a version counter nobody knows whether it was written to
             seen = self._measured.get(id(tensor))
             if seen is not None and seen.tensor() is tensor and (seen.version, seen.axis) == (tensor._version, axis):
                 return seen.rows
-        rows = summarise(*self.without_padding(tensor, axis), self._measure)
+        rows = summarize(*self.without_padding(tensor, axis), self._measure)
         rows[FIRST_NON_FINITE] *= self.number + 1
         if not tensor.is_inference():
             self._measured[id(tensor)] = _Measured(weakref.ref(tensor), tensor._version, axis, rows)

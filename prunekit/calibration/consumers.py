@@ -89,7 +89,7 @@ in its place, or None."""
 class ReadWatch(CallWatch):
     """Shows what each layer with a weight of the model reads and makes.
 
-    A weight may be computed in the pass, as weight standardisation does: what is made of the model's own tensors alone,
+    A weight may be computed in the pass, as weight standardization does: what is made of the model's own tensors alone,
     entry by entry, and has the shape of just one of them stands for that.
 
     Args:

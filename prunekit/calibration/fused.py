@@ -133,7 +133,7 @@ def _compile(example: Tensor) -> Callable[[Tensor], Tensor]:
 def _measure_at_once(values: Tensor) -> Tensor:
     dims = (0,) if values.ndim == 2 else (0, 2)
     if values.dtype != torch.float64:
-        values = values.float()  # comparisons of half precision are not vectorised
+        values = values.float()  # comparisons of half precision are not vectorized
     wide = values.double()
     zeros = (values == 0).sum(dims, dtype=torch.int32).double()  # int32 is as wide as float32: as many to a vector
     low, high = values.amin(dims).double(), values.amax(dims).double()

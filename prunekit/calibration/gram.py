@@ -99,7 +99,7 @@ def products(
     Args:
         activation: floating point, any shape; computed in its precision, in float32 for anything below.
         axis: which axis holds the channels.
-        groups: neighbouring channels that are multiplied with each other only.
+        groups: neighboring channels that are multiplied with each other only.
         shift: (channels,), subtracted first.
         sampling: of the positions.
         spare: blocks of an earlier batch, which may be overwritten: taking memory anew costs as much as filling it.

@@ -28,7 +28,7 @@ class InputMoments:
     total: FloatArray
     """(channels,) Sums."""
     blocks: FloatArray
-    """(groups, channels / groups, channels / groups) Sums of products, not centred."""
+    """(groups, channels / groups, channels / groups) Sums of products, not centered."""
 
     def __post_init__(self) -> None:
         self.total.setflags(write=False)
@@ -69,8 +69,8 @@ class InputMoments:
     def covariance_blocks(self) -> FloatArray:
         """(groups, channels / groups, channels / groups) The same, group by group."""
         mean = self.mean.reshape(self.groups, -1)
-        centred: FloatArray = self.blocks / max(self.count, 1) - mean[:, :, None] * mean[:, None, :]
-        return centred
+        centered: FloatArray = self.blocks / max(self.count, 1) - mean[:, :, None] * mean[:, None, :]
+        return centered
 
     @property
     def finite(self) -> bool:

@@ -44,7 +44,7 @@ class MomentsCollector(ReadHooks):
     A consumer is a layer that multiplies its input with a weight of the model, whatever its module. Every forward pass
     inside the `with` counts; a layer that is called more than once sums over its calls. Of an input with more than
     `positions` places or tokens for each image, so many are drawn at random, anew for each batch and the same for the
-    same batches: neighbouring places say nearly the same, and the products of all of them would cost more than the
+    same batches: neighboring places say nearly the same, and the products of all of them would cost more than the
     forward pass. `InputMoments.count` is how many there were.
 
     Products are computed in the activation's precision, float32 at least, and summed in float64; where a large mean

@@ -32,7 +32,7 @@ class LayerMoments:
         layer: the first call of a weight: moments are summed over all of them.
         grams: for each convolution group (d + 1, d + 1) mean products of the columns of a patch and a constant last,
             float64; d is channels * taps, or channels where `taps` is 1.
-        taps: columns of each channel; 1 where only the centres of patches were taken, because of the memory.
+        taps: columns of each channel; 1 where only the centers of patches were taken, because of the memory.
         variance: (channels,) of the end of the chain behind the output, float64.
         rows: how many positions were sampled.
         output_gain: what the model's output makes of an error here, 1 for a usual layer; see `gains.with_gains`.
@@ -133,7 +133,7 @@ class _Collector(Finder):
         spatial = tuple(output.shape[2:]) if reading.kernel else ()
         width = weight.shape[1]
         taps = self._columns[layer.weight] // width
-        read = reading.patches if taps == reading.taps else reading.centres
+        read = reading.patches if taps == reading.taps else reading.centers
         parts = []
         for group in range(reading.groups):
             channels = torch.arange(group * width, (group + 1) * width, device=inputs.device)
@@ -158,7 +158,7 @@ class _Collector(Finder):
 
 
 def _columns(layers: Iterable[Layer], tensors: Mapping[str, Tensor], limit: int) -> dict[str, int]:
-    """Columns of each layer's Gram matrices by its weight: those of whole patches, or of the centres of the largest."""
+    """Columns of each layer's Gram matrices by its weight: those of whole patches, or of the centers of the largest."""
     widths = {layer.weight: layer.matrix(tensors[layer.weight]).shape[1] for layer in layers}
     found = {layer.weight: widths[layer.weight] * layer.reading.taps for layer in layers}
     size = {layer.weight: layer.reading.groups * gram_bytes(found[layer.weight]) for layer in layers}
@@ -196,7 +196,7 @@ def collect_patches(
     """Runs a model over batches, in eval mode without gradients, and sums the Gram matrices of its layers' inputs.
 
     Memory: `gram_bytes(channels * taps)` for each layer and group, 8 * 4609^2 = 170 MB for 512 channels and a 3 x 3
-    kernel. Where all would take more than `memory_bytes`, the largest have only the centres of their patches, 8 * 513^2
+    kernel. Where all would take more than `memory_bytes`, the largest have only the centers of their patches, 8 * 513^2
     = 2 MB each, until the rest fits.
 
     Args:

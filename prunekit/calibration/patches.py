@@ -38,7 +38,7 @@ class Reading:
 
     @property
     def middle(self) -> int:
-        """The tap at the centre of the kernel, counted in order; the first where none is."""
+        """The tap at the center of the kernel, counted in order; the first where none is."""
         return self.taps // 2 if all(size % 2 for size in self.kernel) else 0
 
     def rows(self, output: Tensor) -> int:
@@ -112,7 +112,7 @@ class Reading:
         """Some channels of an input."""
         return inputs[:, index] if self.kernel else inputs[..., index]
 
-    def centres(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
+    def centers(self, inputs: Tensor, rows: Tensor, spatial: tuple[int, ...]) -> Tensor:
         """(N, channels): the input at the middle tap of each row; `spatial` are the output's sizes."""
         return self.patches(inputs, rows, spatial)[:, self.middle :: self.taps]
 

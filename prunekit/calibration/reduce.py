@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prunekit.calibration.layer_stats import ARRAYS, FloatArray, LayerStats
-from prunekit.calibration.sums import Sums, centred_squares, eager_sums
+from prunekit.calibration.sums import Sums, centered_squares, eager_sums
 
 CANCELLATION = 1e-4
 """Below this share of the second moment a variance taken from raw moments loses more than four digits."""
@@ -18,7 +18,7 @@ Measure = Callable[[Tensor], Tensor]
 """The first pass: from values to what `statistics` returns."""
 
 
-def summarise(activation: Tensor, axis: int, measure: Measure | None = None) -> FloatArray:
+def summarize(activation: Tensor, axis: int, measure: Measure | None = None) -> FloatArray:
     """Per-channel statistics of one activation, accumulated in float64 (float32 on MPS, which has no float64).
 
     Args:
@@ -69,8 +69,8 @@ def _measure_twice(values: Tensor) -> FloatArray:
     sums = eager_sums(values, finite_only=True)
     *rows, _ = statistics(sums, values.numel() // values.shape[1]).numpy()
     mean, low, high = (rows[ARRAYS.index(name)] for name in ("mean", "min", "max"))
-    centred = centred_squares(values, mean).cpu().double().numpy()
-    rows[DEVIATIONS] = np.where(low == high, 0.0, centred)
+    centered = centered_squares(values, mean).cpu().double().numpy()
+    rows[DEVIATIONS] = np.where(low == high, 0.0, centered)
     return np.stack(rows)
 
 

@@ -50,22 +50,22 @@ def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
     joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
     joined = joined.view(len(Sums._fields), -1, values.shape[1])  # (sums, samples or blocks, channels)
     totals = torch.cat((joined[:-2].sum(1), joined[-2:-1].amin(1), joined[-1:].amax(1)))
-    return Sums(*totals.cpu().double())  # one copy, thus one synchronisation, per activation
+    return Sums(*totals.cpu().double())  # one copy, thus one synchronization, per activation
 
 
-def centred_squares(values: Tensor, mean: FloatArray) -> Tensor:
+def centered_squares(values: Tensor, mean: FloatArray) -> Tensor:
     """(channels,) Sums of (x - mean)^2 over finite values: the second pass of the two-pass variance.
 
     Args:
         mean: (channels,).
     """
     dim, channels = values.ndim - 2, values.shape[1]
-    centre = torch.from_numpy(mean).to(values.device, _accumulator(values))
+    center = torch.from_numpy(mean).to(values.device, _accumulator(values))
     if dim == 1:
-        centre = centre.repeat(len(values)).unsqueeze(1)  # (samples * channels, 1)
+        center = center.repeat(len(values)).unsqueeze(1)  # (samples * channels, 1)
     parts, start = [], 0
     for block in _blocks(values):
-        part = block.to(centre.dtype) - (centre[start : start + len(block)] if dim == 1 else centre)
+        part = block.to(center.dtype) - (center[start : start + len(block)] if dim == 1 else center)
         parts.append(part.masked_fill_(~part.isfinite(), 0).square_().sum(dim))
         start += len(block)
     return torch.cat(parts).view(-1, channels).sum(0)
@@ -101,13 +101,13 @@ def _reduce_finite(block: Tensor, wide: Tensor, flags: Tensor, dim: int) -> Tens
 
 
 def _squares(wide: Tensor, dim: int) -> Tensor:
-    if dim == 1:  # the innermost axis: vectorised, and faster than squares written out and summed
+    if dim == 1:  # the innermost axis: vectorized, and faster than squares written out and summed
         norms: Tensor = torch.linalg.vector_norm(wide, 2, dim)
         return norms.square()
     return wide.square().sum(dim)
 
 
 def _zeros(block: Tensor, flags: Tensor, dim: int, like: Tensor) -> Tensor:
-    # Sums of booleans and integers are not vectorised (five times slower): only where float32 would miscount.
+    # Sums of booleans and integers are not vectorized (five times slower): only where float32 would miscount.
     found = torch.eq(block, 0, out=flags)
     return found.sum(dim, dtype=None if block.shape[dim] <= EXACT else torch.int64).to(like.dtype)

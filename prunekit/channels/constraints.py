@@ -25,21 +25,21 @@ class LockRecord:
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """A labelled axis was viewed as rows x columns: what is kept must be whole rows or whole columns."""
+    """A labeled axis was viewed as rows x columns: what is kept must be whole rows or whole columns."""
 
     labels: Labels  # (rows, columns)
 
 
 @dataclass(frozen=True, eq=False)
 class EqualParts:
-    """A labelled axis was cut into equal parts: as many channels must stay in every part."""
+    """A labeled axis was cut into equal parts: as many channels must stay in every part."""
 
     labels: Labels  # (parts, size)
 
 
 @dataclass(frozen=True, eq=False)
 class Crossed:
-    """Two labelled axes became one: an entry there is removed by either, which one label cannot say; one is locked."""
+    """Two labeled axes became one: an entry there is removed by either, which one label cannot say; one is locked."""
 
     first: LockRecord
     second: LockRecord

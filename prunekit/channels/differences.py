@@ -15,12 +15,12 @@ ROUNDING = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.float16: 1e-2, 
 FILLER = 1e6
 """Larger values are taken for fillers, such as those that mask attention, and say nothing of the run's scale."""
 
-CANCELLED = 1e-4
+CANCELED = 1e-4
 """Below this share of the largest value in the run, what is left of a sum may be rounding alone."""
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Largest absolute value; one vectorised pass, ten times faster than the infinity norm."""
+    """Largest absolute value; one vectorized pass, ten times faster than the infinity norm."""
     low, high = torch.aminmax(tensor)
     return max(-float(low), float(high)) if low == low else float("nan")
 
@@ -28,7 +28,7 @@ def _largest(tensor: torch.Tensor) -> float:
 def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: float) -> tuple[float, str, float]:
     """Relative difference, what to say of it, and the largest value met so far in the run.
 
-    Values that cancel to less than `CANCELLED` of that largest are rounding, and are measured against it.
+    Values that cancel to less than `CANCELED` of that largest are rounding, and are measured against it.
     """
     if want is None:
         return 0.0, "", peak
@@ -43,7 +43,7 @@ def relative_difference(want: torch.Tensor | None, got: torch.Tensor, peak: floa
         return (0.0, "", peak) if same else (float("inf"), "integer or boolean values differ", peak)
     largest = _largest(want)
     peak = max(peak, largest) if largest < FILLER else peak
-    scale = max(largest, CANCELLED * peak, torch.finfo(want.dtype).tiny)
+    scale = max(largest, CANCELED * peak, torch.finfo(want.dtype).tiny)
     difference = _largest(want - got) / scale
     if difference != difference or largest == float("inf"):
         finite = want.isfinite()

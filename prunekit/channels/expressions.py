@@ -71,7 +71,7 @@ Sized = tuple[int, ast.expr, int | None, Labels]
 
 
 def _of_shape(operator: Operator, node: ast.expr) -> Iterator[Sized]:
-    """Sizes of axes that are labelled, or that came of one that is: heads are, and with them their width."""
+    """Sizes of axes that are labeled, or that came of one that is: heads are, and with them their width."""
     old, new = operator.call[0][0], operator.call[2][0]
     linked = set()
     for left, right in axis_groups(old, new) if operator.name != "aten.expand" else ():

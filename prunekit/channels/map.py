@@ -52,7 +52,7 @@ class ChannelGroup:
 
 @dataclass(frozen=True, eq=False)
 class SizeAttribute:
-    """An integer attribute of a module that is the size of a labelled axis, or one element of a list or tuple of such.
+    """An integer attribute of a module that is the size of a labeled axis, or one element of a list or tuple of such.
 
     `labels` has a row for each position of the axis, (size, n): a position is left if any of its labels is. Where
     `order` is given, (size,), what is meant is no size but from which position each one comes.

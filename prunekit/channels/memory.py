@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.labels import Labels, apart
-from prunekit.channels.recognising import recognised
+from prunekit.channels.recognizing import recognized
 from prunekit.channels.recording import DTYPES, Recording, record
 from prunekit.channels.substitutes import substitute_all
 from prunekit.channels.tracing import Trace
@@ -84,7 +84,7 @@ def _given(trace: Trace, recording: Recording, dtype: str) -> Iterator[_Sized]:
 
 
 def _made(trace: Trace, recording: Recording, batch: int) -> Iterator[_Sized]:
-    fields = recognised(trace, recording, batch)
+    fields = recognized(trace, recording, batch)
     for piece, alive in zip(recording.pieces, recording.alive.T, strict=True):
         factors, covered = apart(fields[piece.made])
         rest = np.prod([piece.shape[axis] for axis in covered], dtype=np.float64)

@@ -22,7 +22,7 @@ class NarrowNorms(HookOwner):
     """While active, norms over several channels see only those that a plan keeps, as in the compact model.
 
     A removed channel is zero, but a mean over zeros too is another mean. So the kept channels are gathered, the
-    module's own narrow copy normalises them with slices of the module's parameters, and what comes out is scattered
+    module's own narrow copy normalizes them with slices of the module's parameters, and what comes out is scattered
     into zeros. Gradients reach input and parameters through the slices. The dense norm runs as well, its result unused:
     whoever else has hooks on it sees tensors of the dense width.
 

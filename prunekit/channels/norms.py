@@ -1,4 +1,4 @@
-"""Norms over channels, found while a trace runs: their labels pass, because masked runs normalise over kept ones."""
+"""Norms over channels, found while a trace runs: their labels pass, because masked runs normalize over kept ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Norm:
     """A module that takes statistics over channels: under masks its narrow copy runs, on the kept channels alone.
 
     Attributes:
-        inputs: every labelled axis of its one input tensor with the labels (size,) along it; the last axis is -1.
+        inputs: every labeled axis of its one input tensor with the labels (size,) along it; the last axis is -1.
         outputs: the same of its one output tensor.
     """
 
@@ -32,7 +32,7 @@ class Norm:
 
     @property
     def axes(self) -> Axes:
-        """Labelled axes of input and output."""
+        """Labeled axes of input and output."""
         return self.inputs + self.outputs
 
     def alike(self, other: Norm) -> bool:
@@ -98,7 +98,7 @@ def norm_of(module: nn.Module, flow: Flow, inputs: Any, output: Any) -> Norm | s
     """The module's call as a norm, or why it cannot be one."""
     name = type(module).__name__
     if any(True for _ in module.buffers()):
-        return f"{name} does more than normalise: it has buffers"
+        return f"{name} does more than normalize: it has buffers"
     sources, results = gather(inputs), gather(output)
     if len(sources) != 1 or len(results) != 1:
         return f"{name} takes {len(sources)} tensors and returns {len(results)}, where a norm has one of each"
@@ -108,7 +108,7 @@ def norm_of(module: nn.Module, flow: Flow, inputs: Any, output: Any) -> Norm | s
     norm = Norm(before, after)
     channels, parts = (_classes(flow, part) for part in ([a for _, a in norm.axes], _of_parts(module, flow)))
     if np.intersect1d(channels, parts).any():
-        return f"{name} does more than normalise: it has modules with parameters of these channels"
+        return f"{name} does more than normalize: it has modules with parameters of these channels"
     return norm
 
 

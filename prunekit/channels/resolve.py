@@ -176,7 +176,7 @@ def _resolved(
 
 
 class _Axes:
-    """All labelled parameter axes end to end, so that one NumPy call looks at all of them."""
+    """All labeled parameter axes end to end, so that one NumPy call looks at all of them."""
 
     def __init__(self, trace: Trace) -> None:
         pairs = [(name, axis) for name, axes in trace.labels.items() for axis in axes if axis is not None]

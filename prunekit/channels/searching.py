@@ -198,11 +198,11 @@ class SizeSearch:
     def _meanings(self, name: str, position: int | None, old: int, operators: Sequence[Operator]) -> Iterator[Option]:
         seen = {old}
         for i, operator in enumerate(operators):
-            for j, labelled in enumerate(fields_at(operator)):
-                for axis in labelled.span:
-                    if labelled.labels.shape[axis] != old:
+            for j, labeled in enumerate(fields_at(operator)):
+                for axis in labeled.span:
+                    if labeled.labels.shape[axis] != old:
                         continue
-                    labels = self.channel_map.resolve(labelled)
+                    labels = self.channel_map.resolve(labeled)
                     new = SizeAttribute("", name, position, rows_along(labels, axis)).kept(self.keep)
                     if new not in seen:
                         seen.add(new)

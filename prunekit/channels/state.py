@@ -93,7 +93,7 @@ class FlowState:
             self.locks.append(record)
 
     def take_statistics(self, field: Field, reason: str | None) -> None:
-        """Notes that the running module reduces over all of a labelled axis: its end decides, see `NormWatch`.
+        """Notes that the running module reduces over all of a labeled axis: its end decides, see `NormWatch`.
 
         Args:
             reason: for the lock if the module is not a norm; None where removed zeros do no harm then.
@@ -128,7 +128,7 @@ class FlowState:
         return found, zero
 
     def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
-        """Merges two label vectors of one axis; where only one side is labelled, it is locked."""
+        """Merges two label vectors of one axis; where only one side is labeled, it is locked."""
         if left is None or right is None:
             self.lock([left, right], reason)
             return None

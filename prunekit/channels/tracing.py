@@ -279,8 +279,8 @@ def _label(flow: Flow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Label
     """Gives every index of every axis of a parameter or float buffer a label of its own, from the fresh ones."""
     axes: list[Labels | None] = []
     for size in tensor.shape:
-        labelled = size > 1 and tensor.is_floating_point() and tensor.layout == torch.strided
-        axes.append(fresh[:size] if labelled else None)
+        labeled = size > 1 and tensor.is_floating_point() and tensor.layout == torch.strided
+        axes.append(fresh[:size] if labeled else None)
         fresh = fresh[size:]
     flow.set(tensor, [Field(along(axis, i, tensor.dim()), True) for i, axis in enumerate(axes) if axis is not None])
     return tuple(axes), fresh

@@ -167,10 +167,10 @@ class _Search:
     def _sizes(self, holder: Holder, position: int | None, old: int, where: list[Operator]) -> list[SizeAttribute]:
         found: dict[int, SizeAttribute] = {}
         for operator in where:
-            for labelled in fields_at(operator):
-                for axis in labelled.span:
-                    if labelled.labels.shape[axis] == old:
-                        size = SizeAttribute(*holder, position, rows_along(labelled.labels, axis))
+            for labeled in fields_at(operator):
+                for axis in labeled.span:
+                    if labeled.labels.shape[axis] == old:
+                        size = SizeAttribute(*holder, position, rows_along(labeled.labels, axis))
                         found.setdefault(self._left(size), size)
         return [size for left, size in found.items() if 0 < left < old]
 

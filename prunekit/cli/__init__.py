@@ -21,7 +21,7 @@ from prunekit.cli.profile import profile_command
 from prunekit.cli.prune import prune_command
 from prunekit.cli.report import report_command
 from prunekit.cli.sensitivity import sensitivity_command
-from prunekit.cli.visualise import visualise_group
+from prunekit.cli.visualize import visualize_group
 
 
 @click.group(cls=ErrorGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -44,7 +44,7 @@ COMMANDS = (
     bench_command,
     explain_command,
     diagnose_command,
-    visualise_group,
+    visualize_group,
     report_command,
     inspect_command,
     list_command,

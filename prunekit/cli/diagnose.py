@@ -50,7 +50,7 @@ def diagnose_command(
     Looked for, by module and in order of execution: shape mismatches with the way of the tensor, NaN and Inf where they
     begin, exploding and vanishing gradients, dead ReLUs, saturated sigmoids, constant channels, BatchNorm in the wrong
     mode or without variance, unused and frozen parameters; copies among the images, labels out of range, inputs unlike
-    normalised ones; and a learning rate too high for the curvature of the loss.
+    normalized ones; and a learning rate too high for the curvature of the loss.
 
     MODEL is a recipe (its dense model as training would begin: with the weights it names, else random ones), a model
     folder, or the name of a torchvision or CIFAR model; instead of it, or of a recipe's model, --model gives your own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, table
 

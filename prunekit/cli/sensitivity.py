@@ -39,17 +39,17 @@ def sensitivity_command(
 ) -> None:
     """Error against kept channels, for every channel group of a recipe's dense model.
 
-    Fast, from unlabelled calibration images: what the layers that read the group lose when their weights are fitted
+    Fast, from unlabeled calibration images: what the layers that read the group lose when their weights are fitted
     anew, as a share of their outputs' variance. With --measured, on validation images: what the model's output, loss
     and top-1 lose when the group is masked and nothing is fitted. Curves as CSV and JSON, and a report.
     """
     console = Console(as_json)
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
     check_folder(job.output)
-    from prunekit.workflow import Own, analyse
+    from prunekit.workflow import Own, analyze
 
     with console.running():
-        run = analyse(
+        run = analyze(
             job,
             measured=measured,
             groups=groups,

@@ -1,4 +1,4 @@
-"""What the subcommands of `prunekit visualise` look at: models by name or folder, and an image."""
+"""What the subcommands of `prunekit visualize` look at: models by name or folder, and an image."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from prunekit.wrappers import require_values, unwrapped
 
 FORMAT = 1
 SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
-"""Models whose own initialisation takes seconds, for weights that are replaced at once."""
+"""Models whose own initialization takes seconds, for weights that are replaced at once."""
 WEIGHTS = "model.safetensors"
 MANIFEST = "prunekit.json"
 

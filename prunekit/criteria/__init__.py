@@ -1,6 +1,6 @@
 """Criteria: how important a channel is."""
 
-from prunekit.catalogue import CRITERIA, CriterionFacts, Need
+from prunekit.catalog import CRITERIA, CriterionFacts, Need
 from prunekit.criteria import (  # registers the criteria
     activation,
     chance,
@@ -12,7 +12,7 @@ from prunekit.criteria import (  # registers the criteria
     taylor,
 )
 from prunekit.criteria.registry import Criterion, Evidence, criterion, criterion_names, get_criterion
-from prunekit.criteria.scoring import normalise, score
+from prunekit.criteria.scoring import normalize, score
 
 __all__ = [
     "CRITERIA",
@@ -29,7 +29,7 @@ __all__ = [
     "elimination",
     "get_criterion",
     "magnitude",
-    "normalise",
+    "normalize",
     "norms",
     "score",
     "taylor",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import nn
 
 from prunekit.calibration import ChannelStats, LayerStats, MapRanks, StatsKey
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.criteria.norms import NORMS
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray, LabelMean

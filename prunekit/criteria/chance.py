@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.criteria.registry import Evidence, Scores, criterion
 
 

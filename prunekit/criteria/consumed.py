@@ -9,7 +9,7 @@ import numpy as np
 
 from prunekit.calibration import Consumer, InputMoments, StatsKey
 from prunekit.calibration.moments import RAISED
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.criteria.inverse import inverse_factors
 from prunekit.criteria.nuclear import NuclearNorm
 from prunekit.criteria.registry import Evidence, Scores, criterion

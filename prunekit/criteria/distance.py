@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.criteria.magnitude import l2
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import LabelMean, require_finite

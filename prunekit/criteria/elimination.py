@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.gains import relative_scale, with_ridge
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.labels import Labels

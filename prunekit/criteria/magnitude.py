@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import IntArray, LabelMean, mean_over_slices, require_finite
 
@@ -50,12 +50,12 @@ def _share_of_rest(squares: Scores) -> Scores:
 def _mean_power(evidence: Evidence, power: int) -> Scores:
     """Mean over a label's axes of its slice's norm, divided so that the norm does not grow with the slice."""
 
-    def measure(found: LabelMean, name: str, weight: Tensor, labelled: dict[int, IntArray]) -> None:
+    def measure(found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
         wide = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-        for axis, sums in _power_sums(wide, power, list(labelled)).items():
+        for axis, sums in _power_sums(wide, power, list(labeled)).items():
             values = sums.numpy() * (weight.shape[axis] / max(weight.numel(), 1))
             require_finite(name, values)
-            found.add(labelled[axis], values, exponent=1 / power)
+            found.add(labeled[axis], values, exponent=1 / power)
 
     return mean_over_slices(evidence, measure)
 

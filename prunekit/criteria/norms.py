@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.criteria.magnitude import l2
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import LabelMean, require_finite
@@ -24,7 +24,7 @@ def bn_scale(evidence: Evidence) -> Scores:
     """|gamma| of the norms that carry a label (Liu et al. 2017, "Network slimming"), mean over them.
 
     Labels that no affine norm carries score as in `l2`. The two never meet in one ranking: labels of a group lie on the
-    same parameters, so that all or none of them are on a norm, and across groups scores are normalised.
+    same parameters, so that all or none of them are on a norm, and across groups scores are normalized.
     """
     found = LabelMean(evidence.channel_map)
     for path, module in evidence.modules.items():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
-from prunekit.catalogue import CriterionFacts, Need
+from prunekit.catalog import CriterionFacts, Need
 from prunekit.errors import UsageError, nearest
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
-from prunekit.catalogue import Need
+from prunekit.catalog import Need
 from prunekit.channels import ChannelMap
 from prunekit.channels.belonging import require_model
 from prunekit.criteria.registry import Criterion, Evidence, Scores, get_criterion
@@ -30,12 +30,12 @@ def score(
     """Importance of every label: the lowest go first.
 
     Args:
-        criterion: a registered name; `catalogue.CRITERIA` says of each what it measures and needs.
+        criterion: a registered name; `catalog.CRITERIA` says of each what it measures and needs.
         model: the model that `channel_map` was traced from; only read.
         channel_map: its labels.
         stats: channel statistics of that model, from `calibration.collect`; for "moments" with its `moments="full"`,
             for "ranks" with `ranks=True`.
-        gradients: of a loss on labelled images, from `calibration.collect_gradients`; for "curvature" with its
+        gradients: of a loss on labeled images, from `calibration.collect_gradients`; for "curvature" with its
             `second_order=True`.
         patches: of that model, from `calibration.collect_patches`.
         seed: for "random".
@@ -66,7 +66,7 @@ def score(
     return scores
 
 
-def normalise(scores: Scores, channel_map: ChannelMap) -> Scores:
+def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
     """Scores that can be ranked across layers: each divided by the mean score of its channel group.
 
     Layers differ in scale, so raw scores would empty whole layers (Molchanov et al. 2017 divide by the layer's l2
@@ -91,7 +91,7 @@ def _require_evidence(
     criterion: Criterion, stats: ChannelStats | None, gradients: TaylorTerms | None, patches: PatchStats | None
 ) -> None:
     """Checks that there is what a criterion needs; the message says how to get it."""
-    gradient = "gradients of the loss on labelled calibration images"
+    gradient = "gradients of the loss on labeled calibration images"
     missing: dict[Need, tuple[bool, str, str]] = {
         "stats": (stats is None, "channel statistics", "stats=collect(model, batches, device)"),
         "moments": (

@@ -72,8 +72,8 @@ def _measured(evidence: Evidence, measure: Measure, *, vectors: bool) -> LabelMe
     for name, weight in evidence.parameters.items():
         if (weight.ndim < 2) == vectors:
             axes = enumerate(evidence.channel_map.labels[name])
-            labelled = {axis: labels for axis, labels in axes if labels is not None and labels.any()}
-            measure(found, name, weight, labelled)
+            labeled = {axis: labels for axis, labels in axes if labels is not None and labels.any()}
+            measure(found, name, weight, labeled)
     return found
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from prunekit.calibration.gradients import Axis
-from prunekit.catalogue import CRITERIA
+from prunekit.catalog import CRITERIA
 from prunekit.criteria.registry import Evidence, Scores, criterion
 from prunekit.criteria.slices import FloatArray, IntArray, LabelMean, mean_over_slices
 from prunekit.errors import UsageError
@@ -71,8 +71,8 @@ def _of_slices(
 ) -> Scores:
     """Mean over a label's slices of `value`, which gets the sums over each label, (labels, batches)."""
 
-    def measure(found: LabelMean, name: str, weight: Tensor, labelled: dict[int, IntArray]) -> None:
-        for axis, labels in labelled.items():
+    def measure(found: LabelMean, name: str, weight: Tensor, labeled: dict[int, IntArray]) -> None:
+        for axis, labels in labeled.items():
             terms = of_axes.get((name, axis))
             if terms is None or terms.shape[1] != len(labels):
                 raise UsageError(

@@ -39,12 +39,12 @@ class Augmentation:
     Attributes:
         resizes: whether `pixels` takes an image of any size; else it takes one of the final size.
         pixels: of a Pillow image or of values in 0..1; None changes nothing.
-        normalised: of a normalised image, in which 0 is the mean; None changes nothing.
+        normalized: of a normalized image, in which 0 is the mean; None changes nothing.
     """
 
     resizes: bool
     pixels: v2.Transform | None
-    normalised: v2.Transform | None
+    normalized: v2.Transform | None
 
 
 @cache

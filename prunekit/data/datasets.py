@@ -1,4 +1,4 @@
-"""Labelled images that give whole batches at once: `fetch(indices)` beside the usual `dataset[i]`."""
+"""Labeled images that give whole batches at once: `fetch(indices)` beside the usual `dataset[i]`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class SampleDataset(Protocol):
 
 @runtime_checkable
 class ImageDataset(SampleDataset, Protocol):
-    """A data set of labelled images."""
+    """A data set of labeled images."""
 
     @property
     def labels(self) -> Tensor:
         """Every label: (N,) int64."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """One image, (C, H, W) float32 normalised, and its label."""
+        """One image, (C, H, W) float32 normalized, and its label."""
 
     def fetch(self, indices: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
-        """A batch: images (B, C, H, W) float32 normalised, labels (B,) int64, without what cannot be read.
+        """A batch: images (B, C, H, W) float32 normalized, labels (B,) int64, without what cannot be read.
 
         Args:
             indices: (B,) int64, which images.
@@ -74,7 +74,7 @@ class Indexable:
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(Indexable):
-    """Images in memory, stored as uint8; scaled, resized, repeated to three channels and normalised per batch.
+    """Images in memory, stored as uint8; scaled, resized, repeated to three channels and normalized per batch.
 
     Args:
         pixels: (N, C, H, W) uint8 with C 1 or 3.

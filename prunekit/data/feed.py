@@ -1,4 +1,4 @@
-"""From pixels to a model's input: size, augmentation, normalisation."""
+"""From pixels to a model's input: size, augmentation, normalization."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Feed:
         """One Pillow image in RGB as (3, size, size) float32.
 
         An image of exactly `size` squared is taken as it is; any other has its shorter side resized to 8/7 of that and
-        its centre cut out, as torchvision's classification presets do (256 and 224).
+        its center cut out, as torchvision's classification presets do (256 and 224).
         """
         change = self._augmentation(draw)
         if not change.resizes and image.size != (self.size, self.size):
             image = center_crop(resize(image, [round(self.size * 8 / 7)]), [self.size, self.size])
         image = augmented(image, change.pixels, draw, index)
-        normalised = self.normalised(pil_to_tensor(image).float() / 255)
-        return augmented(normalised, change.normalised, draw, index, ERASING)
+        normalized = self.normalized(pil_to_tensor(image).float() / 255)
+        return augmented(normalized, change.normalized, draw, index, ERASING)
 
     def batch(self, images: Tensor, draw: Draw | None, indices: Tensor) -> Tensor:
         """Images (B, C, H, W) with values in 0..1 as (B, 3, size, size); bilinear, antialiased when they shrink."""
@@ -58,12 +58,12 @@ class Feed:
                 images, (self.size, self.size), mode="bilinear", align_corners=False, antialias=shrinks
             )
         images = _each(images, change.pixels, draw, indices)
-        return _each(self.normalised(images), change.normalised, draw, indices, ERASING)
+        return _each(self.normalized(images), change.normalized, draw, indices, ERASING)
 
     def _augmentation(self, draw: Draw | None) -> Augmentation:
         return augmentation("none" if draw is None else self.augment, self.size)
 
-    def normalised(self, images: Tensor) -> Tensor:
+    def normalized(self, images: Tensor) -> Tensor:
         """(..., C, H, W) in 0..1 with C 1 or 3 -> (..., 3, H, W)."""
         mean, std = torch.tensor(self.mean), torch.tensor(self.std)
         return (images - mean[:, None, None]) / std[:, None, None]

@@ -10,7 +10,7 @@ WHITE = 0xFFFF
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
-    """An image in RGB; 16 bits of grey are scaled to 8, where Pillow alone cuts off all that is brighter than 255.
+    """An image in RGB; 16 bits of gray are scaled to 8, where Pillow alone cuts off all that is brighter than 255.
 
     Args:
         image: may only have been opened; this decodes it.
@@ -21,8 +21,8 @@ def in_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers; expected 8 or 16 bits")
     if image.mode.startswith("I"):  # I;16, its byte orders, and I, as which some 16-bit files are opened
-        grey = np.asarray(image).astype(np.int64)
-        if grey.size and (grey.min() < 0 or grey.max() > WHITE):
-            raise ValueError(f"its pixels are from {grey.min()} to {grey.max()}; expected 8 or 16 bits")
-        image = Image.fromarray(((grey * 255 + WHITE // 2) // WHITE).astype(np.uint8))
+        gray = np.asarray(image).astype(np.int64)
+        if gray.size and (gray.min() < 0 or gray.max() > WHITE):
+            raise ValueError(f"its pixels are from {gray.min()} to {gray.max()}; expected 8 or 16 bits")
+        image = Image.fromarray(((gray * 255 + WHITE // 2) // WHITE).astype(np.uint8))
     return image.convert("RGB")

@@ -23,7 +23,7 @@ from prunekit.tasks import Task, Unpacking, get_task
 KNOWN_BY = 16
 """Samples of each part that its fingerprint is taken from: reading all would take too long."""
 OF_IMAGES = ("image_size", "augment", "mean", "std", "max_corrupt")
-"""Settings of labelled images, which nothing else obeys."""
+"""Settings of labeled images, which nothing else obeys."""
 
 
 @dataclass(frozen=True, eq=False)

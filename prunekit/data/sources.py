@@ -136,7 +136,7 @@ def _feed(
 
 
 def _digits(settings: DataSettings) -> Source:
-    """UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 grey images of 8x8, values 0..16."""
+    """UCI optical digits, Alpaydin & Kaynak 1998 (see DIGITS.md): 1,797 gray images of 8x8, values 0..16."""
     with resources.as_file(resources.files("prunekit.data") / "digits.npz") as path, np.load(path) as archive:
         pixels, labels = archive["images"][:, None], archive["labels"].astype(np.int64)
     feed = feed_of(settings)

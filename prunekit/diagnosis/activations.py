@@ -40,7 +40,7 @@ def dead_relu(seen: Observation) -> Iterator[Finding]:
                 _place(seen, path, units),
                 f"fewer than {DEAD:.0%} of a ReLU's channels without any value above 0",
                 f"{dead.sum()} of {len(dead)} channels behind {behind} are 0 for all {seen.images} inputs",
-                "lower the learning rate that led there, look at the biases and the initialisation before it, or use "
+                "lower the learning rate that led there, look at the biases and the initialization before it, or use "
                 "a leaky activation",
                 {"dead": int(dead.sum()), "channels": len(dead), "highest": float(units.high[dead].max())},
             )
@@ -58,7 +58,7 @@ def saturated_sigmoid(seen: Observation) -> Iterator[Finding]:
                 _place(seen, path, units),
                 f"fewer than {SATURATED:.0%} of the inputs of {name} where it is flat",
                 f"{share:.1%} behind {units.after or 'the input'}, with inputs from {low:.3g} to {high:.3g}",
-                "scale down the weights before it, normalise what it is given, or use another activation",
+                "scale down the weights before it, normalize what it is given, or use another activation",
                 {"share": share, "low": low, "high": high},
             )
 
@@ -67,7 +67,7 @@ def saturated_sigmoid(seen: Observation) -> Iterator[Finding]:
 def constant_channels(seen: Observation) -> Iterator[Finding]:
     """Channels that a layer makes constant out of inputs that are not.
 
-    Those are left out whose weights are exactly 0 and that give exactly 0: masked, or zero-initialised on purpose.
+    Those are left out whose weights are exactly 0 and that give exactly 0: masked, or zero-initialized on purpose.
     """
     modules = dict(seen.model.named_modules())
     for key, layer in seen.stats.items():

@@ -14,7 +14,7 @@ from prunekit.diagnosis.observation import StepSize
 TRIAL = 16
 """Steps on one batch that are tried where the learning rate is beyond what the curvature allows: networks of ReLUs may
 be thrown to where the loss is flatter (Lewkowycz et al. 2020, "The large learning rate phase of deep learning: the
-catapult mechanism"), and normalised weights grow until a step is short beside them (Arora et al. 2019, "Theoretical
+catapult mechanism"), and normalized weights grow until a step is short beside them (Arora et al. 2019, "Theoretical
 analysis of auto rate-tuning by batch normalization"). Such models train, others diverge, and only trying tells."""
 ITERATIONS = 12
 NEGLIGIBLE = 0.2

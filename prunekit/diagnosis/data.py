@@ -1,4 +1,4 @@
-"""What is wrong before the model runs: copies, labels, normalisation."""
+"""What is wrong before the model runs: copies, labels, normalization."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prunekit.diagnosis.observation import DataSeen, Observation
 COPIES = 0.01
 """Share of a data set that are copies from which on it is a fault: the exact ones in well-known sets are far fewer
 (Barz & Denzler 2020, "Do we train on test data?")."""
-OFF_CENTRE = 1.5
-"""Mean of the inputs, in absolute value, from which on they are unlike normalised ones: mean 0 and standard deviation 1
+OFF_CENTER = 1.5
+"""Mean of the inputs, in absolute value, from which on they are unlike normalized ones: mean 0 and standard deviation 1
 (LeCun et al. 1998, "Efficient BackProp", section 4.3). Sets of other images than those of ImageNet are off a little."""
 NARROW, WIDE = 0.3, 3.0
-"""Standard deviations below and above which they are unlike normalised ones; pixels from 0 to 1 have about 0.25,
+"""Standard deviations below and above which they are unlike normalized ones; pixels from 0 to 1 have about 0.25,
 those from 0 to 255 about 60."""
 
 
@@ -80,17 +80,17 @@ def labels_out_of_range(seen: Observation) -> Iterator[Finding]:
         )
 
 
-@check("input_normalisation", "data")
-def input_normalisation(seen: Observation) -> Iterator[Finding]:
-    """Inputs whose mean and standard deviation are not those of normalised ones."""
+@check("input_normalization", "data")
+def input_normalization(seen: Observation) -> Iterator[Finding]:
+    """Inputs whose mean and standard deviation are not those of normalized ones."""
     mean, std = seen.data.mean, seen.data.std
-    off = (np.abs(mean) > OFF_CENTRE) | (std < NARROW) | (std > WIDE)
+    off = (np.abs(mean) > OFF_CENTER) | (std < NARROW) | (std > WIDE)
     if off.any():
         yield Finding(
-            "input_normalisation",
+            "input_normalization",
             "data",
             BEFORE,
-            f"channels with a mean within {OFF_CENTRE:g} of 0 and a standard deviation from {NARROW:g} to {WIDE:g}",
+            f"channels with a mean within {OFF_CENTER:g} of 0 and a standard deviation from {NARROW:g} to {WIDE:g}",
             f"means {_numbers(mean)}, standard deviations {_numbers(std)}",
             "scale pixels to 0..1, then subtract the mean of this data and divide by its standard deviation, once",
             {"mean": mean.tolist(), "std": std.tolist()},

@@ -10,7 +10,7 @@ from prunekit.diagnosis.findings import Finding
 _UNITS = frozenset({"dead_relu", "saturated_sigmoid", "constant_channels", "batchnorm_variance"})
 _SIZES = frozenset({"exploding_gradient", "vanishing_gradient", "learning_rate"})
 AFTER: dict[str, frozenset[str]] = {
-    "input_normalisation": _UNITS | _SIZES,
+    "input_normalization": _UNITS | _SIZES,
     "non_finite": _UNITS | _SIZES,
     "batchnorm_variance": _UNITS | {"exploding_gradient", "learning_rate"},
     "constant_channels": _UNITS,

@@ -11,7 +11,7 @@ from prunekit.diagnosis.observation import Gradients, Observation
 
 VANISHED = 1e-5
 """Norm of the loss's gradient for a module's output, as a share of that for the model's output, below which it has
-vanished. Initialisations keep it of one size through the layers (Glorot & Bengio 2010; He et al. 2015): the first
+vanished. Initializations keep it of one size through the layers (Glorot & Bengio 2010; He et al. 2015): the first
 layers of 14 healthy models of torchvision and CIFAR, fresh and trained, show 0.1 to 2000, and saturated or badly scaled
 ones lose a factor at each layer."""
 EXPLODED = 1e5
@@ -22,7 +22,7 @@ EXPLODED = 1e5
 def vanishing_gradient(seen: Observation) -> Iterator[Finding]:
     """No module before some point gets a gradient to speak of.
 
-    A branch that starts at next to nothing on purpose, such as a zero-initialised or scaled residual one, is none: the
+    A branch that starts at next to nothing on purpose, such as a zero-initialized or scaled residual one, is none: the
     modules before it get their gradient past it. Nor is one that a zero weight stops which itself gets a gradient.
     """
     gradients = seen.gradients
@@ -46,7 +46,7 @@ def _vanished(seen: Observation, gone: list[str], before: str, shares: dict[str,
         f"gradients of at least {VANISHED:g} of that of the model's output",
         f"{shares[last]:.2g} of it, {shares[before]:.2g} at {before}, and {shares[first]:.2g} at {first}: the "
         f"{len(gone)} modules up to here learn next to nothing",
-        "use activations that do not saturate, an initialisation made for them (He), normalisation or shortcuts",
+        "use activations that do not saturate, an initialization made for them (He), normalization or shortcuts",
         {"share": shares[last], "share_at_first": shares[first], "modules": gone},
     )
 
@@ -67,7 +67,7 @@ def exploding_gradient(seen: Observation) -> Iterator[Finding]:
             seen.place(culprit),
             f"gradients of at most {EXPLODED:g} times that of the model's output",
             f"it grows to {most:.2g} times that at {largest}; {growth:.2g} times on its way back through {culprit}",
-            "scale the initialisation to the layers' width (He), normalise, or clip gradients",
+            "scale the initialization to the layers' width (He), normalize, or clip gradients",
             {"largest_share": most, "growth": growth, "modules": over},
         )
 

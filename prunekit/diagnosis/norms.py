@@ -12,7 +12,7 @@ from prunekit.diagnosis.findings import Finding, check, listed
 from prunekit.diagnosis.observation import Observation
 
 TINY = 1e-3
-"""Variance, as a share of the layer's own eps, below which a channel is no longer normalised: its standard deviation
+"""Variance, as a share of the layer's own eps, below which a channel is no longer normalized: its standard deviation
 behind the layer, that of gamma = 1, is sqrt(TINY) = 0.03 at most (Ioffe & Szegedy 2015, algorithm 1). Untrained healthy
 models with a large eps have down to 0.02."""
 MOST = 0.5
@@ -42,9 +42,9 @@ def batchnorm_mode(seen: Observation) -> Iterator[Finding]:
 def _wrong_mode(seen: Observation, mode: str, paths: list[str]) -> Finding:
     other = "train" if mode == "eval" else "eval"
     result = (
-        "it normalises by running statistics that no longer move, while its weights are trained"
+        "it normalizes by running statistics that no longer move, while its weights are trained"
         if mode == "eval"
-        else "it normalises by the batch, so that an output depends on what else is in its batch"
+        else "it normalizes by the batch, so that an output depends on what else is in its batch"
     )
     return Finding(
         "batchnorm_mode",

@@ -27,7 +27,7 @@ def _images(seen: Observation) -> Finding | None:
         return None
     count = seen.data.not_finite
     came = f"{count} values of the images are NaN or Inf"
-    return _finding("data", BEFORE, came, "look at how images are read and normalised", {"count": count})
+    return _finding("data", BEFORE, came, "look at how images are read and normalized", {"count": count})
 
 
 def _tensors(seen: Observation) -> Finding | None:

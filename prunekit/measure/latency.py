@@ -96,7 +96,7 @@ def measure_latency(
         models: name -> model; the first is what the others' speedup is relative to.
         inputs: what the models take: the shape of one input without the batch, such as (3, 224, 224), or `Inputs`.
         settings: runtimes, batches, CPU threads, dtypes, memory formats, and how many rounds.
-        devices: where to time; CUDA is timed with its own events, every run synchronised.
+        devices: where to time; CUDA is timed with its own events, every run synchronized.
         log: is told what is exported and timed next.
 
     Raises:

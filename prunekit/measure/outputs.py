@@ -36,7 +36,7 @@ class Batch:
         return count_of(self.inputs)
 
 
-def labelled_alike(batches: Iterable[Pair], loss: Loss | None) -> Iterator[Batch]:
+def labeled_alike(batches: Iterable[Pair], loss: Loss | None) -> Iterator[Batch]:
     """The batches, all with labels or all without."""
     first: Batch | None = None
     for inputs, labels in batches:

@@ -16,7 +16,7 @@ from prunekit.channels.running import plain_attention
 from prunekit.context import same_draws, training_mode
 from prunekit.inputs import count_of, moved, taken
 from prunekit.masking import WeightMasks
-from prunekit.measure.outputs import Batch, Spread, Sums, labelled_alike, observed, require_alike
+from prunekit.measure.outputs import Batch, Spread, Sums, labeled_alike, observed, require_alike
 from prunekit.measure.prefix import DensePrefix
 from prunekit.planning import MeasuredPoint, Plan
 from prunekit.planning.curves import keeping, kept_counts
@@ -67,7 +67,7 @@ def measure_sensitivity(
     measuring = _Measuring(model, channel_map, orders, loss)
     pairs = Pairs(model, batches, task, "sensitivity")
     total = operator.length_hint(pairs) * forward_passes(orders) or None
-    passes = (each for batch in labelled_alike(pairs, loss) for each in measuring.passes(batch))
+    passes = (each for batch in labeled_alike(pairs, loss) for each in measuring.passes(batch))
     with training_mode(model, False), torch.no_grad(), plain_attention(), reporting(progress, "sensitivity"):
         for _ in tracked(passes, "sensitivity", total=total, unit="pass"):
             pass

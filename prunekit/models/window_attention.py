@@ -102,7 +102,7 @@ def _join(x: Tensor, sizes: Sequence[int], window: Sequence[int]) -> Tensor:
 
 
 def _shift_mask(x: Tensor, padded: Sequence[int], window: Sequence[int], shift: Sequence[int]) -> Tensor:
-    """-100 between positions that only the cyclic shift made neighbours, (windows, positions, positions)."""
+    """-100 between positions that only the cyclic shift made neighbors, (windows, positions, positions)."""
     regions = torch.zeros(tuple(padded), dtype=torch.long)
     for axis, (size, win, s) in enumerate(zip(padded, window, shift, strict=True)):
         part = torch.tensor([0] * (size - win) + [1] * (win - s) + [2] * s if s else [0] * size)

@@ -48,7 +48,7 @@ class CostModel:
     """Costs of choices of counts, for several resources at once.
 
     A cost is a sum of products of widths, each rounded up to its step, and a width a sum of table entries, one for each
-    part that it depends on: so neighbours' widths multiply, and labels that lie on an axis several times, or are joint,
+    part that it depends on: so neighbors' widths multiply, and labels that lie on an axis several times, or are joint,
     count as often as they do. A product that counts only within a span of a width has a factor more, which is 0 or 1.
 
     Attributes:

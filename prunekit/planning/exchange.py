@@ -21,7 +21,7 @@ EXHAUSTIVE = 20_000
 """Combinations of steps of several parts that are all priced exactly; where there are more, the best by estimate."""
 SHORTLIST = 256
 MARGIN = 0.02
-"""Of a budget: what neighbours' widths, which multiply, may save beyond the sum of two steps' own costs."""
+"""Of a budget: what neighbors' widths, which multiply, may save beyond the sum of two steps' own costs."""
 ROUNDS = 2000
 EPSILON = 1e-12
 """Of all scores: a smaller gain is rounding."""
@@ -81,7 +81,7 @@ def improved(parts: list[Part], worth: Worth, budgets: Budgets, counts: Labels) 
     """
     for _ in range(ROUNDS):
         steps = _steps(parts, worth, budgets, counts)
-        better = next((found for found in _neighbours(steps, budgets, counts, worth.total)), None)
+        better = next((found for found in _neighbors(steps, budgets, counts, worth.total)), None)
         if better is None:
             break
         counts = better
@@ -121,7 +121,7 @@ def _edges(part: Part, count: int, steps: tuple[int, ...], turns: tuple[int, ...
         yield from (min(at, last), max(at - 1, 0))
 
 
-def _neighbours(steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
+def _neighbors(steps: _Steps, budgets: Budgets, counts: Labels, total: float) -> Iterator[Labels]:
     """The best counts by one step; else by two at a time; else by three or four."""
     yield from _best_of(_several(steps, 1), steps, budgets, counts, total)
     slack = budgets.limits - budgets.limited(counts)

@@ -13,7 +13,7 @@ from prunekit.planning.select import Part
 from prunekit.planning.terms import Numbers
 
 SWEEPS = 3
-"""Over all parts, at one price: what a part costs depends on its neighbours' widths."""
+"""Over all parts, at one price: what a part costs depends on its neighbors' widths."""
 BISECTIONS = 16
 REWEIGHTS = 6
 """Of the limits of a budget that is several: prices are made anew so often."""

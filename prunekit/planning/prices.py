@@ -12,7 +12,7 @@ from prunekit.planning.select import Part, Scores
 from prunekit.planning.terms import Numbers
 
 ROUNDS = 3
-"""How often a budget is spent per price: what a channel costs depends on its neighbours' widths in the plan before."""
+"""How often a budget is spent per price: what a channel costs depends on its neighbors' widths in the plan before."""
 
 
 def priced(
@@ -22,7 +22,7 @@ def priced(
 
     Where the scores are what a group's error rises by, and never fall along the order in which its labels go, removing
     the lowest first is the greedy and the Lagrangian solution (Everett 1963; as in optimal bit allocation, Shoham &
-    Gersho 1988). Costs are linear around a plan: neighbours' widths multiply.
+    Gersho 1988). Costs are linear around a plan: neighbors' widths multiply.
 
     Args:
         scores: (n_labels,) comparable between groups.

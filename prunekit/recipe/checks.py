@@ -171,9 +171,9 @@ def _baseline(values: Mapping[str, Any]) -> Iterator[Finding]:
 def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
     """What the three sections that train may ask for."""
     sparsify = values.get("sparsify")
-    if isinstance(sparsify, Mapping) and sparsify.get("regularise") is None:
+    if isinstance(sparsify, Mapping) and sparsify.get("regularize") is None:
         text = "expected a mapping, because making channels small is what sparsify is for, got nothing"
-        yield ("sparsify", "regularise"), f"{text}; for example {{method: group_lasso}}"
+        yield ("sparsify", "regularize"), f"{text}; for example {{method: group_lasso}}"
     for name in ("baseline", "sparsify", "finetune"):
         section = _section(values, name) or {}
         optimizer, momentum = section.get("optimizer", "sgd"), section.get("momentum", TrainSettings.momentum)
@@ -183,10 +183,10 @@ def _training(values: Mapping[str, Any]) -> Iterator[Finding]:
         if name == "baseline" and section.get("distill") is not None:
             text = f"expected null, because the dense model is the teacher, got {show(section['distill'])}"
             yield (name, "distill"), f"{text}; set finetune.distill"
-        regularise = section.get("regularise")
-        if name != "sparsify" and isinstance(regularise, Mapping) and regularise.get("method") == "growing":
+        regularize = section.get("regularize")
+        if name != "sparsify" and isinstance(regularize, Mapping) and regularize.get("method") == "growing":
             text = "expected 'group_lasso' or 'bn_l1', got 'growing', which shrinks what a plan removes before it goes"
-            yield (name, "regularise", "method"), f"{text}; use it in sparsify"
+            yield (name, "regularize", "method"), f"{text}; use it in sparsify"
 
 
 def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -198,7 +198,7 @@ def _sharding(values: Mapping[str, Any]) -> Iterator[Finding]:
         if section.get("sharding") != "full":
             continue
         because = f"because {name}.sharding is 'full'"
-        for key in ("average", "regularise"):
+        for key in ("average", "regularize"):
             if section.get(key) is not None:
                 yield (name, key), f"expected null, {because}, got {show(section[key])}"
         if section.get("precision") == "fp16":

@@ -110,7 +110,7 @@ def least_squares(problem: Problem, ridge: float, rectified_steps: int = 0) -> C
 
     Luo et al. 2017, "ThiNet", and He et al. 2017, "Channel pruning for accelerating very deep neural networks", here
     for whole filters, with a constant column and a ridge that pulls toward the weights as they are. Behind a ReLU the
-    targets that are negative anyway may be missed from below: a majorisation of the error after the ReLU, as the
+    targets that are negative anyway may be missed from below: a majorization of the error after the ReLU, as the
     nonlinear case of Zhang et al. 2016, "Accelerating very deep convolutional networks". Each further step is kept if
     the error on held-out rows falls, and they choose among `RIDGES`.
 

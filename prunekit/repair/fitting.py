@@ -199,7 +199,7 @@ class LayerFitter(LayerWeights):
             return moment_matching(problem, self._weight(layer, rows, columns)), fit
         if fit == "batchnorm":
             return matched(problem, self._weight(layer, rows, columns), *self._normal(layer, rows)), fit
-        if sample.centres is not None:
+        if sample.centers is not None:
             return self._by_channels(layer, problem, sample, rows, columns), "channel"
         return least_squares(problem, settings.ridge, settings.rectified_steps), "patch"
 
@@ -213,10 +213,10 @@ class LayerFitter(LayerWeights):
         return scale * (mean - bias), scale.abs() * variance.sqrt()
 
     def _by_channels(self, layer: Layer, problem: Problem, sample: Sample, rows: Tensor, columns: Tensor) -> Change:
-        assert sample.centres is not None
+        assert sample.centers is not None
         shape = layer.matrix(self._dense[layer.weight]).shape
         group = int(rows[0]) // (shape[0] // layer.reading.groups) if len(rows) else 0
-        dense = sample.centres[: sample.fitted, group * shape[1] : (group + 1) * shape[1]]
+        dense = sample.centers[: sample.fitted, group * shape[1] : (group + 1) * shape[1]]
         taps = layer.reading.taps
         kept = problem.inputs[: sample.fitted, layer.reading.middle :: taps]
         whole = layer.matrix(self._dense[layer.weight].detach())[rows].double().reshape(len(rows), shape[1], taps)

@@ -63,10 +63,10 @@ class Pair:
         return parts[0], parts[1]
 
 
-class Linearised:
+class Linearized:
     """Two layers as they are at some weights, and linear around them: a ReLU lets through what it does now.
 
-    Of targets that are negative behind a ReLU only what is above zero counts: a majorisation of the error after it, as
+    Of targets that are negative behind a ReLU only what is above zero counts: a majorization of the error after it, as
     in `fits.least_squares`.
     """
 
@@ -151,13 +151,13 @@ def gauss_newton(pair: Pair, weights: Weights, steps: int) -> tuple[Weights, flo
         The weights, and the mean squared error on held-out rows before and after.
     """
     fitting, judging = pair.split()
-    factor, now = _factor(_gram(pair.first, fitting.inputs)), Linearised(fitting, weights)
-    before = after = Linearised(judging, weights).error
+    factor, now = _factor(_gram(pair.first, fitting.inputs)), Linearized(fitting, weights)
+    before = after = Linearized(judging, weights).error
     for _ in range(steps):
         step = _step(now, factor)
-        trials = (Linearised(fitting, _moved(now.weights, step, share)) for share in FRACTIONS)
+        trials = (Linearized(fitting, _moved(now.weights, step, share)) for share in FRACTIONS)
         better = next((trial for trial in trials if trial.bound < now.bound), None)
-        judged = after if better is None else Linearised(judging, better.weights).error
+        judged = after if better is None else Linearized(judging, better.weights).error
         if better is None or judged >= after:
             break
         now, after = better, judged
@@ -176,7 +176,7 @@ def _factor(matrix: Tensor) -> Tensor:
     return factor
 
 
-def _step(now: Linearised, inputs: Tensor) -> Weights:
+def _step(now: Linearized, inputs: Tensor) -> Weights:
     """The damped Gauss-Newton step."""
     read = now.weights[1][:-1].double().view(now.active.shape[1], now.pair.second.taps, -1)
     together = torch.einsum("kto,lto->kl", read, read) * float(now.active.double().mean())

@@ -35,7 +35,7 @@ class Aim:
         layer: which.
         rows: how many positions of its output to fit on, over all of its calls.
         channels: of its input whose patches are taken; None: no patches.
-        centres: whether the whole input is taken at the centres of the patches.
+        centers: whether the whole input is taken at the centers of the patches.
         outputs: whether what the layer gives is taken.
         source: of the layer before, and of this one's ends in the same windows; None: nothing.
         calls: those of the layer's weight in the pass; empty: the layer's own.
@@ -44,7 +44,7 @@ class Aim:
     layer: Layer
     rows: int
     channels: Tensor | None = None
-    centres: bool = False
+    centers: bool = False
     outputs: bool = False
     source: SourceAim | None = None
     calls: tuple[Layer, ...] = ()
@@ -88,7 +88,7 @@ class Sample:
         inputs: (N, channels * taps) patches that the layer reads.
         outputs: (N, output channels) of the layer itself.
         others: (N, output channels) of the other summand, where the layer's output is added to something.
-        centres: (N, input channels) at the middle of each patch.
+        centers: (N, input channels) at the middle of each patch.
         before: (n, d, ...) what the layer before it reads in n windows, see `Windows.inputs`; None: nothing was taken.
         there: (n, 1, ...) False where what the layer reads in them is padding.
         window_outputs, window_others: (n * positions, output channels) as `outputs` and `others`, in the windows.
@@ -100,7 +100,7 @@ class Sample:
     inputs: Tensor | None = None
     outputs: Tensor | None = None
     others: Tensor | None = None
-    centres: Tensor | None = None
+    centers: Tensor | None = None
     before: Tensor | None = None
     there: Tensor | None = None
     window_outputs: Tensor | None = None
@@ -203,8 +203,8 @@ class LayerPass(ResumableRun):
         seen.rows = rows = self._sampled(aim, seen, inputs).to(inputs.device)
         if aim.channels is not None:
             seen.taken["inputs"] = reading.patches(reading.channels(inputs, aim.channels), rows, spatial)
-        if aim.centres:
-            seen.taken["centres"] = reading.centres(inputs, rows, spatial)
+        if aim.centers:
+            seen.taken["centers"] = reading.centers(inputs, rows, spatial)
 
     def _sampled(self, aim: Aim, seen: _Seen, inputs: Tensor) -> Tensor:
         assert self._batch is not None
@@ -320,7 +320,7 @@ class Gathering:
             return None
         fitting = [part for part in parts[: self._fitted] if part]
         counts = {name: sum(len(part[name]) for part in fitting) for name in names}
-        rows = next(counts[name] for name in ("inputs", "outputs", "centres") if name in counts)
+        rows = next(counts[name] for name in ("inputs", "outputs", "centers") if name in counts)
         tensors = {name: _joined([part.pop(name) for part in parts if part]) for name in names}
         return Sample(rows, **tensors, windows_fitted=counts.get("before", 0), totals=tuple(totals))
 

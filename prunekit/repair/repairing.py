@@ -1,4 +1,4 @@
-"""Repair of a masked model from unlabelled images: what it computes comes near what the dense model does."""
+"""Repair of a masked model from unlabeled images: what it computes comes near what the dense model does."""
 
 from __future__ import annotations
 

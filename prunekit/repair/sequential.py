@@ -21,14 +21,14 @@ class Step:
         layer: which.
         rows: positions to fit on.
         channels: kept channels of its input, over all groups.
-        centres: whether it is to be fitted by channels.
+        centers: whether it is to be fitted by channels.
         source: what is taken of the layer before, to fit both together; None: nothing.
     """
 
     layer: Layer
     rows: int
     channels: Tensor
-    centres: bool
+    centers: bool
     source: SourceAim | None
 
 
@@ -69,7 +69,7 @@ class Walk:
         """The dense model goes on to where the next layer's pass will begin."""
         step = self._steps[i]
         source = None if step.source is None else step.source._replace(channels=None)
-        aim = Aim(step.layer, step.rows, channels, step.centres, outputs=True, source=source)
+        aim = Aim(step.layer, step.rows, channels, step.centers, outputs=True, source=source)
         return self._dense.take(aim, min(i + 1, len(self._steps) - 1), ahead=True)
 
 

@@ -1,4 +1,4 @@
-"""Sensitivity curves as figures: all groups as a table of colours, and some of them as lines."""
+"""Sensitivity curves as figures: all groups as a table of colors, and some of them as lines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-from prunekit.report.figures import COLOURS, GREY, INK, canvas, shortened, svg
+from prunekit.report.figures import COLORS, GRAY, INK, canvas, shortened, svg
 
 WAYS = {"error_fast": "fast, from statistics", "error_measured": "measured, as masked"}
-WAY_COLOURS = {"error_fast": COLOURS["pruned"], "error_measured": "#d97706"}
+WAY_COLORS = {"error_fast": COLORS["pruned"], "error_measured": "#d97706"}
 MAX_ROWS = 64
 MAX_LINES = 12
 LEAST = 4
@@ -72,14 +72,14 @@ def _errors(by_kept: pd.Series, size: int) -> list[float]:
 
 
 def _cells(axes: Any, errors: NDArray[np.float64]) -> None:
-    """A table of colours with numbers in it."""
+    """A table of colors with numbers in it."""
     edges = np.arange(errors.shape[1] + 1) - 0.5, np.arange(errors.shape[0] + 1) - 0.5
     norm = LogNorm(LOWEST, HIGHEST, clip=True)
     axes.pcolormesh(*edges, np.maximum(errors, LOWEST), norm=norm, cmap=HEAT, edgecolors="white", linewidth=0.8)
     for row, column in np.argwhere(np.isfinite(errors)):
-        colour = "white" if errors[row, column] > 0.1 else INK
+        color = "white" if errors[row, column] > 0.1 else INK
         text = _percent(errors[row, column])
-        axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=colour)
+        axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
     shares = [f"{eighths / 8:.0%}".replace("%", " %") for eighths in EIGHTHS[:-1]]
     axes.set_xticks(range(len(EIGHTHS)), labels=[*shares, "one"], fontsize=7.5)
     axes.set(ylim=(errors.shape[0] - 0.5, -0.5), xlabel="channels kept", yticks=[])
@@ -131,7 +131,7 @@ def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept
     size = int(frame["channels"].iloc[0])
     for way in shown:
         part = frame[frame[way].notna() & (frame["kept"] < size)]
-        style = {"color": WAY_COLOURS[way], "label": WAYS[way], "linewidth": 1.4}
+        style = {"color": WAY_COLORS[way], "label": WAYS[way], "linewidth": 1.4}
         marks = {"marker": "o", "markersize": 3} if way == "error_measured" or len(part) < 3 else {}
         axes.plot(100 * part["kept"] / size, (100 * part[way]).clip(lower=0.01), **style, **marks)
     if kept is not None:
@@ -143,6 +143,6 @@ def _panel(axes: Any, name: str, frame: pd.DataFrame, shown: Sequence[str], kept
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(FixedLocator([75, 50, 25]))
     for limit in (1, 10):
-        axes.axhline(limit, color=GREY, linewidth=0.7, linestyle=":")
+        axes.axhline(limit, color=GRAY, linewidth=0.7, linestyle=":")
     axes.set_title(shortened(f"{name} ({size})", 30), fontsize=8.5)
     axes.tick_params(labelsize=7.5)

@@ -84,13 +84,13 @@ def module_times(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 
 def _bars(times: Mapping[str, tuple[float, float]]) -> Markup:
     """Milliseconds by module, dense and pruned side by side."""
-    from prunekit.report.figures import COLOURS, canvas, shortened, svg
+    from prunekit.report.figures import COLORS, canvas, shortened, svg
 
     rows = np.arange(len(times))
     with canvas(1, 1, 0.27 * len(times) + 0.9, "explain") as (figure, (axes,)):
         for side, (name, offset) in enumerate((("dense", -0.2), ("pruned", 0.2))):
             values = [pair[side] for pair in times.values()]
-            axes.barh(rows + offset, values, height=0.38, color=COLOURS[name], label=name)
+            axes.barh(rows + offset, values, height=0.38, color=COLORS[name], label=name)
         axes.set_yticks(rows, labels=[shortened(name, 40) for name in times], fontsize=8)
         axes.set(xlabel="ms of a forward pass", ylim=(len(times) - 0.4, -0.6))
         axes.grid(axis="y", visible=False)

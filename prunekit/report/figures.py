@@ -19,19 +19,19 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from prunekit.errors import ArtifactError
 
-INK, GREY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
-COLOURS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pruned": "#0f766e"}
-SPARE_COLOURS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
+INK, GRAY, PALE = "#1f2937", "#9ca3af", "#d8dde6"
+COLORS = {"dense": "#64748b", "control": "#d97706", "baseline": "#64748b", "pruned": "#0f766e"}
+SPARE_COLORS = ("#7c3aed", "#be123c", "#1d4ed8", "#4d7c0f")
 WIDTH = 10.4
 MAX_GROUPS = 24
 MAX_COUPLED = 40
 THEMED = {
-    INK: "var(--ink)", "#6b7280": "var(--soft)", GREY: "var(--tick)", PALE: "var(--bar)", "#eef0f4": "var(--grid)",
-    "#ffffff": "var(--paper)", COLOURS["dense"]: "var(--slate)", COLOURS["control"]: "var(--orange)",
-    COLOURS["pruned"]: "var(--teal)", "#e5a13d": "var(--gold)",
-    **dict(zip(SPARE_COLOURS, ("var(--violet)", "var(--rose)", "var(--blue)", "var(--lime)"), strict=True)),
+    INK: "var(--ink)", "#6b7280": "var(--soft)", GRAY: "var(--tick)", PALE: "var(--bar)", "#eef0f4": "var(--grid)",
+    "#ffffff": "var(--paper)", COLORS["dense"]: "var(--slate)", COLORS["control"]: "var(--orange)",
+    COLORS["pruned"]: "var(--teal)", "#e5a13d": "var(--gold)",
+    **dict(zip(SPARE_COLORS, ("var(--violet)", "var(--rose)", "var(--blue)", "var(--lime)"), strict=True)),
 }  # fmt: skip
-"""Colours of figures that follow the page's theme, and its variables (`style.html`)."""
+"""Colors of figures that follow the page's theme, and its variables (`style.html`)."""
 METADATA = ("Creator", "Date", "Format", "Type")
 LABELS = {"top1": "top-1"}
 STYLE: dict[Any, Any] = {
@@ -43,7 +43,7 @@ STYLE: dict[Any, Any] = {
     "text.color": INK,
     "text.parse_math": False,
     "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
+    "axes.edgecolor": GRAY,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 9.5,
@@ -77,7 +77,7 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
     """The figure as an element of the page; `label` says what it shows to those who cannot see it.
 
     Args:
-        lit: it stands on white in the dark too, because its colours are those of a scale.
+        lit: it stands on white in the dark too, because its colors are those of a scale.
     """
     stream = io.StringIO()
     # `savefig` would draw it twice, the first time for its layout alone, which drawing takes care of.
@@ -90,9 +90,9 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
     return Markup(f"{opening} {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(body)
 
 
-def _colour(name: str, names: list[str]) -> str:
-    spare = [other for other in names if other not in COLOURS]
-    return COLOURS.get(name) or SPARE_COLOURS[spare.index(name) % len(SPARE_COLOURS)]
+def _color(name: str, names: list[str]) -> str:
+    spare = [other for other in names if other not in COLORS]
+    return COLORS.get(name) or SPARE_COLORS[spare.index(name) % len(SPARE_COLORS)]
 
 
 def widths(layers: pd.DataFrame) -> Markup:
@@ -100,7 +100,7 @@ def widths(layers: pd.DataFrame) -> Markup:
     with canvas(1, 1, 3.0, "widths") as (figure, (axes,)):
         index = np.arange(len(layers))
         axes.bar(index, layers["out_before"], width=0.85, color=PALE, label="dense")
-        axes.bar(index, layers["out_after"], width=0.85, color=COLOURS["pruned"], label="pruned")
+        axes.bar(index, layers["out_after"], width=0.85, color=COLORS["pruned"], label="pruned")
         axes.set(xlabel="layer, in the order of the model", ylabel="output channels", xlim=(-0.7, len(layers) - 0.3))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="x", visible=False)
@@ -138,7 +138,7 @@ def _histogram(axes: Any, name: str, group: pd.DataFrame) -> None:
     every, edges = np.histogram(values, edges)
     removed, _ = np.histogram(values[~kept.to_numpy()], edges)
     axes.stairs(removed, edges, fill=True, color="#e5a13d", label="removed")
-    axes.stairs(every, edges, baseline=removed, fill=True, color=COLOURS["pruned"], label="kept")
+    axes.stairs(every, edges, baseline=removed, fill=True, color=COLORS["pruned"], label="kept")
     axes.set_title(shortened(f"{name} ({int(kept.sum())} of {len(group)})"), fontsize=8.5)
     axes.tick_params(labelsize=7.5)
     # Ticks are most of what twenty panels take: the ends of the scores, and the most channels in a bin.
@@ -163,11 +163,11 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
     spread = slots.groupby("group")["module"].nunique()
     chosen = sorted(sorted(names, key=lambda name: -int(spread[name]))[:MAX_COUPLED], key=names.index)
     with canvas(1, 1, 0.17 * len(chosen) + 1.1, "coupling") as (figure, (axes,)):
-        for made, colour, label in ((True, COLOURS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
+        for made, color, label in ((True, COLORS["pruned"], "made or scaled"), (False, "#e5a13d", "read")):
             part = slots[((slots["axis"] == 0) == made) & slots["group"].isin(chosen)]
             rows = part["group"].map(chosen.index)
             offset = -0.16 if made else 0.16  # a module may do both
-            axes.scatter(part["position"], rows + offset, s=9, marker="s", color=colour, label=label)
+            axes.scatter(part["position"], rows + offset, s=9, marker="s", color=color, label=label)
         first = slots.drop_duplicates("group").set_index("group")
         labels = [f"{name} ({first['kept'][name]} of {first['channels'][name]})" for name in chosen]
         axes.set_yticks(range(len(chosen)), labels=[shortened(label, 44) for label in labels], fontsize=7.5)
@@ -178,7 +178,7 @@ def coupling(slots: pd.DataFrame) -> tuple[Markup, int, int]:
 
 
 def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
-    """Loss and validation score by epoch, one colour per run.
+    """Loss and validation score by epoch, one color per run.
 
     Args:
         history: of all runs; the score is in the column of `validation_` and its name.
@@ -193,7 +193,7 @@ def curves(history: pd.DataFrame, labels: Mapping[str, str] = LABELS) -> Markup:
     with canvas(2, 1, 3.3, "curves") as (figure, (loss, reached)):
         for name in names:
             rows = history[history["run"] == name]
-            style: dict[str, Any] = {"color": _colour(name, names), "marker": "o", "markersize": 3}
+            style: dict[str, Any] = {"color": _color(name, names), "marker": "o", "markersize": 3}
             loss.plot(rows["epoch"], rows["train_loss"], linestyle="--", linewidth=1.1, **style)
             loss.plot(rows["epoch"], rows["validation_loss"], **style)
             reached.plot(rows["epoch"], rows[column], label=name, **style)
@@ -243,9 +243,9 @@ def _latency_panel(axes: Any, key: tuple[Any, ...], frame: pd.DataFrame) -> None
     for row, name in enumerate(names):
         ms = frame.loc[frame["model"] == name, "ms"].to_numpy(dtype=float)
         low, median, high = np.percentile(ms, (10, 50, 90))
-        colour = _colour(name, names)
-        axes.plot(ms, row + jitter.uniform(-0.22, 0.22, len(ms)), ".", color=colour, alpha=0.45, markersize=4)
-        axes.plot([low, high], [row, row], color=colour, linewidth=2.5, solid_capstyle="round")
+        color = _color(name, names)
+        axes.plot(ms, row + jitter.uniform(-0.22, 0.22, len(ms)), ".", color=color, alpha=0.45, markersize=4)
+        axes.plot([low, high], [row, row], color=color, linewidth=2.5, solid_capstyle="round")
         axes.plot(median, row, "|", color=INK, markersize=17, markeredgewidth=1.8)
     with_threads = f", {threads:g} thread{'s'[: threads != 1]}" if not pd.isna(threads) else ""
     axes.set(title=f"{device}, {runtime}, batch {batch}{with_threads}, {dtype}", xlabel="ms")

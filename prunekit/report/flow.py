@@ -21,7 +21,7 @@ from prunekit.report.figures import shortened
 COLUMNS = ("step", "epoch", "layer", "p10", "median", "p90", "zeros")
 MOST_LAYERS = 64
 PHASES = (("first tenth of training", "#64748b", -0.17), ("last tenth", "#0f766e", 0.17))
-COLOURS = "viridis"
+COLORS = "viridis"
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9.5,
@@ -89,11 +89,11 @@ def _percentiles(axes: Any, rows: pd.DataFrame, layers: list[str]) -> None:
     tenth = (last - first) / 10
     parts = (rows[rows["step"] <= first + tenth], rows[rows["step"] >= last - tenth])
     # A single record is its own beginning and end.
-    for part, (label, colour, offset) in list(zip(parts, PHASES, strict=True))[: 1 if first == last else 2]:
+    for part, (label, color, offset) in list(zip(parts, PHASES, strict=True))[: 1 if first == last else 2]:
         means = part.groupby("layer")[["p10", "median", "p90"]].agg(_geometric).reindex(layers)
         places = np.arange(len(layers)) + offset
-        axes.hlines(places, means["p10"], means["p90"], color=colour, linewidth=1.6, alpha=0.55)
-        axes.plot(means["median"], places, "o", color=colour, markersize=3.2, label=label)
+        axes.hlines(places, means["p10"], means["p90"], color=color, linewidth=1.6, alpha=0.55)
+        axes.plot(means["median"], places, "o", color=color, markersize=3.2, label=label)
     if (rows["p90"] > 0).any():
         axes.set_xscale("log")
         _plain_log(axes.xaxis)
@@ -115,7 +115,7 @@ def _over_time(axes: Any, rows: pd.DataFrame, layers: list[str]) -> Any:
         return None
     epochs = np.append(0.0, table.columns.to_numpy(dtype=float))
     norm = LogNorm(np.nanmin(values), max(np.nanmax(values), np.nanmin(values) * 1.01))
-    return axes.pcolormesh(epochs, np.arange(len(layers) + 1) - 0.5, values, norm=norm, cmap=COLOURS, rasterized=True)
+    return axes.pcolormesh(epochs, np.arange(len(layers) + 1) - 0.5, values, norm=norm, cmap=COLORS, rasterized=True)
 
 
 def _plain_log(axis: Any) -> None:

@@ -1,4 +1,4 @@
-"""From the tables of `visualise histograms` to one self-contained HTML page."""
+"""From the tables of `visualize histograms` to one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prunekit.artifacts import read_json, write_text
 from prunekit.errors import ArtifactError
 from prunekit.report import figures
 from prunekit.report.features import as_data, read_picture
-from prunekit.report.figures import COLOURS, MAX_GROUPS, canvas, shortened, svg
+from prunekit.report.figures import COLORS, MAX_GROUPS, canvas, shortened, svg
 from prunekit.report.links import linked
 from prunekit.report.page import environment
 from prunekit.report.run import read_run
@@ -89,9 +89,9 @@ def _panel(axes: Any, name: str, rows: pd.DataFrame, *, log: bool) -> None:
         shares = 100 * part["count"].to_numpy() / max(part["count"].sum(), 1)
         # Bins of one model are as wide as another's only where their ranges are the same.
         shares = shares / (edges[1] - edges[0])
-        colour = COLOURS.get(str(model), COLOURS["pruned"])
-        axes.stairs(shares, edges, color=colour, fill=True, alpha=0.25)
-        axes.stairs(shares, edges, color=colour, label=str(model), linewidth=1.1)
+        color = COLORS.get(str(model), COLORS["pruned"])
+        axes.stairs(shares, edges, color=color, fill=True, alpha=0.25)
+        axes.stairs(shares, edges, color=color, label=str(model), linewidth=1.1)
     axes.set_title(shortened(name), fontsize=8.5)
     axes.tick_params(labelsize=7.5)
     axes.xaxis.set_major_locator(MaxNLocator(3))

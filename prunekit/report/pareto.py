@@ -10,10 +10,10 @@ from markupsafe import Markup
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from prunekit.report.figures import COLOURS, INK, SPARE_COLOURS, canvas, svg
+from prunekit.report.figures import COLORS, INK, SPARE_COLORS, canvas, svg
 from prunekit.report.points import Point, front, fronts, groups
 
-LINES = (COLOURS["pruned"], *SPARE_COLOURS, COLOURS["control"])
+LINES = (COLORS["pruned"], *SPARE_COLORS, COLORS["control"])
 """Of the groups of points that can be compared, in turn."""
 MARKS = {"pruned": "o", "deployed": "P", "dense": "D", "control": "s"}
 MAX_PANELS = 6
@@ -43,13 +43,13 @@ def pareto(panels: Sequence[Panel], score: str) -> Markup:
 def _panel(axes: Any, points: Sequence[Point]) -> None:
     most = max((point.cost for point in points), default=1.0)
     for index, members in enumerate(groups(points)):
-        colour = LINES[index % len(LINES)]
+        color = LINES[index % len(LINES)]
         best = front(members)
         if len(best) > 1:
             costs, reached = [point.cost for point in best], [point.score for point in best]
-            axes.step(costs, reached, where="post", color=colour, linewidth=1.1, alpha=0.7, zorder=2)
+            axes.step(costs, reached, where="post", color=color, linewidth=1.1, alpha=0.7, zorder=2)
         for point in members:
-            _mark(axes, point, colour)
+            _mark(axes, point, color)
     _labels(axes, points, most)
     costs = [end for point in points for end in (point.cost, *(point.cost_ends or ()))]
     axes.set_xlim(0, 1.12 * max(costs, default=1.0))
@@ -57,7 +57,7 @@ def _panel(axes: Any, points: Sequence[Point]) -> None:
     axes.margins(y=0.12)
 
 
-def _mark(axes: Any, point: Point, colour: str) -> None:
+def _mark(axes: Any, point: Point, color: str) -> None:
     errors = [_reach(value, ends) for value, ends in ((point.cost, point.cost_ends), (point.score, point.score_ends))]
     axes.errorbar(
         point.cost,
@@ -65,8 +65,8 @@ def _mark(axes: Any, point: Point, colour: str) -> None:
         xerr=errors[0],
         yerr=errors[1],
         fmt=MARKS[point.kind],
-        color=colour,
-        markerfacecolor=colour if point.stable else "#ffffff",
+        color=color,
+        markerfacecolor=color if point.stable else "#ffffff",
         markersize=7,
         elinewidth=0.8,
         capsize=2,

@@ -10,14 +10,14 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from prunekit.report.figures import COLOURS, GREY, SPARE_COLOURS, canvas, svg
+from prunekit.report.figures import COLORS, GRAY, SPARE_COLORS, canvas, svg
 
 if TYPE_CHECKING:
     from prunekit.planning.schedule import Timeline
 
 POINTS = 400
 """Of a curve."""
-LINES = (COLOURS["pruned"], COLOURS["control"], *SPARE_COLOURS)
+LINES = (COLORS["pruned"], COLORS["control"], *SPARE_COLORS)
 
 
 def drawn(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
@@ -30,20 +30,20 @@ def drawn(changes: pd.DataFrame, summary: Mapping[str, Any] | None) -> Markup:
     line = None if summary is None else _timeline(summary)
     with canvas(2, 1, 3.3, "schedule") as (figure, (shares, channels)):
         for index, (resource, rows) in enumerate(changes.groupby("resource", sort=False)):
-            colour = LINES[index % len(LINES)]
+            color = LINES[index % len(LINES)]
             last = rows["epoch"].iloc[-1] if line is None else line.epochs
             if line is not None and summary is not None:
                 steps = np.linspace(0, line.total, POINTS)
                 curve = [100 * line.planned(step, summary["final"][resource]) for step in steps]
-                shares.plot(steps / line.steps, curve, color=colour, linestyle="--", linewidth=1.1)
+                shares.plot(steps / line.steps, curve, color=color, linestyle="--", linewidth=1.1)
             epochs, actual = [0, *rows["epoch"], last], [100.0, *(100 * rows["actual"]), 100 * rows["actual"].iloc[-1]]
-            shares.step(epochs, actual, where="post", color=colour, label=resource)
-            shares.plot(rows["epoch"], 100 * rows["actual"], "o", color=colour, markersize=3.5)
+            shares.step(epochs, actual, where="post", color=color, label=resource)
+            shares.plot(rows["epoch"], 100 * rows["actual"], "o", color=color, markersize=3.5)
         once = changes.drop_duplicates("step")
         width = 0.7 * _closest(once["epoch"])
         channels.bar(once["epoch"], once["pruned"], width, color="#e5a13d", label="pruned")
-        channels.bar(once["epoch"], -once["regrown"], width, color=COLOURS["pruned"], label="came back")
-        channels.axhline(0, color=GREY, linewidth=0.7)
+        channels.bar(once["epoch"], -once["regrown"], width, color=COLORS["pruned"], label="came back")
+        channels.axhline(0, color=GRAY, linewidth=0.7)
         if line is not None:
             _frame((shares, channels), line)
         shares.set(title="Left of the dense model", xlabel="epoch", ylabel="percent", ylim=(0, 104))
@@ -75,7 +75,7 @@ def _frame(panels: tuple[Any, ...], line: Timeline) -> None:
     final = line.stages[-1].step / line.steps
     for axes in panels:
         axes.set_xlim(-0.02 * line.epochs, 1.02 * line.epochs)
-        axes.axvline(final, color=GREY, linewidth=0.9, linestyle=":")
+        axes.axvline(final, color=GRAY, linewidth=0.9, linestyle=":")
     panels[0].annotate(
         "masks final", (final, 3), xytext=(4, 0), textcoords="offset points", fontsize=8, color="#6b7280"
     )

@@ -42,7 +42,7 @@ def _tiles(run: Run) -> list[Tile]:
     facts = run.analysis
     if not facts:
         return []
-    tiles = [Tile("Channel groups", str(len(facts["groups"])), f"from {facts['images']} unlabelled images")]
+    tiles = [Tile("Channel groups", str(len(facts["groups"])), f"from {facts['images']} unlabeled images")]
     if facts["groups"]:
         first = facts["groups"][0]
         half = first["half_fast"] if first["half_measured"] is None else first["half_measured"]

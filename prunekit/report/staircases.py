@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from prunekit.planning.latency import up
-from prunekit.report.figures import COLOURS, GREY, INK, canvas, shortened, svg
+from prunekit.report.figures import COLORS, GRAY, INK, canvas, shortened, svg
 
 MAX_PANELS, COLUMNS = 12, 3
 SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -167,8 +167,8 @@ def _legend(figure: Any) -> list[Any]:
     return [*lines, Line2D([], [], **dot, label="measured"), Line2D([], [], **ring, markersize=5, label="dense")]
 
 
-KINDS = {"fitted to": ("o", GREY, 20), "held out": ("o", COLOURS["pruned"], 34), "dense": ("D", INK, 34)}
-"""How networks are marked: shape, colour, size."""
+KINDS = {"fitted to": ("o", GRAY, 20), "held out": ("o", COLORS["pruned"], 34), "dense": ("D", INK, 34)}
+"""How networks are marked: shape, color, size."""
 
 
 def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
@@ -179,18 +179,18 @@ def predictions(networks: Sequence[Mapping[str, Any]]) -> Markup:
     """
     kinds = ["dense", *("held out" if row["held_out"] else "fitted to" for row in networks[1:])]
     with canvas(2, 1, 3.6, "predictions") as (figure, (whole, errors)):
-        for kind, (marker, colour, size) in KINDS.items():
+        for kind, (marker, color, size) in KINDS.items():
             rows = [row for row, of in zip(networks, kinds, strict=True) if of == kind]
-            style: dict[str, Any] = {"marker": marker, "color": colour, "s": size, "edgecolors": "white", "zorder": 3}
+            style: dict[str, Any] = {"marker": marker, "color": color, "s": size, "edgecolors": "white", "zorder": 3}
             whole.scatter(
                 [one["measured_ms"] for one in rows], [one["predicted_ms"] for one in rows], label=kind, **style
             )
             errors.scatter([100 * one["macs_left"] for one in rows], [100 * one["error"] for one in rows], **style)
         most = 1.06 * max(max(row["measured_ms"], row["predicted_ms"]) for row in networks)
-        whole.plot([0, most], [0, most], color=GREY, linewidth=0.9, zorder=2)
+        whole.plot([0, most], [0, most], color=GRAY, linewidth=0.9, zorder=2)
         whole.set(title="Latency of whole networks", xlabel="measured, ms", ylabel="predicted, ms")
         whole.set(xlim=(0, most), ylim=(0, most))
-        errors.axhline(0, color=GREY, linewidth=0.9, zorder=2)
+        errors.axhline(0, color=GRAY, linewidth=0.9, zorder=2)
         reach = 1.15 * max(5.0, *(100 * abs(row["error"]) for row in networks))
         errors.set(title="Error of the prediction (above 0: too slow)", ylim=(-reach, reach), xlim=(0, 104))
         errors.set(xlabel="multiply-accumulates left, %", ylabel="percent of the measured time")

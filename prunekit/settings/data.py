@@ -93,7 +93,7 @@ class DataSettings:
     download: bool = False
     image_size: PositiveInt = 32
     """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its
-    centre taken; the digits and the arrays of an npz are resized to it as a whole."""
+    center taken; the digits and the arrays of an npz are resized to it as a whole."""
     mean: Mean | None = None
     """Of a pixel in 0..1, per channel, subtracted; None: ImageNet's, 0.5 for the digits. `std`, likewise, divides."""
     std: Std | None = None

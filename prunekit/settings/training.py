@@ -96,7 +96,7 @@ class TrainSettings:
     clamp_activation_grad: ClampSettings | None = None
     clamp_weight_grad: ClampSettings | None = None
     distill: DistillSettings | None = None
-    regularise: RegulariserSettings | None = None
+    regularize: RegulariserSettings | None = None
     average: AverageSettings | None = None
 
 

@@ -62,10 +62,10 @@ def most_frequent(counts: Tensor) -> float:
 def wilson_interval(correct: int, count: int) -> tuple[float, float]:
     """The 95 % score interval of a proportion, in percent (Wilson 1927, J. Am. Stat. Assoc. 22:209)."""
     share, z2 = correct / count, Z_95**2
-    centre = (share + z2 / (2 * count)) / (1 + z2 / count)
+    center = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z_95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
     # Rounding must not push the ends that are exact, 0 of n and n of n, out of 0..100.
-    return 100 * max(0.0, centre - half), 100 * min(1.0, centre + half)
+    return 100 * max(0.0, center - half), 100 * min(1.0, center + half)
 
 
 def _interval(counts: Tensor) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Token ids (B, tokens) with what goes with them by the names of the model's arguments, and labels (B,) int64.
 
     Args:
-        batch: a mapping with `input_ids`, `labels` or `label`, and more such as `attention_mask`, as tokenisers of
+        batch: a mapping with `input_ids`, `labels` or `label`, and more such as `attention_mask`, as tokenizers of
             transformers give it. With labels among its arguments such a model would compute a loss of its own.
     """
     label = next((name for name in LABELS if isinstance(batch, Mapping) and name in batch), None)

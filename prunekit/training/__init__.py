@@ -25,7 +25,7 @@ from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
 from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
 from prunekit.training.recalibrate import recalibrate_batchnorm
-from prunekit.training.regularisers import Sparsifying
+from prunekit.training.regularizers import Sparsifying
 from prunekit.training.replicas import share_buffers, share_corrupt
 from prunekit.training.watching import Watching
 

@@ -18,7 +18,7 @@ from prunekit.training.averaging import Average
 from prunekit.training.distillation import Distillation
 from prunekit.training.features import PlanInForce
 from prunekit.training.parts import Part
-from prunekit.training.regularisers import Sparsifying
+from prunekit.training.regularizers import Sparsifying
 
 STATISTICS_IMAGES = 2048
 """Training images that an average's BatchNorm statistics are taken from, at most; the calibration's many times over."""
@@ -32,7 +32,7 @@ class Sources:
         splits: the images.
         batch: images in a batch.
         teacher: the dense model, with its weights, for distillation.
-        channel_map: of the model, for regularisers.
+        channel_map: of the model, for regularizers.
         removed: the plan whose channels `growing` shrinks; the model is not masked by it.
         masks: the plan that masks the model.
         cut: the plan that the model was made compact by, for features of a teacher that is not.
@@ -48,7 +48,7 @@ class Sources:
 
 
 def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
-    """Distillation, regulariser and average, as far as the settings ask for them; enter them after masks.
+    """Distillation, regularizer and average, as far as the settings ask for them; enter them after masks.
 
     Raises:
         UsageError: there is no teacher, channel map or plan for what is asked for.
@@ -59,10 +59,10 @@ def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
             raise UsageError("distill: expected a trained model to learn from, and there is none here; leave it out")
         kept = sources.masks if sources.cut is None else lambda: sources.cut
         parts.append(Distillation(sources.teacher, settings.distill, kept, task=sources.splits.task))
-    if settings.regularise is not None:
+    if settings.regularize is not None:
         if sources.channel_map is None:
-            raise UsageError("regularise: expected the channel map of the model (prunekit.trace), got none")
-        parts.append(Sparsifying(settings.regularise, sources.channel_map, sources.removed))
+            raise UsageError("regularize: expected the channel map of the model (prunekit.trace), got none")
+        parts.append(Sparsifying(settings.regularize, sources.channel_map, sources.removed))
     if settings.average is not None:
         train = sources.splits.train
         chosen = torch.linspace(0, len(train) - 1, min(STATISTICS_IMAGES, len(train))).long()
@@ -73,7 +73,7 @@ def asked_parts(settings: TrainSettings, sources: Sources) -> list[Part]:
 
 def needs_plan(settings: TrainSettings) -> bool:
     """Whether training shrinks what a plan removes, and so comes after the plan."""
-    return settings.regularise is not None and settings.regularise.method == "growing"
+    return settings.regularize is not None and settings.regularize.method == "growing"
 
 
 def task_loss(task: Task, settings: TrainSettings) -> Loss:
@@ -95,6 +95,6 @@ def require_asked(settings: TrainSettings, parts: Sequence[Part]) -> None:
     Raises:
         UsageError: the part for it is not among the parts.
     """
-    for name, kind in (("distill", Distillation), ("regularise", Sparsifying), ("average", Average)):
+    for name, kind in (("distill", Distillation), ("regularize", Sparsifying), ("average", Average)):
         if getattr(settings, name) is not None and not any(isinstance(part, kind) for part in parts):
             raise UsageError(f"{name} is set, and no {kind.__name__} is among the parts: see training.asked_parts")

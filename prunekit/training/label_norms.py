@@ -53,8 +53,8 @@ class LabelNorms:
             if total is None:
                 wide = torch.float32 if device.type == "mps" else torch.float64
                 total = torch.zeros(self._n_labels, dtype=wide, device=device)
-            labelled = {axis for axis, _ in carrier.axes}
-            rest = [axis for axis in range(entries.ndim) if axis not in labelled]
+            labeled = {axis for axis, _ in carrier.axes}
+            rest = [axis for axis in range(entries.ndim) if axis not in labeled]
             small = entries.sum(rest, keepdim=True) if rest else entries  # read once, whatever axes there are
             for axis, labels in carrier.axes:
                 others = [other for other in range(small.ndim) if other != axis]

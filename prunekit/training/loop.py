@@ -68,7 +68,7 @@ def fit(
 
     In a process group (`prunekit.distributed`) all processes call this alike, and train it together: each has its share
     of every batch, so that they do what one process would do, up to the order in which floating-point numbers are
-    summed. Not so what is random in each, such as dropout, and BatchNorm, which normalises by the share. Only the main
+    summed. Not so what is random in each, such as dropout, and BatchNorm, which normalizes by the share. Only the main
     process shows and writes. Under `sharding: full` it is a sharded copy that is trained, which parts see as
     `Training.model`; the model itself waits on the CPU, and has its old weights where training fails.
 

@@ -70,7 +70,7 @@ def recalibrate_batchnorm(
 
     Each position of each batch counts the same, whatever the batches' sizes: the result is the mean and the unbiased
     variance of all values that reached the layer, not an average over batches. As in
-    `torch.optim.swa_utils.update_bn`, every layer normalises a batch by that batch's own statistics meanwhile; all
+    `torch.optim.swa_utils.update_bn`, every layer normalizes a batch by that batch's own statistics meanwhile; all
     else (dropout too) is in eval mode. Modes and momentum are as before afterwards.
 
     Args:
@@ -110,7 +110,7 @@ def recalibrate_batchnorm(
 
 @contextmanager
 def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Lets modules normalise by the batch while their buffers stay as they are, also when a batch fails."""
+    """Lets modules normalize by the batch while their buffers stay as they are, also when a batch fails."""
     before = [(module, module.training, module.track_running_stats) for module in modules]
     for module in modules:
         module.training, module.track_running_stats = True, False

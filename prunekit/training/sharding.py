@@ -30,7 +30,7 @@ from prunekit.training.checks import two_samples
 from prunekit.training.gradient_flow import GradientFlow
 from prunekit.training.parts import Part
 from prunekit.training.pruning import PruningSchedule
-from prunekit.training.regularisers import Sparsifying
+from prunekit.training.regularizers import Sparsifying
 from prunekit.training.replicas import tried
 from prunekit.training.watching import Watching
 

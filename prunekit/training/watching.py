@@ -213,7 +213,7 @@ def _since(before: ClampCounts, now: ClampCounts) -> dict[str, float]:
 def filters(model: nn.Module) -> Tensor | None:
     """The filters of the first convolution in two dimensions, as one image (3, height, width) with values 0..1.
 
-    All are on one scale, with zero as mid-grey: what is pruned is plain grey. Those of 1 or 3 input channels are shown
+    All are on one scale, with zero as mid-gray: what is pruned is plain gray. Those of 1 or 3 input channels are shown
     as they are, others as the mean over these. None where the model has no such convolution.
     """
     from torchvision.utils import make_grid

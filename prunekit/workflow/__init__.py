@@ -14,7 +14,7 @@ from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
 from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.sensitivity import Sensitivity, sensitivity
-from prunekit.workflow.sensitivity_run import SensitivityRun, analyse
+from prunekit.workflow.sensitivity_run import SensitivityRun, analyze
 
 __all__ = [
     "CalibrationResult",
@@ -29,7 +29,7 @@ __all__ = [
     "RunResult",
     "Sensitivity",
     "SensitivityRun",
-    "analyse",
+    "analyze",
     "calibrate",
     "dry_run",
     "explain",

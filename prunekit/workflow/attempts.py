@@ -82,9 +82,9 @@ class Attempt:
 
 
 def next_share(attempts: Sequence[Attempt]) -> float:
-    """What to aim at: between neighbours on either side of the goal, else the last attempt scaled to it.
+    """What to aim at: between neighbors on either side of the goal, else the last attempt scaled to it.
 
-    Neighbours are plans made for about the same time, whatever they took: where kernels change from one width to the
+    Neighbors are plans made for about the same time, whatever they took: where kernels change from one width to the
     next, one that is nearer to the goal may lie beyond others, and what is between it and them was tried.
     """
     last = {one.plan: one.share for one in attempts}

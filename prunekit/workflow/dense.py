@@ -120,7 +120,7 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: 
         feature_paths(model, settings.distill)
     if needs_plan(settings) and name != "sparsify":
         raise UsageError(
-            f"{name}.regularise.method: 'growing' shrinks what a plan removes before it goes; use it in `sparsify`"
+            f"{name}.regularize.method: 'growing' shrinks what a plan removes before it goes; use it in `sparsify`"
         )
 
 
@@ -142,7 +142,7 @@ def train_baseline(
         share_model(prepared.model, "the dense model")
         log(f"baseline: reused {path} (same model, data, settings and seed)")
         return cached or Baseline(prepared.model, (), (), reused=True)
-    chart = None if job.baseline.regularise is None else trace(prepared.model, prepared.example_inputs)
+    chart = None if job.baseline.regularize is None else trace(prepared.model, prepared.example_inputs)
     log(
         f"baseline: training {job.model.name} on {len(prepared.splits.train)} "
         f"{prepared.splits.task.samples}, epochs: {job.baseline.epochs}"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from prunekit.capturing import Layers
-from prunekit.visualise import GridSettings, LayerFeatures, View, draw, feature_maps, write_png
+from prunekit.visualize import GridSettings, LayerFeatures, View, draw, feature_maps, write_png
 from prunekit.workflow.sides import Sides
 
 INPUT = "input.png"

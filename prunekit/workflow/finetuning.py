@@ -100,7 +100,7 @@ class Finetuning:
         found = from_main(lambda: self._proof(model, small, plan))
         at = 0.0 if left is None else left.state["position"]["step"] / self._steps()
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
-        chart = None if self._job.finetune.regularise is None else trace(small, self._prepared.example_inputs)
+        chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
         activations = Within(lambda training: masks(training.model, thresholds))
         begin = None if left is None else carry_run(left, plan)
         small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)

@@ -44,7 +44,7 @@ def gradient_flow(
     section, given = "finetune", job.finetune
     if job.model.weights is None and job.baseline is not None:
         section, given = "baseline", job.baseline
-    settings = replace(given, epochs=epochs or given.epochs, distill=None, regularise=None, average=None)
+    settings = replace(given, epochs=epochs or given.epochs, distill=None, regularize=None, average=None)
     if not settings.epochs:
         raise UsageError(f"{section}.epochs: expected at least one to record gradients in, got 0; give --epochs")
     log(f"gradients: training {job.model.name} as `{section}` says, epochs: {settings.epochs}")

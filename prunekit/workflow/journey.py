@@ -185,7 +185,7 @@ class Journey:
         if settings is None or not self.training or needs_plan(settings) != (plan is not None):
             return dense
         chart = self.chart if plan is None else plan.channel_map
-        self.log(f"sparsify: {settings.regularise and settings.regularise.method}, epochs: {settings.epochs}")
+        self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
         with self.clock.stage("sparsify"):
             return trainings.train("sparsified", copied(dense), settings, chart=chart, removed=plan)
 

@@ -1,4 +1,4 @@
-"""Pruning in one call, and repair from unlabelled images: no labels, no gradients, no training."""
+"""Pruning in one call, and repair from unlabeled images: no labels, no gradients, no training."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from prunekit.channels.fusing import is_inside
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle, with_unseen_sizes
 from prunekit.context import paused_garbage_collection
-from prunekit.criteria import get_criterion, normalise, score
+from prunekit.criteria import get_criterion, normalize, score
 from prunekit.criteria.elimination import outputs_reading
 from prunekit.errors import UsageError
 from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, make_plan
@@ -38,15 +38,15 @@ def importance(
     seed: int,
     patches: PatchStats | None = None,
 ) -> Scores:
-    """Scores of a criterion; but for scope `uniform` normalised within each group, unless comparable as they are."""
+    """Scores of a criterion; but for scope `uniform` normalized within each group, unless comparable as they are."""
     scores = raw_importance(model, channel_map, settings, stats, gradients, seed, patches)
     return ranked(scores, channel_map, settings)
 
 
 def ranked(scores: Scores, channel_map: ChannelMap, settings: PruneSettings) -> Scores:
-    """Scores of a criterion as plans rank them: normalised within each group where they have to be."""
+    """Scores of a criterion as plans rank them: normalized within each group where they have to be."""
     as_it_is = settings.scope == "uniform" or get_criterion(settings.criterion).comparable
-    return scores if as_it_is else normalise(scores, channel_map)
+    return scores if as_it_is else normalize(scores, channel_map)
 
 
 def raw_importance(

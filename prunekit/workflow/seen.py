@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prunekit.visualise import ClassMap, correlation
+from prunekit.visualize import ClassMap, correlation
 from prunekit.workflow.sides import Sides
 
 Find = Callable[[nn.Module, Tensor, str | None, int | None], ClassMap]

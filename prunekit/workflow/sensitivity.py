@@ -108,7 +108,7 @@ def sensitivity(
 ) -> Sensitivity:
     """What a model's output loses with each number of channels that a group keeps.
 
-    Fast, from unlabelled calibration images: the channels of a group go in the order of an optimal brain surgeon on
+    Fast, from unlabeled calibration images: the channels of a group go in the order of an optimal brain surgeon on
     what its readers read (Hassibi & Stork 1993, by groups of weights); the error after each is what is left when the
     readers' weights are fitted anew, per output of theirs, as a share of its variance. It is local, and it is what a
     repair can reach. Measured, with `measured_on`: the same channels are masked in the model, nothing is repaired, and
@@ -134,10 +134,10 @@ def sensitivity(
         ModelError, UsageError: as for `measure_sensitivity`.
     """
     with reporting(progress, "sensitivity"):
-        return analyse_sensitivity(unwrapped(model), images, measured_on, groups, loss, more_examples, task, log)
+        return analyze_sensitivity(unwrapped(model), images, measured_on, groups, loss, more_examples, task, log)
 
 
-def analyse_sensitivity(
+def analyze_sensitivity(
     model: nn.Module,
     images: Any,
     measured_on: Any = None,

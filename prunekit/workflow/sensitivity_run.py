@@ -25,7 +25,7 @@ from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Log, environment, run_folder
-from prunekit.workflow.sensitivity import Sensitivity, analyse_sensitivity, chosen_groups
+from prunekit.workflow.sensitivity import Sensitivity, analyze_sensitivity, chosen_groups
 from prunekit.workflow.tables import CURVE_COLUMNS, write_csv
 
 write_report = partial(report.write_sensitivity, state="finished")
@@ -46,7 +46,7 @@ class SensitivityRun:
     metrics: dict[str, Any]
 
 
-def analyse(
+def analyze(
     job: JobSettings,
     *,
     measured: bool = False,
@@ -77,12 +77,12 @@ def analyse(
     if task is not IMAGE_CLASSIFICATION:
         raise UsageError(f"sensitivity: expected classifiers of images, got the task {task.name!r}; leave this out")
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
-    images, labelled = calibration_images(prepared), _validation(prepared) if measured else None
+    images, labeled = calibration_images(prepared), _validation(prepared) if measured else None
     with run_folder(job.output / job.name, "sensitivity", log, text, finish) as run, threads(job.threads):
         model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
         start = time.perf_counter()
-        result = analyse_sensitivity(model, images, labelled, groups, log=run.log, progress=progress)
-        metrics = _metrics(job.name, len(images), result, labelled) | {"seconds": time.perf_counter() - start}
+        result = analyze_sensitivity(model, images, labeled, groups, log=run.log, progress=progress)
+        metrics = _metrics(job.name, len(images), result, labeled) | {"seconds": time.perf_counter() - start}
         write_csv(run.path / "sensitivity.csv", result.rows(), CURVE_COLUMNS)
         write_json(run.path / "sensitivity.json", metrics)
         if prepared.splits.corrupt:
@@ -99,14 +99,14 @@ def _validation(prepared: Prepared) -> Batches:
     return batches(data, job.data.batch, shuffle_seed=None, workers=job.data.reading, indices=chosen)
 
 
-def _metrics(name: str, images: int, result: Sensitivity, labelled: Batches | None) -> dict[str, Any]:
+def _metrics(name: str, images: int, result: Sensitivity, labeled: Batches | None) -> dict[str, Any]:
     """Everything that `sensitivity.json` holds."""
     points = next(iter(result.measured.values()), ())
     return {
         "name": name,
         "macs": result.channel_map.macs(),
         "images": images,
-        "measured_images": None if labelled is None else labelled.images,
+        "measured_images": None if labeled is None else labeled.images,
         "dense": {"loss": points[0].loss, "top1": points[0].top1} if points else None,
         "agreement": result.agreement,
         "groups": result.summary,

@@ -25,7 +25,7 @@ from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.models import load_factory
 from prunekit.planning import Plan, load_plan
 from prunekit.settings.job import JobSettings
-from prunekit.visualise import Preprocessing, read_image
+from prunekit.visualize import Preprocessing, read_image
 from prunekit.workflow.counterpart import dense_of
 from prunekit.workflow.own import Own, job_splits
 from prunekit.workflow.sensitivity import chosen_groups

@@ -18,8 +18,8 @@ from prunekit.context import threads
 from prunekit.data import Batches, Splits
 from prunekit.errors import UsageError
 from prunekit.settings.job import JobSettings
-from prunekit.visualise import draw_filters, first_filters, write_png
-from prunekit.visualise.distributions import activation_distributions, rows_of, weight_distributions
+from prunekit.visualize import draw_filters, first_filters, write_png
+from prunekit.visualize.distributions import activation_distributions, rows_of, weight_distributions
 from prunekit.workflow.own import Own, job_splits
 from prunekit.workflow.prepared import chosen_batches
 from prunekit.workflow.sides import Sides
@@ -65,7 +65,7 @@ def write_statistics(
     if sides.job is None:
         raise UsageError(
             f"{sides.name}: expected a run's folder or a recipe, whose calibration images the models can be shown; "
-            "a picture of weights alone: prunekit visualise filters"
+            "a picture of weights alone: prunekit visualize filters"
         )
     images = chosen_batches(sides.job, sides.splits or _splits(sides, sides.job))
     histograms: list[Row] = []

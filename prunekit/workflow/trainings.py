@@ -81,11 +81,11 @@ class Trainings:
         }
 
     def control(self, dense: nn.Module) -> nn.Module:
-        """The dense model after as much training as the pruned one had, with the same settings but no regulariser."""
+        """The dense model after as much training as the pruned one had, with the same settings but no regularizer."""
         model = copied(dense)
         if self._job.sparsify is not None:
-            model = self.train("control_before", model, replace(self._job.sparsify, regularise=None))
-        return self.train("control", model, replace(self._job.finetune, regularise=None), *self.rewinding())
+            model = self.train("control_before", model, replace(self._job.sparsify, regularize=None))
+        return self.train("control", model, replace(self._job.finetune, regularize=None), *self.rewinding())
 
     def rewinding(self) -> list[Part]:
         """What the pruned model and its control share of a schedule."""

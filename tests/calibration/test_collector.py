@@ -126,8 +126,8 @@ def test_unchanged_inputs_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch
     from prunekit.calibration import collector as module
 
     measured = []
-    real = module.summarise
-    monkeypatch.setattr(module, "summarise", lambda x, *rest: measured.append(x.shape) or real(x, *rest))
+    real = module.summarize
+    monkeypatch.setattr(module, "summarize", lambda x, *rest: measured.append(x.shape) or real(x, *rest))
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
     stats = collect(model, [torch.randn(2, 3, 4, 4)], CPU)
     assert (len(measured), len(stats)) == (4, 6)

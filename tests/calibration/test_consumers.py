@@ -27,8 +27,8 @@ class Conv1D(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
-class Standardised(nn.Conv2d):
-    """Weight standardisation as timm writes it."""
+class Standardized(nn.Conv2d):
+    """Weight standardization as timm writes it."""
 
     def forward(self, x: Tensor) -> Tensor:
         flat = self.weight.reshape(1, self.out_channels, -1)
@@ -55,7 +55,7 @@ class Written(nn.Module):
         (nn.ConvTranspose2d(4, 6, 3, groups=2), (1, 4, 5, 5), Consumer("weight", 4, 2, 0)),
         (nn.Linear(4, 6), (2, 3, 4), Consumer("weight", 4)),
         (Conv1D(6, 4), (2, 3, 4), Consumer("weight", 4, 1, 0)),
-        (Standardised(4, 6, 3), (1, 4, 5, 5), Consumer("weight", 4)),
+        (Standardized(4, 6, 3), (1, 4, 5, 5), Consumer("weight", 4)),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), (2, 4),
          Consumer("parametrizations.weight.original1", 4)),
         (Written(), (2, 5), Consumer("mix", 5, 1, 0)),

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from prunekit.calibration import StatsCollector, collect, fused
-from prunekit.calibration.reduce import measure_eagerly, summarise
+from prunekit.calibration.reduce import measure_eagerly, summarize
 
 CPU = torch.device("cpu")
 COMPILER = os.environ.get("CXX", "g++")
@@ -116,7 +116,7 @@ def test_on_cuda(dtype: torch.dtype) -> None:
     measure = fused.Measure(True)
     for shape in [(16, 64, 28, 28), (1, 6, 5, 10), (4, 1, 6, 5), (16, 512), (3, 7, 1, 1)]:
         activation = torch.randn(shape).to(dtype)
-        expected = summarise(activation, 1)
-        np.testing.assert_allclose(summarise(activation.cuda(), 1, measure), expected, rtol=1e-11, atol=1e-12)
-        np.testing.assert_allclose(summarise(activation.cuda(), 1), expected, rtol=1e-11, atol=1e-12)
+        expected = summarize(activation, 1)
+        np.testing.assert_allclose(summarize(activation.cuda(), 1, measure), expected, rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(summarize(activation.cuda(), 1), expected, rtol=1e-11, atol=1e-12)
     assert measure.form == "fused"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import randomised, snapshot
+from equivalence import randomized, snapshot
 from torch import Tensor, nn
 
 from prunekit.calibration.gains import RIDGE, with_gains
@@ -52,7 +52,7 @@ class Pooled(nn.Module):
 
 @pytest.mark.parametrize("memory_bytes", [2**31, 1000])
 def test_errors_that_are_averaged_away_count_less_and_the_model_stays(memory_bytes: int) -> None:
-    model, x = randomised(Pooled()), torch.randn(256, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    model, x = randomized(Pooled()), torch.randn(256, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     before = snapshot(model)
     stats = collect_patches(model, [x], rows=4096, images=256, memory_bytes=memory_bytes)
     gains = {each.layer.weight: each.output_gain for each in with_gains(model, stats, x).layers}

@@ -12,14 +12,14 @@ from hypothesis.extra import numpy as hnp
 from prunekit.calibration import LayerStats, combine
 from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS
-from prunekit.calibration.reduce import summarise as rows_of
+from prunekit.calibration.reduce import summarize as rows_of
 from prunekit.calibration.sums import eager_sums
 
-Summarise = Callable[[torch.Tensor, int], LayerStats]
+Summarize = Callable[[torch.Tensor, int], LayerStats]
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "fused"])
-def summarise(request: pytest.FixtureRequest) -> Summarise:
+def summarize(request: pytest.FixtureRequest) -> Summarize:
     measure = Measure(request.param)
     return lambda activation, axis: LayerStats.from_rows(rows_of(activation, axis, measure))
 
@@ -61,54 +61,54 @@ def assert_equals_reference(stats: LayerStats, values: np.ndarray, rtol: float =
         ((1, 7), 1),
     ],
 )
-def test_equals_numpy_in_float64(summarise: Summarise, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+def test_equals_numpy_in_float64(summarize: Summarize, shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     activation = torch.randn(shape).mul(3).add(1).relu().to(dtype)
-    assert_equals_reference(summarise(activation, axis % len(shape)), channels_first(activation, axis))
+    assert_equals_reference(summarize(activation, axis % len(shape)), channels_first(activation, axis))
 
 
-def test_many_blocks_equal_one(summarise: Summarise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_blocks_equal_one(summarize: Summarize, monkeypatch: pytest.MonkeyPatch) -> None:
     activation = torch.randn(7, 5, 6, 4)
     for block in (1, 24, 50, 10**6):
         monkeypatch.setattr("prunekit.calibration.sums.CPU_BLOCK", block)
         for layout in (torch.contiguous_format, torch.channels_last):
-            stats = summarise(activation.to(memory_format=layout), 1)
+            stats = summarize(activation.to(memory_format=layout), 1)
             assert_equals_reference(stats, channels_first(activation, 1))
 
 
-def test_a_strided_view_is_measured_as_it_looks(summarise: Summarise) -> None:
+def test_a_strided_view_is_measured_as_it_looks(summarize: Summarize) -> None:
     base = torch.randn(4, 8, 6, 6)
     for view in (base[:, ::2], base[..., 1:5], base.transpose(2, 3), base[:, :3]):
-        assert_equals_reference(summarise(view, 1), channels_first(view, 1))
+        assert_equals_reference(summarize(view, 1), channels_first(view, 1))
 
 
 @pytest.mark.parametrize(("mean", "rtol"), [(1e4, 1e-11), (1e8, 1e-9), (-1e12, 1e-5)])
-def test_variance_survives_a_large_mean(summarise: Summarise, mean: float, rtol: float) -> None:
+def test_variance_survives_a_large_mean(summarize: Summarize, mean: float, rtol: float) -> None:
     generator = torch.Generator().manual_seed(0)
     activation = torch.randn(8, 3, 20, dtype=torch.float64, generator=generator) + mean
     for layout in (activation, activation.transpose(1, 2).contiguous().transpose(1, 2)):
-        stats = summarise(layout, 1)
+        stats = summarize(layout, 1)
         np.testing.assert_allclose(stats.variance, channels_first(activation, 1).var(0), rtol=rtol)
-    merged = combine([summarise(part, 1) for part in activation.split(2)])
+    merged = combine([summarize(part, 1) for part in activation.split(2)])
     spacing = np.spacing(abs(mean))  # the mean of a part is known no better than that
     np.testing.assert_allclose(merged.variance, channels_first(activation, 1).var(0), rtol=rtol + spacing)
 
 
-def test_squares_do_not_overflow_in_half_precision(summarise: Summarise) -> None:
+def test_squares_do_not_overflow_in_half_precision(summarize: Summarize) -> None:
     activation = torch.full((2, 3, 4), 60000.0, dtype=torch.float16)
     activation[0] = -60000.0
-    stats = summarise(activation, 1)
+    stats = summarize(activation, 1)
     np.testing.assert_allclose(stats.rms, activation.double().abs().max().item())
 
 
 @pytest.mark.parametrize("axis", [1, 2])
-def test_nan_and_inf_are_counted_and_left_out(summarise: Summarise, axis: int) -> None:
+def test_nan_and_inf_are_counted_and_left_out(summarize: Summarize, axis: int) -> None:
     activation = torch.randn(4, 3, 5) + 100  # the mean is far from 0: the second pass leaves them out as well
     activation[0, 0, 0] = torch.nan
     activation[1, 0, 1] = torch.inf
     activation[2, 1, 2] = -torch.inf
     activation[:, 2] = torch.nan if axis == 1 else activation[:, 2]
-    stats = summarise(activation, axis)
+    stats = summarize(activation, axis)
     values = channels_first(activation, axis)
     np.testing.assert_array_equal(stats.non_finite, (~np.isfinite(values)).sum(0))
     for channel in range(stats.channels):
@@ -122,26 +122,26 @@ def test_nan_and_inf_are_counted_and_left_out(summarise: Summarise, axis: int) -
             assert (stats.mean[channel], stats.min[channel], stats.max[channel]) == (0.0, np.inf, -np.inf)
 
 
-def test_no_samples_change_nothing(summarise: Summarise) -> None:
-    nothing, something = summarise(torch.zeros(0, 3, 4), 1), summarise(torch.randn(2, 3, 4), 1)
+def test_no_samples_change_nothing(summarize: Summarize) -> None:
+    nothing, something = summarize(torch.zeros(0, 3, 4), 1), summarize(torch.randn(2, 3, 4), 1)
     assert nothing.count.tolist() == [0, 0, 0]
     merged = combine([nothing, something, nothing])
     for name in ARRAYS:
         np.testing.assert_array_equal(getattr(merged, name), getattr(something, name))
 
 
-def test_constant_channels_have_no_variance_at_all(summarise: Summarise) -> None:
+def test_constant_channels_have_no_variance_at_all(summarize: Summarize) -> None:
     activation = torch.full((5, 2, 3), 0.1)
     activation[:, 1] = torch.randn(5, 3)
-    merged = combine([summarise(part, 1) for part in activation.split(1)])
+    merged = combine([summarize(part, 1) for part in activation.split(1)])
     assert merged.constant.tolist() == [True, False]
     assert merged.variance[0] == 0.0
-    assert not summarise(torch.ones(1, 4), 1).constant.any()  # one value says nothing
+    assert not summarize(torch.ones(1, 4), 1).constant.any()  # one value says nothing
 
 
-def test_arrays_are_read_only(summarise: Summarise) -> None:
+def test_arrays_are_read_only(summarize: Summarize) -> None:
     with pytest.raises(ValueError, match="read-only"):
-        summarise(torch.randn(2, 3), 1).mean[0] = 1.0
+        summarize(torch.randn(2, 3), 1).mean[0] = 1.0
 
 
 @settings(max_examples=60)
@@ -154,10 +154,10 @@ def test_arrays_are_read_only(summarise: Summarise) -> None:
     cuts=st.lists(st.integers(0, 40), max_size=5),
 )
 def test_merge_equals_one_pass_in_any_grouping(values: np.ndarray, cuts: list[int]) -> None:
-    def summarised(part: np.ndarray) -> LayerStats:
+    def summarized(part: np.ndarray) -> LayerStats:
         return LayerStats.from_rows(rows_of(torch.from_numpy(part.copy()), 1))
 
-    whole, parts = summarised(values), [summarised(part) for part in np.split(values, sorted(cuts))]
+    whole, parts = summarized(values), [summarized(part) for part in np.split(values, sorted(cuts))]
     left = parts[0]
     for part in parts[1:]:
         left = combine([left, part])

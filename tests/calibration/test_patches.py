@@ -28,7 +28,7 @@ def test_patches_do_not_depend_on_the_memory_layout() -> None:
     x = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
     how, rows = Reading((3, 3), (1, 1), (0, 0), (1, 1)), torch.tensor([0, 5, 17])
     assert torch.equal(how.patches(x, rows, (4, 4)), how.patches(x.contiguous(), rows, (4, 4)))
-    assert torch.equal(how.centres(x, rows, (4, 4)), how.outputs(x[:, :, 1:5, 1:5], rows))
+    assert torch.equal(how.centers(x, rows, (4, 4)), how.outputs(x[:, :, 1:5, 1:5], rows))
 
 
 def test_linear_rows_are_tokens() -> None:

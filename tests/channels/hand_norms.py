@@ -64,7 +64,7 @@ class GlobalResponse(nn.Module):
 
 
 class StandardisedConv(nn.Conv2d):
-    """Weight standardisation (2019): every filter has mean 0 and variance 1 over its inputs."""
+    """Weight standardization (2019): every filter has mean 0 and variance 1 over its inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.weight.reshape(1, self.out_channels, -1)

@@ -93,12 +93,12 @@ def sum_of_sigmoids() -> Case:
 
 
 @case()
-def normalised_over_channels() -> Case:
+def normalized_over_channels() -> Case:
     return Net(lambda net, x: net.b(F.normalize(net.a(x), dim=1)), a=conv(3, 8), b=conv(8, 5, 1)), image()
 
 
 @case()
-def normalised_over_positions() -> Case:
+def normalized_over_positions() -> Case:
     def forward(net: Any, x: Tensor) -> Tensor:
         y = net.a(x)
         return net.b(y / y.norm(dim=(2, 3), keepdim=True))

@@ -44,7 +44,7 @@ def decoder_uses_the_encoders_weight() -> Case:
 
 
 @case("a.weight", "b.weight")
-def standardised_weights() -> Case:
+def standardized_weights() -> Case:
     def standard(w: Tensor) -> Tensor:
         return (w - w.mean((2, 3), keepdim=True)) / (w.std((2, 3), keepdim=True) + 1e-2)
 

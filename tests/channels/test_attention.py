@@ -16,7 +16,7 @@ from equivalence import (
     heads_and_positions,
     masked_double,
     parity,
-    randomised,
+    randomized,
     settled_plan,
 )
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def self_attention(options: dict[str, Any], call: dict[str, Any]) -> Net:
         return net.o(net.m(y, y, y, **{"need_weights": False, **doubled_like(call, y)})[0])
 
     module = nn.MultiheadAttention(WIDTH, HEADS, **{"batch_first": True, **options})
-    return randomised(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
+    return randomized(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
 
 
 def doubled_like(call: dict[str, Any], x: Tensor) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_cross_attention_against_a_narrow_one_by_hand(widths: dict[str, int], pa
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **widths)
     sizes = [WIDTH, widths.get("kdim", WIDTH), widths.get("vdim", WIDTH)]
     layers: dict[str, nn.Module] = {name: nn.Linear(6, size) for name, size in zip("qkv", sizes, strict=True)}
-    net: Any = randomised(Net(forward, m=module, o=nn.Linear(WIDTH, 4), **layers)).eval()
+    net: Any = randomized(Net(forward, m=module, o=nn.Linear(WIDTH, 4), **layers)).eval()
     example = (normal(2, 5, 6), normal(2, 7, 6))
     plan = settled_plan(net, example, share=0.4)
     assert parity(net, plan, example) <= TOLERANCE
@@ -224,7 +224,7 @@ def test_weights_that_are_returned_lock_the_heads(average: bool) -> None:
         return net.o(out), weights * 2
 
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    net = randomised(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()
+    net = randomized(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()
     example = (normal(2, 5, 6),)
     plan = settled_plan(net, example)
     heads, positions = heads_and_positions(plan.kept("m.out_proj.weight", 1), DEPTH)
@@ -250,7 +250,7 @@ def test_a_mask_for_every_head_locks_the_heads() -> None:
 def test_the_equivalent_returns_what_the_original_does(unbatched: bool, average: bool) -> None:
     options = [{}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 10, "vdim": 8}, {"batch_first": True}]
     for option in options:
-        original: Any = randomised(nn.MultiheadAttention(WIDTH, HEADS, **option)).double().eval()  # type: ignore[arg-type]
+        original: Any = randomized(nn.MultiheadAttention(WIDTH, HEADS, **option)).double().eval()  # type: ignore[arg-type]
         ours = copy.deepcopy(original)
         assert substitute_all(ours) == {""}
         lead = () if unbatched else (2,)
@@ -283,7 +283,7 @@ WINDOWED = {
 def test_window_attention(name: str, bias: bool) -> None:
     cls, (window, shift), ours = WINDOWED[name]
     module = cls(WIDTH, window, shift, HEADS, qkv_bias=bias)
-    net: Any = randomised(nn.Sequential(nn.Linear(6, WIDTH), module, nn.Linear(WIDTH, 4))).eval()
+    net: Any = randomized(nn.Sequential(nn.Linear(6, WIDTH), module, nn.Linear(WIDTH, 4))).eval()
     example = (normal(2, *((3,) if ours is SizedWindowAttention3d else ()), 7, 6, 6),)  # not a multiple of the windows
     equivalent = copy.deepcopy(net).double()
     assert substitute_all(equivalent) == {"1"}
@@ -293,7 +293,7 @@ def test_window_attention(name: str, bias: bool) -> None:
     small: Any = compact(net, plan)
     assert type(small[1]) is ours
     assert small[1].num_heads == HEADS // 2
-    keys = DEPTH if name == "second_version" else DEPTH - 1  # its queries and keys are normalised over all positions
+    keys = DEPTH if name == "second_version" else DEPTH - 1  # its queries and keys are normalized over all positions
     assert small[1].qkv.weight.shape[0] == (2 * keys + DEPTH - 1) * HEADS // 2
     if name != "second_version":
         assert small[1].relative_position_bias_table.shape[1] == HEADS // 2
@@ -304,7 +304,7 @@ def test_window_attention(name: str, bias: bool) -> None:
 
 def test_relative_attention() -> None:
     module = RelativePositionalMultiHeadAttention(WIDTH, DEPTH, 16)
-    net: Any = randomised(nn.Sequential(nn.Linear(6, WIDTH), module, nn.Linear(WIDTH, 4))).eval()
+    net: Any = randomized(nn.Sequential(nn.Linear(6, WIDTH), module, nn.Linear(WIDTH, 4))).eval()
     example = (normal(2, 3, 16, 6),)
     plan = settled_plan(net, example, share=0.4)
     small: Any = compact(net, plan)
@@ -333,7 +333,7 @@ def encoder() -> nn.Module:
 @pytest.mark.parametrize("make", [encoder, encoder_and_decoder])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torch_transformers(make: Any) -> None:
-    model: Any = randomised(make()).eval()
+    model: Any = randomized(make()).eval()
     inputs = (normal(2, 5, WIDTH),) if make is encoder else (normal(2, 5, WIDTH), normal(2, 6, WIDTH))
     plan = settled_plan(model, inputs, share=0.4)
     small: Any = compact(model, plan)
@@ -378,7 +378,7 @@ def test_compact_attention_trains_copies_and_exports(module: nn.Module) -> None:
     shape = {nn.MultiheadAttention: (2, 5, 6), RelativePositionalMultiHeadAttention: (2, 3, 16, 6)}
     shape |= {ShiftedWindowAttention3d: (2, 4, 8, 8, 6)}
     example = (normal(*shape.get(type(module), (2, 8, 8, 6))),)
-    net = randomised(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()
+    net = randomized(Net(forward, i=nn.Linear(6, WIDTH), m=module, o=nn.Linear(WIDTH, 4))).eval()
     small = compact(net, settled_plan(net, example, share=0.4))
     with torch.no_grad():
         want = small(*example)

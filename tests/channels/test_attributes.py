@@ -16,7 +16,7 @@ from equivalence import (
     doubled,
     heads_and_positions,
     parity,
-    randomised,
+    randomized,
     settled_plan,
 )
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class Grouped(Attention):
 
 
 def around(attention: nn.Module) -> nn.Sequential:
-    return randomised(nn.Sequential(nn.Linear(6, WIDTH), attention, nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
+    return randomized(nn.Sequential(nn.Linear(6, WIDTH), attention, nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
 
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(2)),)
@@ -152,7 +152,7 @@ def test_groups_of_query_heads_go_together(interleaved: bool) -> None:
 
 
 def test_every_module_of_a_class_is_set_at_once() -> None:
-    net = randomised(nn.Sequential(*(Attention(4, 3) for _ in range(3)), nn.Linear(WIDTH, 4))).eval()
+    net = randomized(nn.Sequential(*(Attention(4, 3) for _ in range(3)), nn.Linear(WIDTH, 4))).eval()
     example = (torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(2)),)
     plan = settled_plan(net, example, share=0.5)
     assert {size.module for size in plan.channel_map.sizes} == {"0", "1", "2"}
@@ -170,7 +170,7 @@ def test_an_attribute_of_the_module_around() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.first(x).relu().reshape(-1, self.width))
 
-    net = randomised(nn.Sequential(Outer())).eval()
+    net = randomized(nn.Sequential(Outer())).eval()
     plan = settled_plan(net, EXAMPLE)
     assert compact(net, plan)[0].width == plan.kept("0.first.weight", 0).size < 8  # type: ignore[index, union-attr]
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
@@ -190,7 +190,7 @@ def test_one_module_after_another_with_nothing_computed_between() -> None:
         a, b, c = net.p(x).split(net.part, -1)
         return net.o(a * b + c)
 
-    net = randomised(Net(forward, p=Projection(), o=nn.Linear(8, 4))).eval()
+    net = randomized(Net(forward, p=Projection(), o=nn.Linear(8, 4))).eval()
     net.part = 8  # type: ignore[assignment]
     plan = settled_plan(net, EXAMPLE)
     assert plan.kept("o.weight", 1).size < 8
@@ -202,7 +202,7 @@ def test_an_attribute_that_only_equals_a_size_is_left_alone() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         return net.b(net.a(x) / net.width**0.5)
 
-    net: Any = randomised(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 4))).eval()
+    net: Any = randomized(Net(forward, a=nn.Linear(6, 8), b=nn.Linear(8, 4))).eval()
     net.width = 8
     plan = settled_plan(net, EXAMPLE)
     assert plan.channel_map.sizes == ()
@@ -222,7 +222,7 @@ def scaled_by_the_width(net: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("forward", "widths"), [(hard_coded, (8, 8)), (scaled_by_the_width, (24, 8))])
 def test_locks_name_the_line(forward: Callable[..., Tensor], widths: tuple[int, int]) -> None:
-    net = randomised(Net(forward, a=nn.Linear(6, widths[0]), b=nn.Linear(widths[1], 4))).eval()
+    net = randomized(Net(forward, a=nn.Linear(6, widths[0]), b=nn.Linear(widths[1], 4))).eval()
     net.width = 8  # type: ignore[assignment]
     plan = settled_plan(net, EXAMPLE)
     assert plan.channel_map.sizes == ()
@@ -244,7 +244,7 @@ def test_many_modules_of_a_class_that_fails_are_locked_at_once() -> None:
                 raise ValueError("expected 8 channels")
             return x + self.last(y)
 
-    net = randomised(nn.Sequential(*(HardCoded() for _ in range(25)), nn.Linear(6, 7), nn.Linear(7, 4))).eval()
+    net = randomized(nn.Sequential(*(HardCoded() for _ in range(25)), nn.Linear(6, 7), nn.Linear(7, 4))).eval()
     plan = settled_plan(net, EXAMPLE)
     assert plan.kept("25.weight", 0).size < 7
     assert all(plan.kept(f"{i}.first.weight", 0).size == 8 for i in range(25))
@@ -285,7 +285,7 @@ def test_the_trace_alone_sets_nothing() -> None:
 
 
 def test_sizes_that_follow_from_a_layers_own_tensors_are_not_searched() -> None:
-    net = randomised(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))).eval()
+    net = randomized(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))).eval()
     plan = settled_plan(net, EXAMPLE)
     batches = BatchAxes(net, plan.channel_map.traced.trace, [EXAMPLE])
     known = (plan.channel_map, plan.keep, batches, Scales(net, [EXAMPLE]))

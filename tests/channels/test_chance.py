@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import Net, masked_double, randomised, settled_plan
+from equivalence import Net, masked_double, randomized, settled_plan
 from torch import Tensor, nn
 
 import prunekit
@@ -52,7 +52,7 @@ def noisy(kind: str, *, always: bool) -> nn.Module:
 
     net = Net(forward, a=nn.Linear(6, 32), b=nn.Linear(32, 32), c=nn.Linear(32, 3))
     object.__setattr__(net, "own", OWN[kind]() if kind in OWN else None)
-    return randomised(net)
+    return randomized(net)
 
 
 def states() -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def test_noise_in_the_dense_model_is_the_noise_in_the_pruned_one_that_a_repair_i
     def forward(net: Any, x: Tensor) -> Tensor:
         return torch.as_tensor(net.b(net.a(x).relu()) + 100 * torch.as_tensor(np.random.rand(len(x), 1)).to(x.dtype))
 
-    model = randomised(Net(forward, a=nn.Linear(6, 32), b=nn.Linear(32, 3)))
+    model = randomized(Net(forward, a=nn.Linear(6, 32), b=nn.Linear(32, 3)))
     found = prunekit.prune(model, torch.randn(64, 6, generator=torch.Generator().manual_seed(1)), macs=0.5).repair
     assert found is not None
     assert found.kept

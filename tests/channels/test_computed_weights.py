@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Net, randomised, settled_plan
+from equivalence import Net, randomized, settled_plan
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
@@ -97,7 +97,7 @@ def test_rows_that_are_computed_before_they_are_normalized_stay_and_it_says_what
         return torch.as_tensor(net.b(torch.nn.functional.linear(x, weight).relu()))
 
     rows, lengths = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.rand(8, 1))
-    model = randomised(Net(forward, rows=rows, lengths=lengths, b=nn.Linear(8, 3)))
+    model = randomized(Net(forward, rows=rows, lengths=lengths, b=nn.Linear(8, 3)))
     chart = trace(model, (torch.randn(2, 6),))
     assert chart.free_share(["rows"]) == 0
     assert any("torch.nn.utils.remove_weight_norm(module)" in lock.reason for lock in chart.locks)

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.state import AcceleratorState, GradientState
-from equivalence import TOLERANCE, Net, image, parity, randomised, settled_plan, zero_removed
+from equivalence import TOLERANCE, Net, image, parity, randomized, settled_plan, zero_removed
 from torch import nn
 from torch.nn.utils import prune as torch_prune
 
@@ -243,7 +243,7 @@ def test_complex_parameters_stay_trainable_and_are_compared_to_rounding() -> Non
             y = self.down(self.up(x).relu())
             return torch.fft.ifft(torch.fft.fft(y, dim=1) * self.filter * self.phase, dim=1)
 
-    model, example = randomised(Spectral()), (torch.randn(2, 4, 4),)
+    model, example = randomized(Spectral()), (torch.randn(2, 4, 4),)
     plan = settled_plan(model, example)
     small: Any = compact(model, plan)
     assert small.up.out_features < 12
@@ -312,7 +312,7 @@ class Tapped(nn.Module):
 @pytest.mark.parametrize("where", ["object", "itself", "weakly", "method", "global"])
 def test_a_model_reads_what_its_own_hooks_stored(where: str, tmp_path: Path) -> None:
     """Also when it ran with gradients before, whose results nobody can copy."""
-    model, example = randomised(Tapped(where)), (torch.randn(2, 4),)
+    model, example = randomized(Tapped(where)), (torch.randn(2, 4),)
     model(*example).sum().backward()
     plan = settled_plan(model, example)
     small = compact(model, plan)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Net, image, random_keep, randomised
+from equivalence import Net, image, random_keep, randomized
 from torch import Tensor, nn
 
 from prunekit.channels import trace
@@ -76,7 +76,7 @@ def ranking(step: float) -> nn.Module:
         best = scores.sort(descending=True, stable=True).indices
         return z[best]
 
-    return randomised(Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 5, 1))).eval()
+    return randomized(Net(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 5, 1))).eval()
 
 
 def test_a_trial_goes_on_behind_equal_scores_and_so_does_the_proof() -> None:

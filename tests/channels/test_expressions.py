@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import TOLERANCE, parity, randomised, settled_plan
+from equivalence import TOLERANCE, parity, randomized, settled_plan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nets_stated import CLASSES, WIDTH, Batched, Looping, Quotient, ReadOffAPart, Unscaled
@@ -32,7 +32,7 @@ EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 
 def around(*modules: nn.Module) -> nn.Sequential:
     """With the width in front of them and behind them free."""
-    return randomised(nn.Sequential(nn.Linear(6, WIDTH), *modules, nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
+    return randomized(nn.Sequential(nn.Linear(6, WIDTH), *modules, nn.Linear(WIDTH, 4))).eval()  # type: ignore[return-value]
 
 
 def uneven_plan(net: nn.Module) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import TOLERANCE, Net, image, masked_double, randomised, settled_plan, zero_removed
+from equivalence import TOLERANCE, Net, image, masked_double, randomized, settled_plan, zero_removed
 from net_registry import conv, tokens
 from torch import Tensor, nn
 from torchvision.ops import nms
@@ -89,7 +89,7 @@ CASES = [norm_in_float32, sum_in_float32, grid_in_float32, written_into_float32,
 @pytest.mark.parametrize("case", CASES)
 def test_compared_in_float64_whatever_the_code_names(case: Callable[[], Case]) -> None:
     model, example, pruned = case()
-    randomised(model).eval()
+    randomized(model).eval()
     plan = settled_plan(model, example)
     assert plan.kept(pruned, 0).size < dict(model.named_parameters())[pruned].shape[0]
     masked = masked_double(model, plan).float()
@@ -172,7 +172,7 @@ def test_a_kernel_for_one_type_in_a_model_of_another() -> None:
     experts = nn.Parameter(torch.randn(2, 16, 16))
     net = Net(forward, a=nn.Linear(6, 16), experts=experts, b=nn.Linear(16, 40), c=nn.Linear(40, 3))
     images = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
-    pruned = prunekit.prune(randomised(net), images, params=0.8)
+    pruned = prunekit.prune(randomized(net), images, params=0.8)
     assert pruned.masked is not None
     assert pruned.plan.widths()["b"][0] < 40
     assert verify(pruned.masked, pruned.model, pruned.plan, [(images,)]).dtype == "bfloat16"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from torch import Tensor, nn
 
 import prunekit
@@ -53,7 +53,7 @@ class TwoHeads(nn.Module):
 
 
 def test_heads_that_fusing_takes_out_and_auxiliary_ones_do_not_count() -> None:
-    model = randomised(TwoHeads()).eval()
+    model = randomized(TwoHeads()).eval()
     assert set(fused_away(model)) == {"norm", "other"}
     kept = 36 * 16 * (27 + 3) + 16 * 16 * 4 * 9
     chart = prunekit.trace(model, X)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +36,7 @@ class Potential(nn.Module):
 
 @pytest.mark.parametrize("own", [True, False], ids=["in forward", "by the caller"])
 def test_they_are_pruned_to_what_the_masked_model_computes(own: bool) -> None:
-    model = randomised(Potential(own=own)).eval()
+    model = randomized(Potential(own=own)).eval()
     pruned = prunekit.prune(model, (POSITIONS,), macs=0.4)
     assert pruned.max_relative_difference <= 1e-12
     assert count_macs(pruned.model, (POSITIONS,)) <= 0.4 * count_macs(model, (POSITIONS,))

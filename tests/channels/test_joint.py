@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import TOLERANCE, Net, heads_and_positions, parity, random_keep, randomised, settled_plan
+from equivalence import TOLERANCE, Net, heads_and_positions, parity, random_keep, randomized, settled_plan
 from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap, trace
@@ -81,7 +81,7 @@ def attention(mix: Mix) -> nn.Module:
         return net.out(net.o(mix(q, k, v).transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
     parts = nn.ModuleList(nn.Linear(6, HEADS * DEPTH) for _ in range(3))
-    net = randomised(Net(forward, parts=parts, o=nn.Linear(HEADS * DEPTH, 7), out=nn.Linear(7, 2))).eval()
+    net = randomized(Net(forward, parts=parts, o=nn.Linear(HEADS * DEPTH, 7), out=nn.Linear(7, 2))).eval()
     net.depth = [DEPTH] * 3  # type: ignore[assignment]
     return net
 
@@ -108,12 +108,12 @@ def rotary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return explicit_scale(rotated(q), rotated(k), v)
 
 
-def normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def normalized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)
 
 
 @pytest.mark.parametrize(("mix", "keys"), [
-    (plain, 2), (explicit_scale, 2), (rotary, DEPTH), (normalised, DEPTH),
+    (plain, 2), (explicit_scale, 2), (rotary, DEPTH), (normalized, DEPTH),
 ])  # fmt: skip
 def test_what_attention_may_lose(mix: Mix, keys: int) -> None:
     net = attention(mix)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import TOLERANCE, Net, parity, randomised, settled_plan
+from equivalence import TOLERANCE, Net, parity, randomized, settled_plan
 from torch import Tensor, nn
 
 from prunekit.compaction import compact
@@ -40,7 +40,7 @@ def rotary() -> nn.Module:
     parts = {"q": nn.Linear(WIDTH, full), "k": nn.Linear(WIDTH, half), "v": nn.Linear(WIDTH, half)}
     scale = nn.Parameter(torch.ones(DEPTH))
     table = {"scale": scale, "frequencies": torch.linspace(1, 0.1, DEPTH // 2)}
-    return randomised(Net(attention, i=nn.Linear(5, WIDTH), **parts, **table, o=nn.Linear(full, 3))).eval()
+    return randomized(Net(attention, i=nn.Linear(5, WIDTH), **parts, **table, o=nn.Linear(full, 3))).eval()
 
 
 @pytest.mark.parametrize("length", [1, 4, 9])
@@ -62,7 +62,7 @@ def test_the_same_positions_of_every_head_go_with_what_they_meet(*, swapped: boo
         y = net.a(x).view(len(x), 2, -1)
         return net.b((net.c * y if swapped else y * net.c).sum(1))
 
-    net = randomised(Net(forward, a=nn.Linear(5, 12), b=nn.Linear(6, 3), c=nn.Parameter(torch.ones(6))))
+    net = randomized(Net(forward, a=nn.Linear(5, 12), b=nn.Linear(6, 3), c=nn.Parameter(torch.ones(6))))
     plan = settled_plan(net, (torch.randn(2, 5),))
     assert plan.kept("c", 0).size == 4
     assert np.array_equal(plan.kept("a.weight", 0), np.concatenate([plan.kept("c", 0), plan.kept("c", 0) + 6]))
@@ -76,7 +76,7 @@ def test_heads_stay_where_what_they_meet_is_as_wide_and_has_no_labels(*, swapped
         wide = net.c.expand(len(x), 2, 6)
         return net.b((wide * y if swapped else y * wide).flatten(1))
 
-    net = randomised(Net(forward, a=nn.Linear(5, 12), b=nn.Linear(12, 3), c=nn.Parameter(torch.ones(6))))
+    net = randomized(Net(forward, a=nn.Linear(5, 12), b=nn.Linear(12, 3), c=nn.Parameter(torch.ones(6))))
     plan = settled_plan(net, (torch.randn(2, 5),))
     assert compact(net, plan)(torch.randn(2, 5)).shape == (2, 3)
     assert parity(net, plan, (torch.randn(2, 5),)) <= TOLERANCE

@@ -11,7 +11,7 @@ from equivalence import (
     heads_and_positions,
     parity,
     random_keep,
-    randomised,
+    randomized,
     settled_plan,
     snapshot,
 )
@@ -40,7 +40,7 @@ if torch.ops.aten._scaled_dot_product_flash_attention_for_cpu not in flop_regist
 def test_masked_equals_compact(name: str) -> None:
     factory, prunable = CASES[name]
     model, example = factory()
-    randomised(model).eval()
+    randomized(model).eval()
     before, hooks = snapshot(model), count_hooks(model)
     for seed in (0, 1):
         plan = settled_plan(model, example, seed)
@@ -90,7 +90,7 @@ FOUND_BY_TRIAL = {
 @pytest.mark.parametrize("name", FOUND_BY_TRIAL)
 def test_what_only_the_trial_sees_is_locked_and_reported(name: str) -> None:
     model, example = CASES[name][0]()
-    randomised(model).eval()
+    randomized(model).eval()
     first = trace(model, example)
     assert first.groups, "the rules alone see nothing to lock here"
     plan = settled_plan(model, example)
@@ -103,7 +103,7 @@ def test_what_only_the_trial_sees_is_locked_and_reported(name: str) -> None:
 
 def test_heads_are_pruned_whole() -> None:
     model, example = CASES["attention_with_any_number_of_heads"][0]()
-    plan = settled_plan(randomised(model).eval(), example, seed=2)
+    plan = settled_plan(randomized(model).eval(), example, seed=2)
     heads, positions = heads_and_positions(plan.kept("q.weight", 0), 2)
     assert (len(heads), len(positions)) == (4, 1)
     assert np.array_equal(plan.kept("q.weight", 0), plan.kept("k.weight", 0))
@@ -112,7 +112,7 @@ def test_heads_are_pruned_whole() -> None:
 
 def test_a_tied_weight_stays_tied() -> None:
     model, example = CASES["tied_weights"][0]()
-    small = compact(model, settled_plan(randomised(model), example))
+    small = compact(model, settled_plan(randomized(model), example))
     assert small[4].weight is small[2].weight  # type: ignore[index]
     assert small[2].weight.shape[0] < 8  # type: ignore[index, union-attr]
 
@@ -133,7 +133,7 @@ class Remembering(nn.Module):
 
 
 def test_the_trial_leaves_nothing_behind_in_the_compact_model() -> None:
-    model = randomised(Remembering())
+    model = randomized(Remembering())
     example = (torch.randn(1, 3, 6, 6),)
     chart = trace(model, example)
     settled = settle(model, chart, random_keep, [example])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torchvision
-from equivalence import difference, parity, random_keep, randomised
+from equivalence import difference, parity, random_keep, randomized
 from torch import Tensor, nn
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
@@ -29,7 +29,7 @@ def images(size: int = 32, batch: int = 2) -> Tensor:
 
 
 def test_the_residual_stream_of_convnext_tiny_is_free() -> None:
-    model = randomised(torchvision.models.convnext_tiny()).eval()
+    model = randomized(torchvision.models.convnext_tiny()).eval()
     pruned = prunekit.prune(model, (images(batch=1),), channels=0.5)
     chart = pruned.plan.channel_map
     assert pruned.max_relative_difference <= 1e-9
@@ -52,7 +52,7 @@ def small_swin() -> nn.Module:
     ("build", "norm"), [(small_vit, "encoder.layers.encoder_layer_1.ln_2"), (small_swin, "features.1.0.norm1")]
 )
 def test_norms_of_transformers_do_not_lock(build: type[nn.Module], norm: str) -> None:
-    model, example = randomised(build()).eval(), (images(batch=1),)
+    model, example = randomized(build()).eval(), (images(batch=1),)
     chart = trace(model, example)
     assert norm in chart.norms
     assert not [lock for lock in chart.locks if lock.module == norm]
@@ -62,7 +62,7 @@ def test_norms_of_transformers_do_not_lock(build: type[nn.Module], norm: str) ->
 
 
 def test_training_under_masks_keeps_masked_equal_to_compact() -> None:
-    model, x = randomised(small_convnext(), seed=3).double().train(), images().double()
+    model, x = randomized(small_convnext(), seed=3).double().train(), images().double()
     chart = trace(model, (x,))
     plan = Plan(chart, random_keep(chart, seed=6))
     small = compact(model, plan)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import difference, random_keep, randomised
+from equivalence import difference, random_keep, randomized
 from hand_norms import CenteredByHand, GlobalResponse, MeanSquareByHand, RootMeanSquare, StandardisedConv, SumOfSquares
 from torch import Tensor, nn
 from torchvision.models.convnext import LayerNorm2d
@@ -53,7 +53,7 @@ FIRST: dict[str, tuple[Make, list[int]]] = {
 
 
 def stack(make: Make, width: int, *, first: bool) -> nn.Sequential:
-    """Makes `width` channels, normalises them, and reads them again; the norm is on axis 1 or on the last axis."""
+    """Makes `width` channels, normalizes them, and reads them again; the norm is on axis 1 or on the last axis."""
     if first:
         return nn.Sequential(nn.Conv2d(3, width, 1), make(width), nn.GELU(), nn.Conv2d(width, 4, 1)).double()
     return nn.Sequential(nn.Linear(3, width), make(width), nn.GELU(), nn.Linear(width, 4)).double()
@@ -100,7 +100,7 @@ def planned(model: nn.Module, kept: list[int], x: Tensor, name: str = "0.weight"
 
 @norms
 def test_masked_and_compact_are_the_model_written_by_hand(make: Make, kept: list[int], first: bool) -> None:
-    dense, x = randomised(stack(make, 8, first=first)), example(first=first)
+    dense, x = randomized(stack(make, 8, first=first)), example(first=first)
     hand = by_hand(dense, make, kept, first=first)
     plan = planned(dense, kept, x)
     small = compact(dense, plan)
@@ -119,7 +119,7 @@ def test_masked_and_compact_are_the_model_written_by_hand(make: Make, kept: list
 
 @norms
 def test_gradients_are_those_of_the_model_written_by_hand(make: Make, kept: list[int], first: bool) -> None:
-    dense, x = randomised(stack(make, 8, first=first)), example(first=first)
+    dense, x = randomized(stack(make, 8, first=first)), example(first=first)
     hand = by_hand(dense, make, kept, first=first)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     hand(inputs[0]).sin().sum().backward()
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_the_model_written_by_hand(make: Make, kept: list
 
 @norms
 def test_training_under_masks_stays_the_training_of_the_compact_model(make: Make, kept: list[int], first: bool) -> None:
-    model, x = randomised(stack(make, 8, first=first)), example(first=first)
+    model, x = randomized(stack(make, 8, first=first)), example(first=first)
     plan = planned(model, kept, x)
     small = compact(model, plan)
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1) for net in (model, small)]
@@ -156,7 +156,7 @@ def test_training_under_masks_stays_the_training_of_the_compact_model(make: Make
 
 @pytest.mark.parametrize("make", [nn.LayerNorm, RootMeanSquare, LAST["LayerNorm without affine"]])
 def test_plans_and_models_are_saved_with_their_norms(make: Make, tmp_path: Any) -> None:
-    dense, x = randomised(stack(make, 8, first=False)), example(first=False)
+    dense, x = randomized(stack(make, 8, first=False)), example(first=False)
     plan = planned(dense, ANY, x)
     plan.save(tmp_path)
     again = load_plan(tmp_path)
@@ -176,7 +176,7 @@ def test_a_plan_that_spares_a_norm_leaves_it_alone() -> None:
 
 
 def test_copies_made_under_masks_carry_nothing() -> None:
-    model, x = randomised(stack(nn.LayerNorm, 8, first=False)), example(first=False)
+    model, x = randomized(stack(nn.LayerNorm, 8, first=False)), example(first=False)
     with masked(model, planned(model, ANY, x)), torch.no_grad():
         twin = copy.deepcopy(model)
         assert count_hooks(twin) == 0
@@ -184,7 +184,7 @@ def test_copies_made_under_masks_carry_nothing() -> None:
 
 
 def test_hooks_of_others_see_the_dense_width() -> None:
-    model, x = randomised(stack(nn.LayerNorm, 8, first=False)), example(first=False)
+    model, x = randomized(stack(nn.LayerNorm, 8, first=False)), example(first=False)
     plan, seen = planned(model, ANY, x), list[Tensor]()
     model[1].register_forward_hook(lambda module, args, output: seen.extend([args[0], output]))
     with masked(model, plan), torch.no_grad():
@@ -194,7 +194,7 @@ def test_hooks_of_others_see_the_dense_width() -> None:
 
 
 def test_half_precision() -> None:
-    model, x = randomised(stack(nn.LayerNorm, 8, first=False)).float(), example(first=False).float()
+    model, x = randomized(stack(nn.LayerNorm, 8, first=False)).float(), example(first=False).float()
     plan = planned(model, ANY, x)
     small = compact(model, plan)
     with masked(model, plan), torch.autocast("cpu", torch.bfloat16):
@@ -205,7 +205,7 @@ def test_half_precision() -> None:
 
 
 def test_under_torch_compile() -> None:
-    model, x = randomised(stack(nn.LayerNorm, 8, first=False)), example(first=False)
+    model, x = randomized(stack(nn.LayerNorm, 8, first=False)), example(first=False)
     plan = planned(model, ANY, x)
     small = compact(model, plan)
     with WeightMasks(model, plan), torch.no_grad():
@@ -213,11 +213,11 @@ def test_under_torch_compile() -> None:
     torch._dynamo.reset()
 
 
-def test_weight_standardisation_is_taken_over_kept_inputs() -> None:
+def test_weight_standardization_is_taken_over_kept_inputs() -> None:
     def net(width: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(3, width, 1), nn.ReLU(), StandardisedConv(width, 4, 3)).double()
 
-    dense, x = randomised(net(8)), example(first=True)
+    dense, x = randomized(net(8)), example(first=True)
     hand = net(len(ANY))
     with torch.no_grad():
         for new, old in enumerate(ANY):
@@ -247,7 +247,7 @@ class Twice(nn.Module):
 
 
 def test_a_norm_of_two_streams_keeps_the_same_of_both() -> None:
-    model, x = randomised(Twice(8)).double(), example(first=False)
+    model, x = randomized(Twice(8)).double(), example(first=False)
     plan = planned(model, ANY, x, "a.weight")
     assert plan.kept("b.weight", 0).tolist() == ANY
     with masked(model, plan), torch.no_grad():
@@ -310,7 +310,7 @@ class Sized(RootMeanSquare):
 
 
 def test_a_norm_with_a_size_in_its_code_is_locked_by_the_trial() -> None:
-    model, x = randomised(stack(Sized, 8, first=False)), example(first=False)
+    model, x = randomized(stack(Sized, 8, first=False)), example(first=False)
     settled = settle(model, trace(model, (x,)), random_keep, [(x,)])
     assert [lock.module for lock in settled.channel_map.locks if lock.reason.startswith("the trial")] == ["1"]
     assert settled.keep.all()

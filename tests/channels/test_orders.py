@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import TOLERANCE, parity, random_keep, randomised, settled_plan
+from equivalence import TOLERANCE, parity, random_keep, randomized, settled_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets_shuffled import WIDTH, HalvedUnit, Unit, UnitOfModules, channel_shuffle, units
@@ -51,7 +51,7 @@ def test_the_order_of_a_shuffle_is_found(cls: type[Unit]) -> None:
 
 @pytest.mark.parametrize("cls", [Unit, UnitOfModules])
 def test_every_channel_is_free_however_often_it_is_shuffled(cls: type[Unit], tmp_path: Path) -> None:
-    net = randomised(units(cls, MANY)).eval()
+    net = randomized(units(cls, MANY)).eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
     assert parity(net, plan, (torch.randn(3, 3, 6, 5),)) <= TOLERANCE
@@ -69,12 +69,12 @@ def test_every_channel_is_free_however_often_it_is_shuffled(cls: type[Unit], tmp
 @settings(max_examples=20)
 @given(st.integers(0, 10_000), st.floats(0.1, 0.8), st.sampled_from([Unit, UnitOfModules]))
 def test_orders_follow_any_plan(seed: int, share: float, cls: type[Unit]) -> None:
-    net = randomised(units(cls, MANY)).eval()
+    net = randomized(units(cls, MANY)).eval()
     assert parity(net, settled_plan(net, EXAMPLE, seed, share), EXAMPLE) <= TOLERANCE
 
 
 def test_the_compact_model_trains_and_can_be_exported_and_pruned_again() -> None:
-    net = randomised(units(Unit, MANY)).eval()
+    net = randomized(units(Unit, MANY)).eval()
     small = compact(net, settled_plan(net, EXAMPLE, share=0.3))
     small(*EXAMPLE).sum().backward()
     exported = torch.export.export(small, EXAMPLE).module()
@@ -84,7 +84,7 @@ def test_the_compact_model_trains_and_can_be_exported_and_pruned_again() -> None
 
 
 def test_a_map_alone_is_enough_to_compact() -> None:
-    net = randomised(units(Unit, MANY)).eval()
+    net = randomized(units(Unit, MANY)).eval()
     chart = trace(net, EXAMPLE)
     assert parity(net, Plan(chart, random_keep(chart, 1, 0.5), {}), EXAMPLE) <= TOLERANCE
 
@@ -105,7 +105,7 @@ class OnTheFirstAxis(nn.Module):
 
 
 def test_nothing_is_stated_of_an_axis_that_grows_with_the_batch() -> None:
-    net = randomised(nn.Sequential(nn.Conv2d(3, WIDTH, 1), OnTheFirstAxis(), nn.Conv2d(WIDTH, 5, 1))).eval()
+    net = randomized(nn.Sequential(nn.Conv2d(3, WIDTH, 1), OnTheFirstAxis(), nn.Conv2d(WIDTH, 5, 1))).eval()
     assert not avoidable(trace_model(net, [EXAMPLE]).runs)
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
@@ -122,14 +122,14 @@ class Loop(Unit):
 
 
 def test_an_expression_that_runs_on_other_channels_each_time_is_left_alone() -> None:
-    net = randomised(units(Loop, 1)).eval()
+    net = randomized(units(Loop, 1)).eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
     assert not orders(plan)
 
 
 def test_where_ties_do_the_code_stays_as_it_is() -> None:
-    net = randomised(units(Unit, 1)).eval()
+    net = randomized(units(Unit, 1)).eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
     assert plan.removed > 0
@@ -138,7 +138,7 @@ def test_where_ties_do_the_code_stays_as_it_is() -> None:
 
 
 def test_a_function_that_does_more_than_shuffle_is_not_replaced() -> None:
-    net = randomised(units(HalvedUnit, MANY)).eval()
+    net = randomized(units(HalvedUnit, MANY)).eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
     assert not orders(plan)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import TOLERANCE, parity, random_keep, randomised, settled_plan
+from equivalence import TOLERANCE, parity, random_keep, randomized, settled_plan
 from nets_stated import CLASSES as STATED
 from nets_stated import WIDTH, Quotient
 from torch import nn
@@ -64,7 +64,7 @@ CLASSES = [Quotient, Outer.Nested, Abstract, Stateful, Reduced]
 
 
 def narrow(cls: type[nn.Module]) -> Any:
-    net = randomised(nn.Sequential(nn.Linear(6, WIDTH), cls(), nn.Linear(WIDTH, 4))).eval()
+    net = randomized(nn.Sequential(nn.Linear(6, WIDTH), cls(), nn.Linear(WIDTH, 4))).eval()
     plan = next(
         plan for seed in range(20) if (plan := settled_plan(net, EXAMPLE, seed, 0.4)).kept("0.weight", 0).size % 3
     )
@@ -143,7 +143,7 @@ def test_python_that_is_not_what_it_was_is_named() -> None:
 
 def test_substituted_attention_goes_through_pickle() -> None:
     attention = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
-    net = randomised(nn.Sequential(nn.Linear(6, 12), attention, nn.Linear(12, 4))).eval()
+    net = randomized(nn.Sequential(nn.Linear(6, 12), attention, nn.Linear(12, 4))).eval()
     small: Any = compact(net, settled_plan(net, EXAMPLE, share=0.5))
     assert type(small[1].self_attn) is not nn.MultiheadAttention
     again: Any = saved_and_loaded(small)
@@ -155,7 +155,7 @@ def test_substituted_attention_goes_through_pickle() -> None:
 @pytest.mark.parametrize("cls", [*STATED, nn.MultiheadAttention])
 def test_plain_classes_prune_what_needs_no_other_class(cls: Any) -> None:
     inner = nn.TransformerEncoderLayer(WIDTH, 3, 16, batch_first=True) if cls is nn.MultiheadAttention else cls()
-    net = randomised(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, WIDTH), inner, nn.Linear(WIDTH, 4))).eval()
+    net = randomized(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, WIDTH), inner, nn.Linear(WIDTH, 4))).eval()
     chart = trace(net, EXAMPLE)
     free = settle(net, chart, partial(random_keep, seed=1, share=0.5), [EXAMPLE])
     for start in (chart, free.channel_map):  # also where a trial has settled on other classes already
@@ -174,14 +174,14 @@ def test_notes_name_classes_that_are_not_the_models_own() -> None:
     assert remarks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == ()
     (said,) = remarks(narrow(Quotient))
     assert said.startswith("methods compiled again with explicit sizes: Quotient. Pickled, as by torch.save(model)")
-    attention = randomised(nn.TransformerEncoderLayer(6, 3, 16, batch_first=True)).eval()
+    attention = randomized(nn.TransformerEncoderLayer(6, 3, 16, batch_first=True)).eval()
     pruned = prune(attention, EXAMPLE, channels=0.6)
     assert any("explicit sizes in place of torch's or the model's own: SizedMul" in note for note in pruned.notes)
     assert prune(attention, EXAMPLE, channels=0.6, plain_classes=True).notes == ()
 
 
 def test_notes_say_that_a_model_is_frozen_and_masks_that_nothing_is_trained() -> None:
-    net = randomised(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)))
+    net = randomized(nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)))
     net[0].weight.requires_grad_(False)
     assert prune(net, EXAMPLE, channels=0.6).notes == ()
     net.requires_grad_(False)

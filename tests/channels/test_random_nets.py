@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import TOLERANCE, parity, random_keep, randomised, settled_plan
+from equivalence import TOLERANCE, parity, random_keep, randomized, settled_plan
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_nets import SIZE, STEPS, RandomNet
@@ -30,7 +30,7 @@ def images(count: int, seed: int) -> torch.Tensor:
 @settings(max_examples=250, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs, st.integers(0, 9), st.sampled_from([0.2, 0.5, 0.9]), dtypes)
 def test_masked_equals_compact(program: Program, seed: int, share: float, dtype: torch.dtype) -> None:
-    model, example = randomised(RandomNet([("conv", 0, seed), *program]), seed).eval(), (images(2, seed),)
+    model, example = randomized(RandomNet([("conv", 0, seed), *program]), seed).eval(), (images(2, seed),)
     if not any(name == "spectrum" for name, _, _ in program):  # of other numbers torch has no transform on a CPU
         model, example = model.to(dtype), (example[0].to(dtype),)
     first = trace(model, example)
@@ -50,7 +50,7 @@ def test_masked_equals_compact(program: Program, seed: int, share: float, dtype:
 @settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs, st.integers(0, 9))
 def test_a_repair_is_proven_and_never_makes_a_net_worse(program: Program, seed: int) -> None:
-    model = randomised(RandomNet([("conv", 0, seed), *program]), seed).eval()
+    model = randomized(RandomNet([("conv", 0, seed), *program]), seed).eval()
     seen, others = images(48, seed), images(16, seed + 100)
     try:
         result = prunekit.prune(model, seen, macs=0.75)

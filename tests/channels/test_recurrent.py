@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from equivalence import TOLERANCE, Net, parity, random_keep, randomised, settled_plan
+from equivalence import TOLERANCE, Net, parity, random_keep, randomized, settled_plan
 from net_registry import tokens
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ def read(layer: nn.Module, width: int) -> Net:
 
 
 def test_a_narrow_lstm_built_by_hand_computes_the_same() -> None:
-    model, (x,) = randomised(read(nn.LSTM(8, 6, batch_first=True), 6)).eval().double(), tokens()
+    model, (x,) = randomized(read(nn.LSTM(8, 6, batch_first=True), 6)).eval().double(), tokens()
     chart = trace(model, (x,))
     keep = np.ones(chart.n_labels, dtype=bool)
     rows = chart.labels["layer.weight_hh_l0"][1]
@@ -40,7 +40,7 @@ def test_a_narrow_lstm_built_by_hand_computes_the_same() -> None:
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_state_and_projection_are_pruned_apart() -> None:
-    model, example = randomised(read(nn.LSTM(8, 10, 2, proj_size=6, bidirectional=True), 12)).eval(), tokens()
+    model, example = randomized(read(nn.LSTM(8, 10, 2, proj_size=6, bidirectional=True), 12)).eval(), tokens()
     plan = settled_plan(model, example)
     assert parity(model, plan, example) <= TOLERANCE
     layer = compact(model, plan).layer
@@ -52,7 +52,7 @@ def test_a_state_of_a_number_in_the_code_is_locked_where_it_is_made() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         return net.out(net.layer(net.a(x), torch.zeros(1, x.shape[1], 6, dtype=x.dtype))[0])
 
-    model = randomised(Net(forward, a=nn.Linear(6, 8), layer=nn.GRU(8, 6), out=nn.Linear(6, 3))).eval()
+    model = randomized(Net(forward, a=nn.Linear(6, 8), layer=nn.GRU(8, 6), out=nn.Linear(6, 3))).eval()
     settled = settle(model, trace(model, tokens()), random_keep, [tokens()])
     (lock,) = (lock for lock in settled.channel_map.locks if lock.operator == "aten.zeros")
     assert "net.layer(net.a(x), torch.zeros(1, x.shape[1], 6" in lock.reason

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import TOLERANCE, parity, randomised, settled_plan
+from equivalence import TOLERANCE, parity, randomized, settled_plan
 from nets_stated import WIDTH, Correlation, ScaleOfAWidth
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ def numbers(plan: Any) -> set[tuple[str, str, int]]:
 
 def test_attention_keeps_the_scale_of_its_dense_width() -> None:
     """Against a narrow model written by hand."""
-    net = randomised(nn.Sequential(ScaleOfAWidth(), ScaleOfAWidth())).double().eval()
+    net = randomized(nn.Sequential(ScaleOfAWidth(), ScaleOfAWidth())).double().eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert numbers(plan) == {(path, "k.size(-1)", WIDTH // 3) for path in ("0", "1")}
     small: Any = compact(net, plan)[0]  # type: ignore[index]
@@ -37,7 +37,7 @@ def test_attention_keeps_the_scale_of_its_dense_width() -> None:
 
 
 def test_a_number_read_before_its_tensor_is_gone_stays() -> None:
-    net = randomised(Correlation()).double().eval()
+    net = randomized(Correlation()).double().eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert numbers(plan) == {("", "n_features", 8)}
     small: Any = compact(net, plan)
@@ -74,7 +74,7 @@ class SizeOfATable(nn.Module):
 
 @pytest.mark.parametrize("cls", [Folded, SizeOfATable])
 def test_what_cannot_be_fixed_is_locked_and_said(cls: type[nn.Module]) -> None:
-    net = randomised(nn.Sequential(nn.Linear(WIDTH, WIDTH), cls(), nn.Linear(WIDTH, 4))).double().eval()
+    net = randomized(nn.Sequential(nn.Linear(WIDTH, WIDTH), cls(), nn.Linear(WIDTH, 4))).double().eval()
     plan = settled_plan(net, EXAMPLE, share=0.5)
     assert numbers(plan) == set()
     assert plan.kept("1.a.weight", 0).size == 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Net, image, randomised, settled_plan
+from equivalence import Net, image, randomized, settled_plan
 from torch import Tensor, nn
 
 import prunekit
@@ -50,7 +50,7 @@ def net(part: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("make", [scripted, traced])
 @pytest.mark.parametrize("part", [Swish, Gated])
 def test_what_is_in_a_scripted_module_is_followed_and_cut(part: type[nn.Module], make: Any, tmp_path: Path) -> None:
-    model = net(make(randomised(part()))).eval()
+    model = net(make(randomized(part()))).eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plan = settled_plan(model, image())
     assert all(0 < kept < dense for kept, dense in plan.widths().values())
@@ -68,7 +68,7 @@ def test_what_is_in_a_scripted_module_is_followed_and_cut(part: type[nn.Module],
 
 
 def test_everything_that_hooks_modules_takes_scripted_ones() -> None:
-    model = net(scripted(randomised(Gated()))).eval()
+    model = net(scripted(randomized(Gated()))).eval()
     images = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     done = prunekit.prune(model, images, macs=0.7)
     assert done.max_relative_difference <= 1e-9
@@ -83,7 +83,7 @@ def test_everything_that_hooks_modules_takes_scripted_ones() -> None:
 
 
 def test_a_masked_scripted_module_in_float64_is_the_model_itself_in_float64() -> None:
-    model = randomised(net(scripted(randomised(Gated())))).eval()
+    model = randomized(net(scripted(randomized(Gated())))).eval()
     plan = settled_plan(model, image())
     small = prunekit.compact(model, plan).double()
     with torch.no_grad():

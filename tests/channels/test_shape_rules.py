@@ -155,7 +155,7 @@ PASSING: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_parts_of_a_labelled_axis_keep_their_labels(name: str) -> None:
+def test_parts_of_a_labeled_axis_keep_their_labels(name: str) -> None:
     flow = Flow()
     tensor = torch.zeros(2, 6, 2, 2)
     flow.set(tensor, [Field(along(flow.union.new(6), 1, 4), True)])

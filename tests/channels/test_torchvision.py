@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchvision
 from accelerate import init_empty_weights
-from equivalence import difference, masked_double, parity, random_keep, randomised, zero_removed
+from equivalence import difference, masked_double, parity, random_keep, randomized, zero_removed
 from torch import Tensor, nn
 
 from prunekit.channels import ChannelMap, trace
@@ -44,7 +44,7 @@ def build(name: str, classes: int) -> nn.Module:
 
 @cache
 def family(name: str) -> nn.Module:
-    """A randomised member with few classes, in eval mode.
+    """A randomized member with few classes, in eval mode.
 
     The hidden layers of AlexNet's and VGG's classifiers are narrower: 4096 wide they take a gigabyte in float64.
     """
@@ -55,7 +55,7 @@ def family(name: str) -> nn.Module:
     for path, parameter in list(model.named_parameters()):
         owner, _, attribute = path.rpartition(".")
         setattr(model.get_submodule(owner), attribute, nn.Parameter(torch.empty(parameter.shape)))
-    return randomised(model).eval()
+    return randomized(model).eval()
 
 
 def narrow_hidden_layers(classifier: nn.Sequential, width: int = 64) -> None:
@@ -203,7 +203,7 @@ def test_other_plans_and_harder_ones(name: str, seed: int) -> None:
 
 def test_training_the_masked_model_keeps_it_equal_to_compact() -> None:
     """Batch statistics of removed channels must not leak: three steps with BatchNorm in train mode."""
-    model = randomised(torchvision.models.resnet18(num_classes=CLASSES), seed=3)
+    model = randomized(torchvision.models.resnet18(num_classes=CLASSES), seed=3)
     plan = Plan(chart("resnet18"), random_keep(chart("resnet18"), seed=6))
     masked = masked_double(model, plan).train()
     small = compact(masked, plan)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Net, assert_unchanged, image, parity, random_keep, randomised, settled_plan, snapshot
+from equivalence import Net, assert_unchanged, image, parity, random_keep, randomized, settled_plan, snapshot
 from torch import Tensor, nn
 
 import prunekit
@@ -30,7 +30,7 @@ from prunekit.planning import Plan
 def plain() -> nn.Sequential:
     body = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU())
     net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(6, 5))
-    return randomised(net)  # type: ignore[return-value]
+    return randomized(net)  # type: ignore[return-value]
 
 
 def two_layers(inputs: int = 4, hidden: int = 8, outputs: int = 4) -> dict[str, nn.Module]:
@@ -129,7 +129,7 @@ def test_a_model_that_looks_at_values_is_traced_for_real() -> None:
         return net.b(y if float(y.sum()) > 1e9 else y.relu())
 
     model, example = Net(forward, **two_layers()), (torch.ones(2, 4),)
-    randomised(model)
+    randomized(model)
     before = snapshot(model)
     assert parity(model, settled_plan(model, example), example) <= 1e-9
     assert_unchanged(model, before)
@@ -301,7 +301,7 @@ def test_a_second_example_shows_another_branch() -> None:
         y = net.a(x)
         return net.b(y) if x.shape[0] == 2 else net.c(y.relu())
 
-    model = randomised(Net(forward, **two_layers(), c=nn.Linear(8, 3)))
+    model = randomized(Net(forward, **two_layers(), c=nn.Linear(8, 3)))
     both = ((torch.randn(2, 4),), (torch.randn(3, 4),))
     alone, chart = trace(model, both[0]), trace(model, *both)
     assert any(lock.module == "c" and "not used" in lock.reason for lock in alone.locks)
@@ -317,7 +317,7 @@ def test_locked_where_only_the_second_example_fixes_a_size() -> None:
         y = net.a(x)
         return net.b(y) if x.shape[0] == 2 else net.b(y / y.shape[1])
 
-    model = randomised(Net(forward, **two_layers()))
+    model = randomized(Net(forward, **two_layers()))
     settled = settle(model, trace(model, (torch.ones(2, 4),), (torch.ones(3, 4),)), random_keep,
                      [(torch.ones(2, 4),), (torch.ones(3, 4),)])  # fmt: skip
     assert not settled.channel_map.groups
@@ -336,7 +336,7 @@ class Scores:
 
 
 def assert_outputs_stay(forward: Any, example: tuple[Any, ...], outputs: int = 4) -> None:
-    model = randomised(Net(forward, **two_layers(outputs=outputs)))
+    model = randomized(Net(forward, **two_layers(outputs=outputs)))
     plan = settled_plan(model, example)
     assert plan.kept("a.weight", 0).size < 8
     assert plan.kept("b.weight", 0).size == outputs, "an output was pruned"
@@ -373,7 +373,7 @@ def test_inputs_of_many_kinds(example: Any, read: Any) -> None:
 
 def test_integer_inputs_reach_the_model_as_they_are() -> None:
     parts = {"e": nn.Embedding(10, 8), "a": nn.Linear(8, 6), "b": nn.Linear(6, 3)}
-    model = randomised(Net(lambda net, i: net.b(net.a(net.e(i)).relu()), **parts))
+    model = randomized(Net(lambda net, i: net.b(net.a(net.e(i)).relu()), **parts))
     example = (torch.tensor([[1, 9], [0, 3]]),)
     plan = settled_plan(model, example)
     assert plan.kept("a.weight", 0).size < 6
@@ -384,7 +384,7 @@ def test_an_example_of_ones_hides_nothing() -> None:
     """All pixels alike make every position alike; the trial looks at noise in its place."""
     model = Net(lambda net, x: net.b(net.a(x) - net.a(x).mean(-1, keepdim=True)), a=nn.Linear(4, 8), b=nn.Linear(8, 4))
     example = (torch.ones(2, 4),)
-    assert parity(randomised(model), settled_plan(model, example), (torch.randn(2, 4),)) <= 1e-9
+    assert parity(randomized(model), settled_plan(model, example), (torch.randn(2, 4),)) <= 1e-9
 
 
 def test_an_example_that_does_not_fit_is_a_clear_error() -> None:
@@ -401,7 +401,7 @@ def test_a_dtype_fixed_in_the_models_code() -> None:
     def forward(net: Any, x: Tensor) -> Tensor:
         return net.b(net.a(x).softmax(0).float())
 
-    model, example = randomised(Net(forward, **two_layers())), (torch.randn(2, 4),)
+    model, example = randomized(Net(forward, **two_layers())), (torch.randn(2, 4),)
     assert settled_plan(model, example).removed > 0
 
 
@@ -422,7 +422,7 @@ def test_a_plan_is_tried_as_often_as_it_takes() -> None:
         return block  # type: ignore[no-any-return]
 
     model = nn.Sequential(*[refusing(width) for width in range(2, 24)], nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 3))
-    plan = settled_plan(randomised(model), (torch.randn(2, 3),))
+    plan = settled_plan(randomized(model), (torch.randn(2, 3),))
     assert list(plan.widths()) == ["22"]
     assert plan.removed
     assert sum("expected" in lock.reason for lock in plan.channel_map.locks) == 22
@@ -439,7 +439,7 @@ def test_locks_that_change_nothing_end_the_search(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(
         PlanError, match="further locks change nothing; the last to differ was the Python code in the top"
     ):
-        settled_plan(randomised(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3))), (torch.randn(2, 4),))
+        settled_plan(randomized(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3))), (torch.randn(2, 4),))
 
 
 def test_as_many_steps_as_convergence_needs() -> None:
@@ -454,7 +454,7 @@ def test_as_many_steps_as_convergence_needs() -> None:
         return torch.as_tensor(net.d(y).mean((2, 3)))
 
     parts = {"a": nn.Conv2d(3, 12, 3), "b": nn.Conv2d(12, 20, 1), "c": nn.Conv2d(20, 12, 1), "d": nn.Conv2d(12, 3, 1)}
-    model = randomised(Net(forward, **parts))
+    model = randomized(Net(forward, **parts))
     images = torch.randn(32, 3, 6, 6, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 3, 32).view(
         -1, 1, 1, 1
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import TOLERANCE, difference, doubled, parity, random_keep, randomised
+from equivalence import TOLERANCE, difference, doubled, parity, random_keep, randomized
 from torch import Tensor, nn
 
 from prunekit import PruneSettings, load, plan_model, prune
@@ -100,7 +100,7 @@ class Nested(nn.Module):
 
 
 def around(inner: nn.Module, outputs: int) -> nn.Sequential:
-    return randomised(nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(outputs, 3))).eval()  # type: ignore[return-value]
+    return randomized(nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(outputs, 3))).eval()  # type: ignore[return-value]
 
 
 CASES = [(Gated, 6, "forward_sized"), (Branches, 12, "merge"), (Remembering, 4, "reset"), (Nested, 9, "merge")]
@@ -213,7 +213,7 @@ def test_attributes_that_forward_reads_as_sizes_are_what_they_are() -> None:
         def best(self, scores: Tensor) -> Tensor:
             return scores.view(-1, self.classes).argmax(-1)
 
-    net = randomised(Classes()).eval()
+    net = randomized(Classes()).eval()
     _, found, notes = settled(net)
     small: Any = found.compact
     assert small.a.out_features < 8

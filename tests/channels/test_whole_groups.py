@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import heads_and_positions, randomised, settled_plan
+from equivalence import heads_and_positions, randomized, settled_plan
 from nets_grouped import DEPTH, HEADS, heads_with_a_column_more, linear_attention_over_two_scales
 from torch import nn
 
@@ -17,7 +17,7 @@ from prunekit.compaction import compact, load, save
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_go_with_the_heads_they_are_part_of(seed: int, tmp_path: Any) -> None:
     model, example = linear_attention_over_two_scales()
-    plan = settled_plan(randomised(model).eval(), example, seed)
+    plan = settled_plan(randomized(model).eval(), example, seed)
     heads, positions = heads_and_positions(plan.kept("1.mix.weight", 0), 3 * DEPTH)
     assert len(positions) == 3 * DEPTH
     assert heads == heads_and_positions(plan.kept("1.qkv.weight", 0), 3 * DEPTH)[0]
@@ -35,7 +35,7 @@ def test_groups_go_with_the_heads_they_are_part_of(seed: int, tmp_path: Any) -> 
 
 def test_columns_go_where_nothing_says_that_groups_go() -> None:
     model: Any = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 12, 3, groups=2), nn.Conv2d(12, 5, 1))
-    plan = settled_plan(randomised(model).eval(), (torch.randn(1, 3, 9, 9),))
+    plan = settled_plan(randomized(model).eval(), (torch.randn(1, 3, 9, 9),))
     small: Any = compact(model, plan)
     assert small[2].groups == 2
     for name, size in (("0.weight", 8), ("2.weight", 6)):
@@ -46,7 +46,7 @@ def test_columns_go_where_nothing_says_that_groups_go() -> None:
 
 def test_what_is_added_to_heads_stays_where_positions_of_them_go() -> None:
     model, example = heads_with_a_column_more()
-    plan = settled_plan(randomised(model).eval(), example)
+    plan = settled_plan(randomized(model).eval(), example)
     heads, positions = heads_and_positions(plan.kept("v.weight", 0), 4)
     assert len(heads) == 3
     assert len(positions) < 4

@@ -22,8 +22,8 @@ from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",
 )  # fmt: skip
-VIEWS = tuple(f"visualise {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
-LISTED = [*COMMANDS[:-1], "visualise", "report", "inspect", "list"]
+VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
+LISTED = [*COMMANDS[:-1], "visualize", "report", "inspect", "list"]
 
 
 def run(*arguments: str) -> Result:

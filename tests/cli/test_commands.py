@@ -41,7 +41,7 @@ def build():
 def classifier():
     return nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-def initialised():
+def initialized():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
 """
 METRICS = {
@@ -70,7 +70,7 @@ def recipe(tmp_path: Path) -> str:
 def own_model(tmp_path: Path) -> str:
     path = tmp_path / "own.py"
     path.write_text(OWN_MODEL)
-    return f"{path}:initialised"
+    return f"{path}:initialized"
 
 
 @pytest.fixture
@@ -285,10 +285,10 @@ def test_bench_times_the_users_own_model_first_and_gates_the_last(own_model: str
     assert slow.stderr.count("too slow: squeezenet1_1 (eager, cpu") == 2
     payload = json.loads(slow.stdout)
     assert payload["passed"] is False
-    assert list(payload["models"]) == ["initialised", "squeezenet1_1"]
+    assert list(payload["models"]) == ["initialized", "squeezenet1_1"]
     assert (payload["failures"], payload["machine"]["cores"] > 0) == ([], True)
     assert all({"stable", "doubts", "low_ms", "high_ms", "peak_memory_bytes"} <= set(row) for row in payload["latency"])
-    assert [row["batch"] for row in payload["latency"] if row["model"] == "initialised"] == [1, 2]
+    assert [row["batch"] for row in payload["latency"] if row["model"] == "initialized"] == [1, 2]
     assert {row["model"] for row in payload["speedup"]} == {"squeezenet1_1"}
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == payload
 
@@ -297,11 +297,11 @@ def test_bench_passes_a_model_that_is_fast_enough(own_model: str) -> None:
     arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--repeats", "5", "--threads", "1"]
     result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
     assert result.exit_code == 0, result.stderr
-    assert "initialised  cpu     eager" in result.stdout
+    assert "initialized  cpu     eager" in result.stdout
     # The gate is for batch 1 where no batch is named, and says so.
     gates = [line for line in result.stderr.splitlines() if "the limit is 1e+06 ms" in line]
     assert len(gates) == 1
-    assert gates[0].startswith("prunekit: fast enough: initialised (eager, cpu, batch 1, 1 thread, float32): ")
+    assert gates[0].startswith("prunekit: fast enough: initialized (eager, cpu, batch 1, 1 thread, float32): ")
 
 
 def test_a_runtime_that_computes_something_else_exits_with_1(
@@ -312,7 +312,7 @@ def test_a_runtime_that_computes_something_else_exits_with_1(
     arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--batch", "1", "--repeats", "5"]
     result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
     assert result.exit_code == 1
-    assert "not measured: eager, cpu, batch 1, 1 thread, float32: initialised computes something else" in result.stderr
+    assert "not measured: eager, cpu, batch 1, 1 thread, float32: initialized computes something else" in result.stderr
     assert "outputs differ by 0 of the largest value" in result.stderr
     assert "median ms" not in result.stdout
 
@@ -331,7 +331,7 @@ def test_inspect_shows_groups_locks_and_macs(own_model: str) -> None:
 
 
 def test_what_a_users_file_prints_stays_out_of_the_json(own_model: str) -> None:
-    chatty = own_model.replace(":initialised", ":build")
+    chatty = own_model.replace(":initialized", ":build")
     result = run("inspect", "--model", chatty, "--input-shape", "1x3x8x8", "--json")
     assert "building" not in result.stdout
     assert "building" in result.stderr
@@ -341,7 +341,7 @@ SMALL_IMAGES = ["data.image_size=8", "data.batch=200"]
 
 
 def test_evaluate_the_users_own_model_on_a_recipes_images(own_model: str, recipe: str, tmp_path: Path) -> None:
-    own = own_model.replace(":initialised", ":classifier")
+    own = own_model.replace(":initialized", ":classifier")
     arguments = ["--model", own, "--input-shape", "1x3x8x8", "--recipe", recipe, "--device", "cpu"]
     result = run("evaluate", *arguments, *SMALL_IMAGES, "--json", "--output", str(tmp_path / "out"))
     assert result.exit_code == 0, result.stderr

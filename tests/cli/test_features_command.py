@@ -1,4 +1,4 @@
-"""`prunekit visualise features` on a run, a model folder and a model by name, with good and bad input."""
+"""`prunekit visualize features` on a run, a model folder and a model by name, with good and bad input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ baseline: {epochs: 1}
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["visualise", "features", *arguments])
+    return CliRunner().invoke(cli, ["visualize", "features", *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_bad_input_is_one_message(here: Path, arguments: tuple[str, ...], messag
     ("arguments", "meant"),
     [
         (("inspect", "run"), "which holds a prunekit.json; did you mean run/model?"),
-        (("visualise", "gradients", "run"), "it cannot be read: Is a directory; did you mean run/recipe.yaml?"),
+        (("visualize", "gradients", "run"), "it cannot be read: Is a directory; did you mean run/recipe.yaml?"),
     ],
 )
 def test_the_folder_of_a_run_in_the_place_of_a_part_of_it(here: Path, arguments: tuple[str, ...], meant: str) -> None:

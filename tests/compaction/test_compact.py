@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from equivalence import assert_unchanged, image, masked_double, random_keep, randomised, settled_plan, snapshot
+from equivalence import assert_unchanged, image, masked_double, random_keep, randomized, settled_plan, snapshot
 from torch import Tensor, nn
 
 from prunekit.channels import trace
@@ -21,12 +21,12 @@ from prunekit.planning import Plan
 
 def small_net() -> nn.Sequential:
     layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(96, 4))
-    return randomised(nn.Sequential(*layers))  # type: ignore[return-value]
+    return randomized(nn.Sequential(*layers))  # type: ignore[return-value]
 
 
 @cache
 def resnet() -> tuple[nn.Module, Plan]:
-    model = randomised(torchvision.models.resnet18(num_classes=5)).eval()
+    model = randomized(torchvision.models.resnet18(num_classes=5)).eval()
     chart = trace(model, (torch.zeros(1, 3, 32, 32),))
     return model, Plan(chart, random_keep(chart))
 

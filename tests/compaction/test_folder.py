@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import assert_unchanged, random_keep, randomised, settled_plan, snapshot
+from equivalence import assert_unchanged, random_keep, randomized, settled_plan, snapshot
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -38,7 +38,7 @@ FAMILIES = {
 @cache
 def pruned(name: str) -> tuple[nn.Module, Plan, ModelSettings]:
     settings = ModelSettings(name, arguments={"num_classes": 5, **FAMILIES[name]})
-    model = randomised(build_model(settings, num_classes=None)).eval()
+    model = randomized(build_model(settings, num_classes=None)).eval()
     chart = trace(model, (torch.zeros(1, 3, 64, 64),))
     plan = Plan(chart, random_keep(chart), {"criterion": "none"})
     return compact(model, plan), plan, settings
@@ -66,7 +66,7 @@ class Tied(nn.Module):
 
 def own_model(path: Path) -> tuple[nn.Module, Any, tuple[torch.Tensor]]:
     """A model of the user's own, saved compact; returns the dense and the compact one and an input."""
-    dense, example = randomised(Tied()).eval(), (torch.randn(2, 6),)
+    dense, example = randomized(Tied()).eval(), (torch.randn(2, 6),)
     plan = settled_plan(dense, example)
     small = compact(dense, plan)
     save(path, small, plan, input_shapes=[[2, 6]])
@@ -163,7 +163,7 @@ class Growing(nn.Module):
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_buffer_that_forward_makes_anew(before: bool, tmp_path: Path) -> None:
-    dense, example = randomised(Growing()).eval(), (torch.randn(2, 5, 6),)
+    dense, example = randomized(Growing()).eval(), (torch.randn(2, 5, 6),)
     if before:  # the size of its input is in the dense model already, and not in what `Growing()` makes
         dense(*example)
     plan = settled_plan(dense, example)
@@ -379,7 +379,7 @@ def test_facts_that_are_not_json_are_refused_before_anything_is_replaced(tmp_pat
 
 def test_sizes_that_modules_remember_are_set_on_loading(tmp_path: Path) -> None:
     layers = (nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 1, groups=8), nn.PReLU(16), nn.ConvTranspose2d(16, 6, 2))
-    model = randomised(nn.Sequential(*layers, nn.BatchNorm2d(6), nn.Conv2d(6, 2, 1))).eval()
+    model = randomized(nn.Sequential(*layers, nn.BatchNorm2d(6), nn.Conv2d(6, 2, 1))).eval()
     plan = settled_plan(model, (torch.randn(1, 3, 8, 8),))
     small: Any = compact(model, plan)
     save(tmp_path / "model", small, plan, input_shapes=[[1, 3, 8, 8]])
@@ -390,7 +390,7 @@ def test_sizes_that_modules_remember_are_set_on_loading(tmp_path: Path) -> None:
 
 
 def test_norms_without_tensors_know_their_width_again(tmp_path: Path) -> None:
-    model = randomised(nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))).eval()
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))).eval()
     example = (torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)),)
     plan = settled_plan(model, example)
     small = compact(model, plan)

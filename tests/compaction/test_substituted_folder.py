@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import assert_unchanged, randomised, settled_plan, snapshot
+from equivalence import assert_unchanged, randomized, settled_plan, snapshot
 from torch import nn
 from torchvision.models import SwinTransformer, VisionTransformer
 from torchvision.models.swin_transformer import SwinTransformerBlockV2
@@ -37,7 +37,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def saved(folder: Path, name: str) -> tuple[nn.Module, torch.Tensor]:
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    dense = randomised(MODELS[name]()).eval()
+    dense = randomized(MODELS[name]()).eval()
     plan = settled_plan(dense, (images,), share=0.4)
     small = compact(dense, plan)
     save(folder, small, plan, input_shapes=[[1, 3, 32, 32]])
@@ -89,7 +89,7 @@ class Own(nn.Module):
 
 def test_attributes_that_were_set_are_set_again(tmp_path: Path) -> None:
     example = (torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(0)),)
-    dense = randomised(Own()).eval()
+    dense = randomized(Own()).eval()
     plan = settled_plan(dense, example, share=0.5)
     small: Any = compact(dense, plan)
     assert (small.width, small.heads) == (2, (2, 1))

@@ -38,11 +38,11 @@ def small_net(seed: int = 0, *, functional: bool = False) -> SmallNet:
     """The net with random weights, norms included."""
     torch.manual_seed(seed)
     model = SmallNet(functional=functional).double().eval()
-    randomise_norms(model)
+    randomize_norms(model)
     return model
 
 
-def randomise_norms(model: nn.Module) -> None:
+def randomize_norms(model: nn.Module) -> None:
     """Gives every BatchNorm scales, shifts and statistics of its own, in place."""
     with torch.no_grad():
         for module in model.modules():

@@ -226,8 +226,8 @@ def test_attention_heads_and_mlp_widths() -> None:
     np.testing.assert_allclose(
         score("activation_rms", model, chart, stats=stats)[labels], rms.reshape(3, 4).mean(1).repeat(4)
     )
-    labelled = [(batch, torch.arange(7) % 3) for batch in tokens]
-    gradients = collect_gradients(model, labelled, CPU, F.cross_entropy, second_order=True)
+    labeled = [(batch, torch.arange(7) % 3) for batch in tokens]
+    gradients = collect_gradients(model, labeled, CPU, F.cross_entropy, second_order=True)
     for name in ("l2", "fpgm", "activation", "activation_rms", "wanda", "obs", "chip", "taylor", "taylor2", "obd"):
         scores = score(name, model, chart, stats=stats, gradients=gradients)
         heads, widths = scores[labels], scores[chart.labels["block.linear1.weight"][0]]  # type: ignore[index]
@@ -297,7 +297,7 @@ def test_each_says_what_it_needs(net: Scored) -> None:
         "obs": r"'obs' needs Gram matrices of layers' inputs: pass stats=collect\(.*moments='full'\)",
         "chip": r"'chip' needs Gram matrices",
         "hrank": r"'hrank' needs ranks of feature maps: pass stats=collect\(.*ranks=True\)",
-        "taylor2": r"'taylor2' needs second derivatives beside gradients .*labelled.*second_order=True\)",
+        "taylor2": r"'taylor2' needs second derivatives beside gradients .*labeled.*second_order=True\)",
         "obd": r"'obd' needs second derivatives",
     }
     for name, message in cases.items():

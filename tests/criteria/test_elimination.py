@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from equivalence import image, randomised
+from equivalence import image, randomized
 from torch import Tensor, nn
 
 from prunekit.calibration.gains import RIDGE
@@ -76,7 +76,7 @@ class Net(nn.Module):
 
 
 def test_consumers_are_found_by_labels_on_the_input_side() -> None:
-    model = randomised(Net().double()).eval()
+    model = randomized(Net().double()).eval()
     x = image()[0].double()
     chart = trace(model, (x,))
     stats = collect_patches(model, [x, x.flip(3)], rows=64, images=4)
@@ -90,8 +90,8 @@ def test_consumers_are_found_by_labels_on_the_input_side() -> None:
     assert (np.diff(found.errors) >= 0).all()
 
 
-def test_above_the_limit_only_the_centres_are_taken() -> None:
-    model = randomised(Net().double()).eval()
+def test_above_the_limit_only_the_centers_are_taken() -> None:
+    model = randomized(Net().double()).eval()
     x = image()[0].double()
     said: list[str] = []
     stats = collect_patches(model, [x], rows=64, images=2, memory_bytes=1000, log=said.append)
@@ -105,7 +105,7 @@ def test_above_the_limit_only_the_centres_are_taken() -> None:
 
 
 def test_the_largest_give_way_until_the_rest_fits() -> None:
-    model = randomised(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 2, 3))).double().eval()
+    model = randomized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), nn.Conv2d(4, 2, 3))).double().eval()
     x = torch.randn(2, 3, 12, 12, dtype=torch.float64)
     whole = collect_patches(model, [x], images=2)
     assert [len(moments.grams[0]) for moments in whole.layers] == [3 * 9 + 1, 8 * 9 + 1, 4 * 9 + 1]
@@ -116,7 +116,7 @@ def test_the_largest_give_way_until_the_rest_fits() -> None:
 
 
 def test_streamed_moments_are_those_of_one_batch() -> None:
-    model = randomised(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))).double().eval()
+    model = randomized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))).double().eval()
     x = torch.randn(8, 3, 6, 6, dtype=torch.float64)
     whole = collect_patches(model, [x], rows=10**6, images=8)
     parts = collect_patches(model, [x[:3], x[3:]], rows=10**6, images=8)
@@ -139,7 +139,7 @@ def test_several_labels_of_a_wide_group_go_at_once() -> None:
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:
-    model = randomised(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))).eval()
+    model = randomized(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))).eval()
     with torch.no_grad():
         model[0].weight[1, 0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"layer '2' reads NaN or Inf: '0\.weight' of the model is not finite"):

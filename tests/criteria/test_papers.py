@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from criteria_nets import Scored, Scores, data, randomise_norms, scored, small_net
+from criteria_nets import Scored, Scores, data, randomize_norms, scored, small_net
 from torch import nn
 from torch.nn import functional as F
 from torchvision import models
@@ -22,7 +22,7 @@ def net(request: pytest.FixtureRequest) -> Scored:
         return scored(small_net(), data())
     torch.manual_seed(0)
     model = models.resnet18(num_classes=4).double().eval()
-    randomise_norms(model)
+    randomize_norms(model)
     return scored(model, data(size=32))
 
 

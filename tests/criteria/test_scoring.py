@@ -12,10 +12,10 @@ from torchvision.models.resnet import BasicBlock
 
 from prunekit.calibration import ChannelStats, StatsKey, collect, collect_gradients
 from prunekit.calibration.patch_stats import collect_patches
-from prunekit.catalogue import CRITERIA, CriterionFacts
+from prunekit.catalog import CRITERIA, CriterionFacts
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import group_labels
-from prunekit.criteria import Evidence, criterion, criterion_names, get_criterion, normalise, score
+from prunekit.criteria import Evidence, criterion, criterion_names, get_criterion, normalize, score
 from prunekit.criteria.registry import _CRITERIA
 from prunekit.errors import NonFiniteError, UsageError
 
@@ -228,23 +228,23 @@ def test_a_criterion_of_ones_own_must_give_numbers(monkeypatch: pytest.MonkeyPat
         score("broken", net(), handmade_map())
 
 
-def test_normalise_divides_by_the_mean_of_each_group() -> None:
+def test_normalize_divides_by_the_mean_of_each_group() -> None:
     labels: dict[str, tuple[np.ndarray | None, ...]] = {"a": (np.array([1, 2]),), "b": (np.array([3, 4, 5, 6]),)}
     chart = dataclasses.replace(handmade_map(), labels=labels, n_labels=7, groups=group_labels(labels, 7))
     scores = np.array([np.inf, 1.0, 3.0, 10.0, 20.0, np.inf, 30.0])
-    found = normalise(scores, chart)
+    found = normalize(scores, chart)
     np.testing.assert_allclose(found, [np.inf, 0.5, 1.5, 0.5, 1.0, np.inf, 1.5])
     assert scores[1] == 1.0
-    np.testing.assert_array_equal(normalise(np.array([np.inf] + [0.0] * 6), chart)[1:], np.zeros(6))
+    np.testing.assert_array_equal(normalize(np.array([np.inf] + [0.0] * 6), chart)[1:], np.zeros(6))
 
 
-def test_normalise_does_not_care_about_scale_or_width() -> None:
+def test_normalize_does_not_care_about_scale_or_width() -> None:
     model, chart = net(), handmade_map()
-    once = normalise(score("l2", model, chart), chart)
+    once = normalize(score("l2", model, chart), chart)
     with torch.no_grad():
         model.conv.weight *= 10
         model.fc.weight *= 10
-    np.testing.assert_allclose(normalise(score("l2", model, chart), chart), once, rtol=1e-6)
+    np.testing.assert_allclose(normalize(score("l2", model, chart), chart), once, rtol=1e-6)
     assert once[1:].mean() == pytest.approx(1.0)
 
 
@@ -256,8 +256,8 @@ def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:
     x = torch.randn(2, 3, 64, 64)
     chart, stats = trace(model, (x,)), collect(model, [x], CPU, moments="full", ranks=True)
     smooth = name != "mobilenet_v3_small"  # whose hard sigmoid has no second derivative
-    labelled = [(x, torch.tensor([0, 1]))]
-    gradients = collect_gradients(model, labelled, CPU, functional.cross_entropy, second_order=smooth)
+    labeled = [(x, torch.tensor([0, 1]))]
+    gradients = collect_gradients(model, labeled, CPU, functional.cross_entropy, second_order=smooth)
     patches = collect_patches(model, [x], norms=chart.norms, images=2, memory_bytes=2**21)  # wide ones by channels
     left_out = set() if smooth else {"taylor2", "obd"}
     left_out |= set() if name == "resnet" else {"apoz"}  # the others have linear bottlenecks

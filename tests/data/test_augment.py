@@ -118,7 +118,7 @@ def test_each_is_one_of_the_images_that_it_promises(augment: Augment, pad: int, 
 
 def test_a_resized_crop_is_cut_from_the_whole_file(tmp_path: Path) -> None:
     pixels = np.zeros((40, 120, 3), np.uint8)
-    pixels[:, :40] = 255  # the left third, which the centre never shows
+    pixels[:, :40] = 255  # the left third, which the center never shows
     Image.fromarray(pixels).save(tmp_path / "a.png")
     dataset = FolderImages((tmp_path / "a.png",) * 60, torch.arange(60), Feed(16, ZERO, ONE, "resized_crop_flip"))
     means = [float(image.mean()) for image in by_label(batches(dataset, 60, shuffle_seed=0, augment=True)).values()]
@@ -128,7 +128,7 @@ def test_a_resized_crop_is_cut_from_the_whole_file(tmp_path: Path) -> None:
 
 
 def changed(settings: AugmentSettings, count: int = 40, size: int = 12) -> list[tuple[Tensor, Tensor]]:
-    """Images as they are and as they come, both before normalisation."""
+    """Images as they are and as they come, both before normalization."""
     plain, dataset = in_memory("none", count, size), in_memory(settings, count, size)
     found = by_label(batches(dataset, 8, shuffle_seed=0, augment=True))
     return [(plain[label][0], image) for label, image in found.items()]
@@ -141,7 +141,7 @@ def test_erasing_sets_one_rectangle_to_the_mean_of_some_images() -> None:
         if gone.any():
             rows, columns = gone.any(1).nonzero().flatten(), gone.any(0).nonzero().flatten()
             box = after[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-            assert float(box.abs().max()) == 0.0  # normalised: 0 is the mean
+            assert float(box.abs().max()) == 0.0  # normalized: 0 is the mean
             assert box[0].numel() == int(gone.sum()) < 0.4 * gone.numel()
             erased += 1
     assert 10 < erased < 30
@@ -154,7 +154,7 @@ def test_erasing_and_what_comes_before_it_are_drawn_apart() -> None:
         assert torch.equal(one[other != 0], other[other != 0])
 
 
-def test_colour_jitter_changes_brightness_by_at_most_what_is_asked() -> None:
+def test_color_jitter_changes_brightness_by_at_most_what_is_asked() -> None:
     jitter = AugmentSettings(color_jitter=ColorJitterSettings(0.2, 0.0, 0.0, 0.0))
     factors = [float(after.sum() / before.sum()) for before, after in changed(jitter)]
     assert 0.79 < min(factors) < 0.9  # values above 1 are cut off, so that the mean rises less than it falls

@@ -17,7 +17,7 @@ def splits() -> Splits:
     return load_splits(DataSettings())
 
 
-def test_every_digit_is_there_with_its_licence() -> None:
+def test_every_digit_is_there_with_its_license() -> None:
     archive = resources.files("prunekit.data") / "digits.npz"
     assert len(archive.read_bytes()) < 200_000
     text = (resources.files("prunekit.data") / "DIGITS.md").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def test_every_split_has_every_class_in_proportion(splits: Splits) -> None:
         assert (counts - total / 10).abs().max() <= 5
 
 
-def test_an_image_is_the_digit_upsampled_and_normalised(splits: Splits) -> None:
+def test_an_image_is_the_digit_upsampled_and_normalized(splits: Splits) -> None:
     image, label = splits.train[7]
     assert image.shape == splits.sample_shape == (3, 32, 32)
     assert image.dtype == torch.float32
@@ -54,7 +54,7 @@ def test_an_image_is_the_digit_upsampled_and_normalised(splits: Splits) -> None:
     assert torch.equal(image[0], image[1])
     assert torch.equal(image[0], image[2])
     original = load_splits(DataSettings(image_size=8)).train[7][0]
-    # Bilinear with half-pixel centres: the mean of the 4 pixels around a corner of the 8x8 grid is what lies between.
+    # Bilinear with half-pixel centers: the mean of the 4 pixels around a corner of the 8x8 grid is what lies between.
     expected = torch.nn.functional.interpolate(original[None], (32, 32), mode="bilinear", align_corners=False)[0]
     torch.testing.assert_close(image, expected)
     assert set((original * 8 + 8).flatten().tolist()) <= set(range(17))

@@ -76,11 +76,11 @@ def test_without_a_test_part_validation_is_measured_on_and_without_both_images_a
 
 
 def test_columns_that_are_not_told_apart_are_named_by_the_settings(tmp_path: Path) -> None:
-    rows(20, 0, colour=[0, 1, 1, 0] * 5).save_to_disk(str(tmp_path / "set"))
-    with pytest.raises(UsageError, match=r"got \['picture'\] and \['animal', 'colour'\]; name them as data\.columns="):
+    rows(20, 0, color=[0, 1, 1, 0] * 5).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(UsageError, match=r"got \['picture'\] and \['animal', 'color'\]; name them as data\.columns="):
         load_splits(settings(tmp_path / "set"))
-    assert load_splits(settings(tmp_path / "set", columns=("picture", "colour"))).classes == ("x", "y")
-    with pytest.raises(UsageError, match=r"has no column 'color'; did you mean 'colour'"):
+    assert load_splits(settings(tmp_path / "set", columns=("picture", "color"))).classes == ("x", "y")
+    with pytest.raises(UsageError, match=r"has no column 'color'; did you mean 'color'"):
         load_splits(settings(tmp_path / "set", columns=("picture", "color")))
 
 

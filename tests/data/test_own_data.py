@@ -48,7 +48,7 @@ class Grid(Dataset):
         pixels = np.full((10, 10, 3), index, np.uint8)
         image = {
             "array": lambda: pixels,
-            "grey": lambda: pixels[:, :, 0],
+            "gray": lambda: pixels[:, :, 0],
             "one": lambda: pixels[:, :, :1],
             "pil": lambda: Image.fromarray(pixels),
             "bytes": lambda: torch.from_numpy(pixels).permute(2, 0, 1),
@@ -91,7 +91,7 @@ class Scored(Grid):
 
 kept = Known(30, "array")
 two = lambda: (Grid(30, "array"), Grid(9, "array"))
-three = lambda: (Grid(30, "pil"), Grid(9, "bytes"), Grid(6, "grey"))
+three = lambda: (Grid(30, "pil"), Grid(9, "bytes"), Grid(6, "gray"))
 named = lambda: {"train": Named(30, "one"), "test": Named(9, "one")}
 known = lambda: (kept, Known(9, "array"))
 subsets = lambda: (Subset(kept, range(0, 30, 2)), Known(9, "array"))

@@ -12,15 +12,15 @@ from PIL import Image
 from prunekit.data import CorruptImages, Feed, FolderImages
 from prunekit.data.decoded import pixels
 from prunekit.errors import DataError
-from prunekit.visualise import Preprocessing, read_image
+from prunekit.visualize import Preprocessing, read_image
 
-GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
+GRAY = np.arange(256, dtype=np.uint8).reshape(16, 16)
 
 
 @pytest.mark.parametrize("kind", ["png", "tiff", "pgm"])
 def test_sixteen_bits_are_the_same_image_as_eight(tmp_path: Path, kind: str) -> None:
-    Image.fromarray(GREY).save(tmp_path / "eight.png")
-    Image.fromarray(GREY.astype(np.uint16) * 257).save(tmp_path / f"sixteen.{kind}")
+    Image.fromarray(GRAY).save(tmp_path / "eight.png")
+    Image.fromarray(GRAY.astype(np.uint16) * 257).save(tmp_path / f"sixteen.{kind}")
     eight, sixteen = (tmp_path / name for name in ("eight.png", f"sixteen.{kind}"))
 
     images, _ = FolderImages((eight, sixteen), torch.zeros(2).long(), Feed(16)).fetch(torch.arange(2))
@@ -30,12 +30,12 @@ def test_sixteen_bits_are_the_same_image_as_eight(tmp_path: Path, kind: str) -> 
     with Image.open(sixteen) as image:
         found = pixels(image, "image 0")
     assert isinstance(found, Image.Image)
-    assert np.array_equal(np.asarray(found)[..., 1], GREY)
+    assert np.array_equal(np.asarray(found)[..., 1], GRAY)
 
 
 def test_numbers_without_a_white_are_refused_by_name(tmp_path: Path) -> None:
-    Image.fromarray(GREY.astype(np.float32)).save(tmp_path / "real.tiff")
-    Image.fromarray(GREY.astype(np.int32) * 1000).save(tmp_path / "wide.tiff")
+    Image.fromarray(GRAY.astype(np.float32)).save(tmp_path / "real.tiff")
+    Image.fromarray(GRAY.astype(np.int32) * 1000).save(tmp_path / "wide.tiff")
     for name, reason in (("real.tiff", "floating-point numbers"), ("wide.tiff", "from 0 to 255000")):
         with pytest.raises(DataError, match=rf"{name}: .*{reason}; expected 8 or 16 bits"):
             read_image(tmp_path / name, Preprocessing((3, 16, 16)))

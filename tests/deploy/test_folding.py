@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from equivalence import Net, assert_unchanged, difference, doubled, image, random_keep, randomised, snapshot
+from equivalence import Net, assert_unchanged, difference, doubled, image, random_keep, randomized, snapshot
 from torch import Tensor, nn
 
 import prunekit
@@ -29,7 +29,7 @@ from prunekit.settings.deploy import DeploySettings
 
 
 def chain(layer: nn.Module, norm: nn.Module) -> Net:
-    return randomised(Net(lambda net, x: net.norm(net.layer(x)).relu(), layer=layer, norm=norm)).eval()  # type: ignore[return-value]
+    return randomized(Net(lambda net, x: net.norm(net.layer(x)).relu(), layer=layer, norm=norm)).eval()  # type: ignore[return-value]
 
 
 def outputs(model: nn.Module, example: tuple[Any, ...]) -> Any:
@@ -86,7 +86,7 @@ def test_what_is_folded_computes_the_same(layer: nn.Module, norm: nn.Module, sha
 def test_what_something_else_reads_is_not_folded(
     function: Callable[..., Any], parts: dict[str, nn.Module], reason: str
 ) -> None:
-    net = randomised(Net(function, **{"a": nn.Conv2d(3, 4, 3, bias=False), "norm": nn.BatchNorm2d(4), **parts}))
+    net = randomized(Net(function, **{"a": nn.Conv2d(3, 4, 3, bias=False), "norm": nn.BatchNorm2d(4), **parts}))
     folded = prunekit.fold_batchnorm(net, image())
     assert folded.norms == {}
     assert reason in folded.kept["norm"]
@@ -137,7 +137,7 @@ def test_a_model_that_reads_its_norm_from_outside_is_refused() -> None:
             return self.norm(self.layer(x)) * (2.0 if isinstance(self.norm, nn.BatchNorm2d) else 1.0)  # type: ignore[no-any-return]
 
     with pytest.raises(VerificationError, match=r"Peeks and its changed copy differ: outputs differ by 0\.5"):
-        prunekit.fold_batchnorm(randomised(Peeks()), image())
+        prunekit.fold_batchnorm(randomized(Peeks()), image())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_model_that_reads_its_norm_from_outside_is_refused() -> None:
 )
 def test_every_norm_behind_a_convolution_of_torchvision(name: str, norms: int, left: int) -> None:
     """DenseNet's norms stand before their convolutions but for the stem's and those of its bottlenecks."""
-    model = randomised(torchvision.models.get_model(name, weights=None, num_classes=5)).eval()
+    model = randomized(torchvision.models.get_model(name, weights=None, num_classes=5)).eval()
     folded = prunekit.fold_batchnorm(model, image(size=64, batch=1))
     assert len(folded.norms) == norms - left
     assert len(folded.kept) == left
@@ -167,7 +167,7 @@ def test_small_scales_leave_no_subnormal_numbers() -> None:
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True), (False, False)])
 def test_a_transform_found_in_the_dense_model_does_the_same_to_a_compact_one(wanted: tuple[bool, bool]) -> None:
-    model = randomised(build_model(ModelSettings("resnet20", "cifar"), num_classes=5)).eval()
+    model = randomized(build_model(ModelSettings("resnet20", "cifar"), num_classes=5)).eval()
     example = image(size=16, batch=1)
     transform = transform_of(model, example, DeploySettings(*wanted))
     chart = trace(model, example)
@@ -187,7 +187,7 @@ def test_a_transform_found_in_the_dense_model_does_the_same_to_a_compact_one(wan
 
 def compacted(path: Path) -> tuple[nn.Module, tuple[Tensor, ...], ModelSettings, Plan]:
     build = ModelSettings("resnet18", arguments={"num_classes": 5})
-    model = randomised(build_model(build, num_classes=None)).eval()
+    model = randomized(build_model(build, num_classes=None)).eval()
     example = image(size=64)
     chart = trace(model, example)
     plan = Plan(chart, random_keep(chart))

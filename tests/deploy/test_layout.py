@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence import Net, assert_unchanged, difference, image, randomised, snapshot
+from equivalence import Net, assert_unchanged, difference, image, randomized, snapshot
 from torch import nn
 
 import prunekit
@@ -16,7 +16,7 @@ from prunekit.errors import VerificationError
 
 def net() -> nn.Module:
     parts = {"a": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "b": nn.Conv2d(4, 5, 3)}
-    return randomised(Net(lambda net, x: net.b(net.norm(net.a(x)).relu()), **parts)).eval()
+    return randomized(Net(lambda net, x: net.b(net.norm(net.a(x)).relu()), **parts)).eval()
 
 
 def test_weights_lie_channels_last_and_outputs_too() -> None:

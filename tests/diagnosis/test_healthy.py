@@ -79,7 +79,7 @@ def test_a_published_resnet20() -> None:
     )
     pixels, labels = real_cifar.images("train", 64)
     scaled = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
-    images = Feed(32, IMAGENET_MEAN, IMAGENET_STD).normalised(scaled)
+    images = Feed(32, IMAGENET_MEAN, IMAGENET_STD).normalized(scaled)
     assert_healthy(diagnose(model, [(images, torch.from_numpy(labels).long())], optimizer=sgd(model, 0.02)))
 
 

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Sigmoids(nn.Module):
-    """Twelve sigmoid layers as they are initialised: each passes on a quarter of the gradient at best."""
+    """Twelve sigmoid layers as they are initialized: each passes on a quarter of the gradient at best."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ PLANTED = [
     Planted("frozen_parameter", "conv2", frozen, "1 of 15 are frozen"),
     Planted("duplicated_data", "data", copied, "64 of 128 are copies of one before"),
     Planted("labels_out_of_range", "data", label_too_large, "1 of 128 are others: 10"),
-    Planted("input_normalisation", "data", bytes_as_they_are, "standard deviations"),
+    Planted("input_normalization", "data", bytes_as_they_are, "standard deviations"),
     Planted("learning_rate", "", nothing, "on one batch 16 steps take the loss from", lr=100.0),
 ]  # fmt: skip
 

@@ -74,7 +74,7 @@ def random_plan(channel_map: ChannelMap, seed: int = 0, share: float = 0.4) -> P
     return Plan(channel_map, keep)
 
 
-def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """Gives every parameter and float buffer random values, so that nothing is zero by itself."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -53,7 +53,7 @@ def test_a_mask_zeroes_what_is_strictly_below(values: list[float], threshold: fl
 
 @settings(max_examples=50)
 @given(threshold=st.floats(1e-3, 3), dtype=st.sampled_from(DTYPES))
-def test_a_value_at_the_threshold_stays_and_its_neighbour_goes(threshold: float, dtype: torch.dtype) -> None:
+def test_a_value_at_the_threshold_stays_and_its_neighbor_goes(threshold: float, dtype: torch.dtype) -> None:
     at = torch.tensor([threshold], dtype=torch.float64).to(dtype)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     around = torch.cat([(at.view(bits) + step).view(dtype) for step in (-1, 0, 1)])

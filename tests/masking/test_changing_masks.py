@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_nets import SmallNet, assert_pruned_are_zero, handmade_map, handmade_plan, randomised, step
+from small_nets import SmallNet, assert_pruned_are_zero, handmade_map, handmade_plan, randomized, step
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -31,7 +31,7 @@ PLANS = ((), (2,), (2, 5, 6), (1, 5), (1, 2, 3, 4, 5, 6, 7))
 def test_zero_after_every_step_across_changes(
     kind: type[Optimizer], settings: dict[str, Any], how: dict[str, bool]
 ) -> None:
-    model = randomised(SmallNet())
+    model = randomized(SmallNet())
     optimizer = kind(model.parameters(), **settings, **how)
     with ChangingMasks(model, handmade_plan(), optimizer) as masks:
         for pruned in PLANS[1:]:
@@ -50,7 +50,7 @@ def test_zero_after_every_step_across_changes(
 
 
 def test_what_comes_back_has_the_values_it_had_when_it_was_pruned() -> None:
-    model = randomised(SmallNet())
+    model = randomized(SmallNet())
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
     with ChangingMasks(model, handmade_plan(), optimizer) as masks:
         step(model, optimizer)
@@ -80,7 +80,7 @@ def test_what_comes_back_has_the_values_it_had_when_it_was_pruned() -> None:
 
 def test_leaving_restores_only_where_it_is_asked_to() -> None:
     for restore in (True, False):
-        model = randomised(SmallNet())
+        model = randomized(SmallNet())
         before = copy.deepcopy(model.state_dict())
         with ChangingMasks(model, handmade_plan(3), restore=restore) as masks:
             masks.update(handmade_plan(3, 4))
@@ -93,7 +93,7 @@ def test_leaving_restores_only_where_it_is_asked_to() -> None:
 
 def test_hooks_stay_where_they_were_among_others() -> None:
     """A hook of the user's that came after the masks still runs after them, whatever plans came since."""
-    model, seen = randomised(SmallNet()), []
+    model, seen = randomized(SmallNet()), []
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with ChangingMasks(model, handmade_plan(), optimizer) as masks:
         handles = [
@@ -145,7 +145,7 @@ def test_norms_see_what_the_plan_of_the_moment_keeps() -> None:
 
 def test_masks_of_single_weights_change_too() -> None:
     """Where no channel goes, and in a tensor that no plan's channels lie on."""
-    model, chart = randomised(SmallNet()), handmade_map()
+    model, chart = randomized(SmallNet()), handmade_map()
     optimizer = Adam(model.parameters(), lr=0.05)
     keep, scores = np.ones(9, bool), {name: p.detach().abs() for name, p in model.named_parameters() if p.ndim > 1}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -176,7 +176,7 @@ def test_only_masks_that_were_made_to_change_do() -> None:
 
 
 def test_gradient_masks_change_by_themselves() -> None:
-    model = randomised(SmallNet())
+    model = randomized(SmallNet())
     with GradientMasks(model, handmade_plan(), changing=True) as masks:
         for pruned in ((1,), (2, 3), ()):
             masks.update(handmade_plan(*pruned))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from in_place import CNN_FAMILIES, out_of_place
-from small_nets import SmallNet, handmade_plan, random_plan, randomised
+from small_nets import SmallNet, handmade_plan, random_plan, randomized
 from torch import Tensor, nn
 from torchvision import models
 
@@ -46,7 +46,7 @@ def assert_masked(found: dict[str, Tensor], plan: Plan) -> None:
 
 
 def test_pruned_gradients_are_zero_on_every_axis() -> None:
-    model, plan, x = randomised(SmallNet()), handmade_plan(2, 5, 6), torch.randn(4, 3, 8, 8)
+    model, plan, x = randomized(SmallNet()), handmade_plan(2, 5, 6), torch.randn(4, 3, 8, 8)
     with GradientMasks(model, plan):
         found = gradients(model, x)
     assert_masked(found, plan)
@@ -57,7 +57,7 @@ def test_pruned_gradients_are_zero_on_every_axis() -> None:
 
 
 def test_gradients_accumulate_over_backwards() -> None:
-    model, plan, x = randomised(SmallNet()).eval(), handmade_plan(2, 5), torch.randn(4, 3, 8, 8)
+    model, plan, x = randomized(SmallNet()).eval(), handmade_plan(2, 5), torch.randn(4, 3, 8, 8)
     with masked(model, plan):
         once = gradients(model, x)
         model(x).square().sum().backward()
@@ -68,7 +68,7 @@ def test_gradients_accumulate_over_backwards() -> None:
 
 
 def test_under_weight_masks_the_kept_gradients_are_those_without_gradient_masks() -> None:
-    model, plan, x = randomised(SmallNet()).double(), handmade_plan(2, 5), torch.randn(4, 3, 8, 8).double()
+    model, plan, x = randomized(SmallNet()).double(), handmade_plan(2, 5), torch.randn(4, 3, 8, 8).double()
     with WeightMasks(model, plan):
         plain = gradients(model, x)
         with GradientMasks(model, plan):
@@ -80,7 +80,7 @@ def test_under_weight_masks_the_kept_gradients_are_those_without_gradient_masks(
 
 
 def test_nan_in_a_pruned_channel_does_not_spread() -> None:
-    model, plan, x = randomised(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
+    model, plan, x = randomized(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
     spoil = torch.zeros(8)
     spoil[1] = torch.nan
 
@@ -112,7 +112,7 @@ def test_masked_on_every_family_and_equal_without_in_place_operations(name: str)
 
 
 def test_frozen_parameters_and_no_grad_are_left_alone() -> None:
-    model, plan, x = randomised(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
+    model, plan, x = randomized(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
     model.conv1.requires_grad_(False)  # type: ignore[union-attr, operator]
     with GradientMasks(model, plan):
         with torch.no_grad():
@@ -123,7 +123,7 @@ def test_frozen_parameters_and_no_grad_are_left_alone() -> None:
 
 
 def test_nothing_stays_also_on_an_exception() -> None:
-    model, plan, x = randomised(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
+    model, plan, x = randomized(SmallNet()), handmade_plan(2), torch.randn(4, 3, 8, 8)
     with GradientMasks(model, plan):
         loss = model(x).square().sum()
     loss.backward()
@@ -136,7 +136,7 @@ def test_nothing_stays_also_on_an_exception() -> None:
 
 
 def test_an_output_that_does_not_fit_is_named() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2)
+    model, plan = randomized(SmallNet()), handmade_plan(2)
     chart = plan.channel_map
     short = {key: labels[:5] if key[0] == "bn2" else labels for key, labels in chart.activations.items()}
     wrong = Plan(dataclasses.replace(chart, activations=short), plan.keep)
@@ -145,7 +145,7 @@ def test_an_output_that_does_not_fit_is_named() -> None:
 
 
 def test_masked_composes_both_and_sparsity_measures_it() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(1, 2)
+    model, plan = randomized(SmallNet()), handmade_plan(1, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert sparsity(model, plan).weights == 0.0
     with masked(model, plan, optimizer) as same:
@@ -168,7 +168,7 @@ def test_sparsity_of_a_model_without_weights_or_channels() -> None:
 
 
 def test_parameters_that_take_the_place_of_others_are_masked_too() -> None:
-    model, plan, x = randomised(SmallNet()), handmade_plan(2, 5), torch.randn(4, 3, 8, 8)
+    model, plan, x = randomized(SmallNet()), handmade_plan(2, 5), torch.randn(4, 3, 8, 8)
     with GradientMasks(model, plan):
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
         assert_masked(gradients(model, x), plan)
@@ -195,7 +195,7 @@ def test_sparse_gradients_are_masked() -> None:
 
 
 def test_second_order_gradients_pass_the_masks() -> None:
-    model, plan = randomised(SmallNet()).double().eval(), handmade_plan(2, 5)
+    model, plan = randomized(SmallNet()).double().eval(), handmade_plan(2, 5)
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64, requires_grad=True)
 
     def penalty() -> tuple[Tensor, ...]:

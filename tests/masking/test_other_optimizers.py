@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, randomised, step
+from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, randomized, step
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,7 +24,7 @@ def test_an_optimizer_that_nobody_told_of_cannot_bring_weights_back(kind: type[O
     names = {name: tuple(p.shape) for name, p in model.named_parameters()}
     chart = type(handmade_plan().channel_map)(dict.fromkeys(names, (None,) * 4), names, 1, (), (), {}, (), None)
     plan = Plan(chart, np.array([True]), element_masks=dict.fromkeys(names, keep))
-    optimizer = kind(model.parameters(), lr=0.1, fused=True)  # on images of one pixel only a kernel's centre moves
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)  # on images of one pixel only a kernel's center moves
     with WeightMasks(model, plan):
         for _ in range(3):
             optimizer.zero_grad()
@@ -46,7 +46,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 def test_the_step_of_another_model_writes_nothing_here(kind: type[Optimizer], written: list[Tensor]) -> None:
-    model, other, plan = randomised(SmallNet()), randomised(SmallNet()), handmade_plan(3)
+    model, other, plan = randomized(SmallNet()), randomized(SmallNet()), handmade_plan(3)
     with WeightMasks(model, plan):
         written.clear()
         step(other, kind(other.parameters(), lr=0.1, fused=True))
@@ -56,7 +56,7 @@ def test_the_step_of_another_model_writes_nothing_here(kind: type[Optimizer], wr
 
 def test_a_step_on_the_memory_of_weights_is_undone_whatever_tensor_it_knows_it_by(written: list[Tensor]) -> None:
     """An optimizer of one flat tensor, of whose memory the weights are parts, writes nowhere that is looked at."""
-    model, plan = randomised(SmallNet()), handmade_plan(3)
+    model, plan = randomized(SmallNet()), handmade_plan(3)
     flat = nn.Parameter(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
     nn.utils.vector_to_parameters(flat.detach(), model.parameters())
     with WeightMasks(model, plan):
@@ -95,7 +95,7 @@ class Elsewhere(SGD):
 
 @pytest.mark.parametrize("how", ["class", "hook", "global hook"])
 def test_a_users_own_optimizer_or_hook_may_write_anywhere(how: str, request: pytest.FixtureRequest) -> None:
-    model, other, plan = randomised(SmallNet()), nn.Linear(2, 2), handmade_plan(3)
+    model, other, plan = randomized(SmallNet()), nn.Linear(2, 2), handmade_plan(3)
     weight = model.conv2.weight
     assert isinstance(weight, Tensor)
     place = _unseen(weight, plan.mask("conv2.weight"))

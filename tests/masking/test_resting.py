@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_nets import SmallNet, assert_pruned_are_zero, backward, handmade_plan, random_plan, randomised, step
+from small_nets import SmallNet, assert_pruned_are_zero, backward, handmade_plan, random_plan, randomized, step
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torchvision import models
@@ -45,7 +45,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_with_masked_gradients_are_followed_by_no_write(kind: str, written: list[Tensor]) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = KINDS[kind](model.parameters())
     with masked(model, plan, optimizer):
         step(model, optimizer)  # what the optimizer keeps is made now, and searched
@@ -83,7 +83,7 @@ def _states(optimizer: Optimizer) -> list[Tensor]:
 
 
 def test_momentum_from_before_the_masks_goes_on_being_written_over() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5)
     optimizer = KINDS["momentum"](model.parameters())
     step(model, optimizer)
     with masked(model, plan, optimizer):
@@ -184,7 +184,7 @@ DISTURBANCES: list[Disturbance] = [
 @pytest.mark.parametrize("disturb", DISTURBANCES)
 @pytest.mark.parametrize("kind", ["momentum", "fused", "adamw"])
 def test_whatever_is_written_between_backward_and_step_is_written_over(kind: str, disturb: Disturbance) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = KINDS[kind](model.parameters())
     with masked(model, plan, optimizer):
         for _ in range(3):
@@ -201,7 +201,7 @@ def test_whatever_is_written_between_backward_and_step_is_written_over(kind: str
 
 @pytest.mark.parametrize("settings", [{"eps": 0.0}, {"weight_decay": 30.0}])
 def test_steps_that_are_not_zero_at_zero(settings: dict[str, float]) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)  # 0 / 0, and a factor below zero that makes -0.0
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)  # 0 / 0, and a factor below zero that makes -0.0
     optimizer = AdamW(model.parameters(), lr=0.05, **settings)
     with masked(model, plan, optimizer):
         for _ in range(4):
@@ -210,7 +210,7 @@ def test_steps_that_are_not_zero_at_zero(settings: dict[str, float]) -> None:
 
 
 def test_a_closure_makes_its_gradients_in_the_step() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = KINDS["momentum"](model.parameters())
 
     def closure() -> float:
@@ -228,7 +228,7 @@ def test_a_closure_makes_its_gradients_in_the_step() -> None:
 
 
 def test_what_a_hook_of_the_optimizer_writes_is_written_over() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = KINDS["fused"](model.parameters())
     with masked(model, plan, optimizer):
         for _ in range(3):
@@ -241,7 +241,7 @@ def test_what_a_hook_of_the_optimizer_writes_is_written_over() -> None:
 
 
 def test_another_plan_is_looked_at_anew(written: list[Tensor]) -> None:
-    model, plans = randomised(SmallNet()), (handmade_plan(2), handmade_plan(2, 5, 6), handmade_plan(6))
+    model, plans = randomized(SmallNet()), (handmade_plan(2), handmade_plan(2, 5, 6), handmade_plan(6))
     optimizer = KINDS["momentum"](model.parameters())
     with ChangingMasks(model, plans[0], optimizer) as masks:
         for plan in plans:
@@ -252,7 +252,7 @@ def test_another_plan_is_looked_at_anew(written: list[Tensor]) -> None:
 
 
 def test_a_compiled_step() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with masked(model, plan, optimizer):
         compiled = torch.compile(optimizer.step, backend="eager")
@@ -268,7 +268,7 @@ class OwnSGD(SGD):
 
 
 def test_other_optimizers_are_followed_by_a_write(written: list[Tensor]) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = OwnSGD(model.parameters(), lr=0.1)
     with masked(model, plan, optimizer):
         step(model, optimizer)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, pruned_entries, random_plan, randomised, step
+from small_nets import SmallNet, assert_pruned_are_zero, handmade_plan, pruned_entries, random_plan, randomized, step
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -39,7 +39,7 @@ def warmed(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
 @pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS)
 @pytest.mark.parametrize("how", KINDS)
 def test_zero_after_every_step(kind: type[Optimizer], settings: dict[str, Any], how: dict[str, bool]) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = kind(model.parameters(), **settings, **how)
     warmed(model, optimizer)
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -76,7 +76,7 @@ def test_zero_after_every_step_of_a_real_resnet(
 
 
 def test_a_mask_without_the_optimizer_would_not_hold() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5)
     optimizer = AdamW(model.parameters(), lr=0.1)
     warmed(model, optimizer)
     with WeightMasks(model, plan):
@@ -87,7 +87,7 @@ def test_a_mask_without_the_optimizer_would_not_hold() -> None:
 
 
 def test_writes_that_move_no_version_counter_are_undone_before_the_forward() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(3)
+    model, plan = randomized(SmallNet()), handmade_plan(3)
     optimizer = SGD(model.parameters(), lr=0.1)
     x = torch.randn(2, 3, 8, 8)
     with WeightMasks(model, plan, optimizer), torch.inference_mode():
@@ -102,7 +102,7 @@ def test_writes_that_move_no_version_counter_are_undone_before_the_forward() -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_one_pruned_entry_written_by_any_counted_operation_is_undone(dtype: torch.dtype) -> None:
-    model, plan = randomised(SmallNet()).to(dtype).eval(), handmade_plan(3)
+    model, plan = randomized(SmallNet()).to(dtype).eval(), handmade_plan(3)
     with WeightMasks(model, plan), torch.no_grad():
         for name, parameter in model.named_parameters():
             mask = plan.mask(name)
@@ -114,7 +114,7 @@ def test_one_pruned_entry_written_by_any_counted_operation_is_undone(dtype: torc
 
 
 def test_a_forward_writes_nothing_where_nothing_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(3)
+    model, plan = randomized(SmallNet()), handmade_plan(3)
     written: list[tuple[int, ...]] = []
     real = Untouched.zero_
     monkeypatch.setattr(Untouched, "zero_", lambda self, tensor: (written.append(tensor.shape), real(self, tensor)))
@@ -133,7 +133,7 @@ def test_a_forward_writes_nothing_where_nothing_was_written(monkeypatch: pytest.
 
 def test_load_state_dict_cannot_bring_pruned_weights_back() -> None:
     for assign in (False, True):
-        model, plan = randomised(SmallNet()), handmade_plan(1, 8)
+        model, plan = randomized(SmallNet()), handmade_plan(1, 8)
         dense = copy.deepcopy(model.state_dict())
         with WeightMasks(model, plan):
             model.load_state_dict(dense, assign=assign)
@@ -143,7 +143,7 @@ def test_load_state_dict_cannot_bring_pruned_weights_back() -> None:
 
 
 def test_kept_entries_and_the_variance_are_not_touched() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(4)
+    model, plan = randomized(SmallNet()), handmade_plan(4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with WeightMasks(model, plan):
         pass
@@ -156,7 +156,7 @@ def test_kept_entries_and_the_variance_are_not_touched() -> None:
 
 
 def test_a_pruned_channel_is_as_good_as_gone() -> None:
-    model, plan = randomised(SmallNet()).eval(), handmade_plan(2, 7)
+    model, plan = randomized(SmallNet()).eval(), handmade_plan(2, 7)
     seen: dict[str, torch.Tensor] = {}
     model.bn1.register_forward_hook(lambda m, a, out: seen.update(bn1=out.clone()))  # type: ignore[union-attr]
     with WeightMasks(model, plan):
@@ -167,7 +167,7 @@ def test_a_pruned_channel_is_as_good_as_gone() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_restore_brings_the_pruned_values_back(fails: bool) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5)
     dense = {name: values.clone() for name, values in pruned_entries(model, plan).items()}
     optimizer = SGD(model.parameters(), lr=0.1)
     try:
@@ -185,7 +185,7 @@ def test_restore_brings_the_pruned_values_back(fails: bool) -> None:
 
 
 def test_restore_when_entering_fails() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5)
     before = copy.deepcopy(model.state_dict())
     compiled = torch.compile(model, backend="eager")
     with pytest.raises(ModelError, match="compiled"), WeightMasks(compiled, _prefixed(plan), restore=True):  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ def _prefixed(plan: Any) -> Any:
 
 
 def test_masks_nest_and_each_removes_its_own() -> None:
-    model, outer, inner = randomised(SmallNet()), handmade_plan(1), handmade_plan(1, 2, 3)
+    model, outer, inner = randomized(SmallNet()), handmade_plan(1), handmade_plan(1, 2, 3)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with WeightMasks(model, outer, optimizer):
         hooks = count_hooks(model)
@@ -223,19 +223,19 @@ def test_masks_nest_and_each_removes_its_own() -> None:
 
 
 def test_nothing_stays_after_an_exception() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(1)
+    model, plan = randomized(SmallNet()), handmade_plan(1)
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(KeyError), WeightMasks(model, plan, optimizer):
         raise KeyError
     assert count_hooks(model) == 0
     assert not optimizer._optimizer_step_post_hooks
-    randomised(model)
+    randomized(model)
     step(model, optimizer)
     assert any((values != 0).any() for values in pruned_entries(model, plan).values())
 
 
 def test_a_copy_starts_pruned_and_carries_no_hook_that_acts() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 3)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 3)
     optimizer = SGD(model.parameters(), lr=0.1)
     x = torch.randn(2, 3, 8, 8)
     with WeightMasks(model, plan, optimizer):
@@ -247,24 +247,24 @@ def test_a_copy_starts_pruned_and_carries_no_hook_that_acts() -> None:
         clone = copy.deepcopy(model)
         assert_pruned_are_zero(clone, plan)
         assert count_hooks(clone) == 0
-        randomised(clone)
+        randomized(clone)
         clone(x)
     assert any((values != 0).any() for values in pruned_entries(clone, plan).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_dtypes_also_when_cast_inside(dtype: torch.dtype) -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 3)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 3)
     with WeightMasks(model, plan, restore=True):
         model.to(dtype)
-        randomised(model)
+        randomized(model)
         model.eval()(torch.randn(2, 3, 8, 8, dtype=dtype))
         assert_pruned_are_zero(model, plan)
     assert model.fc.weight.dtype == dtype  # type: ignore[union-attr]
 
 
 def test_element_masks_are_masked_too() -> None:
-    model = randomised(SmallNet())
+    model = randomized(SmallNet())
     plan = handmade_plan(2)
     keep = torch.rand(8, 8, 3, 3, generator=torch.Generator().manual_seed(0)) > 0.5
     plan = type(plan)(plan.channel_map, plan.keep, element_masks={"conv2.weight": keep})
@@ -275,7 +275,7 @@ def test_element_masks_are_masked_too() -> None:
 
 
 def test_tied_weights_are_guarded_at_both_owners() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2)
+    model, plan = randomized(SmallNet()), handmade_plan(2)
     model.twice.weight = nn.Parameter(torch.ones(8, 8, 1, 1))  # type: ignore[union-attr]
     alias = nn.Conv2d(8, 8, 1, bias=False)
     alias.weight = model.twice.weight  # type: ignore[union-attr, assignment]
@@ -306,7 +306,7 @@ def test_wrapped_optimizers() -> None:
         def __init__(self, optimizer: Optimizer) -> None:
             self.optimizer = optimizer
 
-    model, plan = randomised(SmallNet()), handmade_plan(2)
+    model, plan = randomized(SmallNet()), handmade_plan(2)
     inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
     warmed(model, inner)
     assert inner_optimizer(Wrapper(Wrapper(inner))) is inner
@@ -316,7 +316,7 @@ def test_wrapped_optimizers() -> None:
 
 
 def test_accelerate_wraps_the_optimizer_and_it_still_holds() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5, 6)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5, 6)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     warmed(model, optimizer)
     kept = [parameter.detach().clone() for parameter in model.parameters()]
@@ -332,7 +332,7 @@ def test_accelerate_wraps_the_optimizer_and_it_still_holds() -> None:
 
 
 def test_a_model_compiled_inside_is_masked() -> None:
-    model, plan = randomised(SmallNet()).eval(), handmade_plan(2, 3)
+    model, plan = randomized(SmallNet()).eval(), handmade_plan(2, 3)
     x = torch.randn(2, 3, 8, 8)
     with WeightMasks(model, plan), torch.no_grad():
         expected = model(x)
@@ -363,7 +363,7 @@ def test_attentions_output_projection_is_masked_before_attention_reads_it() -> N
 
 
 def test_a_parametrization_that_comes_later_is_refused() -> None:
-    model, plan = randomised(SmallNet()), handmade_plan(2, 5)
+    model, plan = randomized(SmallNet()), handmade_plan(2, 5)
     with WeightMasks(model, plan):
         nn.utils.parametrizations.weight_norm(model.conv1)  # type: ignore[arg-type]
         with pytest.raises(ModelError, match=r"conv1\.weight is no longer a parameter"):
@@ -371,7 +371,7 @@ def test_a_parametrization_that_comes_later_is_refused() -> None:
 
 
 def test_transforms_of_torch_func_are_refused_in_plain_words() -> None:
-    model, plan, x = randomised(SmallNet()).eval(), handmade_plan(2, 5), torch.randn(2, 3, 8, 8)
+    model, plan, x = randomized(SmallNet()).eval(), handmade_plan(2, 5), torch.randn(2, 3, 8, 8)
 
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (x,)).square().sum()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import Net, assert_unchanged, randomised, snapshot
+from equivalence import Net, assert_unchanged, randomized, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,7 +42,7 @@ def net() -> nn.Module:
         "second": nn.Conv2d(8, 6, 3, padding=1),
         "head": nn.Linear(6, 4),
     }
-    return randomised(Net(residual, **parts)).double().eval()
+    return randomized(Net(residual, **parts)).double().eval()
 
 
 def mapped(model: nn.Module) -> tuple[ChannelMap, dict[str, Any]]:
@@ -110,7 +110,7 @@ def test_every_output_tensor_counts_the_same() -> None:
         x = self.stem(x).relu()
         return {"maps": [self.near(x) * 1000], "rest": (self.far(x).mean((1, 2, 3)), torch.tensor(3.0), len(x))}
 
-    model = randomised(
+    model = randomized(
         Net(both, stem=nn.Conv2d(3, 6, 3), near=nn.Conv2d(6, 2, 1), far=nn.Conv2d(6, 2, 1))
     ).double().eval()  # fmt: skip
     chart, orders = mapped(model)
@@ -160,10 +160,10 @@ def growing(self: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_outputs_that_cannot_be_compared(function: Callable[..., Any], error: type[Exception], message: str) -> None:
-    model = randomised(Net(function, stem=nn.Conv2d(3, 6, 3), head=nn.Linear(6, 3))).double().eval()
+    model = randomized(Net(function, stem=nn.Conv2d(3, 6, 3), head=nn.Linear(6, 3))).double().eval()
     with torch.no_grad():
         model.stem.bias.add_(2)
-    chart = trace(randomised(Net(broken, stem=nn.Conv2d(3, 6, 3), head=nn.Linear(6, 3))).double(), (images(2),))
+    chart = trace(randomized(Net(broken, stem=nn.Conv2d(3, 6, 3), head=nn.Linear(6, 3))).double(), (images(2),))
     orders = {"stem": next(group.labels for group in chart.groups if group.name == "stem")}
     with pytest.raises(error, match=message):
         measure_sensitivity(model, chart, orders, [images(8)])

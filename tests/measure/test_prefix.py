@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Net, randomised
+from equivalence import Net, randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -60,7 +60,7 @@ def net(function: Any) -> nn.Module:
     parts = [
         nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 3, 1)) for _ in range(PARTS)
     ]
-    return randomised(Net(function, parts=nn.ModuleList(parts), head=nn.Linear(3, 4))).eval()
+    return randomized(Net(function, parts=nn.ModuleList(parts), head=nn.Linear(3, 4))).eval()
 
 
 def prefixed(model: nn.Module, batch: int = 4) -> tuple[DensePrefix, dict[str, Plan]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from equivalence import Net, assert_unchanged, image, masked_double, random_keep, randomised, settled_plan, snapshot
+from equivalence import Net, assert_unchanged, image, masked_double, random_keep, randomized, settled_plan, snapshot
 from torch import Tensor, nn
 
 from prunekit.channels import trace
@@ -26,7 +26,7 @@ from prunekit.planning import Plan, load_plan
 def prepared(name: str) -> tuple[nn.Module, Plan, tuple[Tensor]]:
     """A masked model of a family, its plan, and an input."""
     arguments = {"init_weights": False} if name == "googlenet" else {}
-    model = randomised(torchvision.models.get_model(name, num_classes=7, **arguments)).eval()
+    model = randomized(torchvision.models.get_model(name, num_classes=7, **arguments)).eval()
     example = (torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)),)
     chart = trace(model, example)
     plan = Plan(chart, random_keep(chart))
@@ -35,7 +35,7 @@ def prepared(name: str) -> tuple[nn.Module, Plan, tuple[Tensor]]:
 
 def small_net() -> tuple[nn.Module, Plan, tuple[Tensor]]:
     layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(96, 4))
-    model = randomised(nn.Sequential(*layers)).eval()
+    model = randomized(nn.Sequential(*layers)).eval()
     plan = settled_plan(model, image())
     return masked_double(model, plan).float(), plan, image()
 
@@ -60,7 +60,7 @@ def test_padded_batches_of_an_encoder() -> None:
               a=nn.Linear(6, 8), encoder=nn.TransformerEncoder(layer, 1))  # fmt: skip
     hidden = torch.tensor([[False, False, False, False], [False, False, True, True]])
     inputs = (torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)), hidden)
-    model = randomised(net).eval()
+    model = randomized(net).eval()
     plan = settled_plan(model, inputs)
     masked = masked_double(model, plan).float()
     assert verify(masked, compact(masked, plan), plan, [inputs]).max_relative_difference <= 1e-9
@@ -163,7 +163,7 @@ def test_a_wrong_index_of_a_dead_channel_is_found() -> None:
 
 
 def test_a_wrong_index_that_no_operator_shows_is_found() -> None:
-    model = randomised(Net(lambda net, x: net.b(net.a(x) * 0), a=nn.Linear(4, 8), b=nn.Linear(8, 3)))
+    model = randomized(Net(lambda net, x: net.b(net.a(x) * 0), a=nn.Linear(4, 8), b=nn.Linear(8, 3)))
     example = (torch.randn(1, 4),)
     plan = settled_plan(model, example)
     masked = masked_double(model, plan)
@@ -180,7 +180,7 @@ def test_a_difference_that_only_the_second_input_shows_is_found() -> None:
     model = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3))
     object.__setattr__(model, "gain", 1.0)
     negative, positive = (torch.tensor([[-1.0, -2, 0, 1]]),), (torch.tensor([[1.0, 2, 0, -1]]),)
-    plan = settled_plan(randomised(model), negative)
+    plan = settled_plan(randomized(model), negative)
     masked = masked_double(model, plan)
     small: Any = compact(masked, plan)
     small.gain = 2.0
@@ -191,7 +191,7 @@ def test_a_difference_that_only_the_second_input_shows_is_found() -> None:
 
 def test_a_masked_model_that_is_not_masked_is_found() -> None:
     masked, plan, example = small_net()
-    dense = randomised(masked).eval()
+    dense = randomized(masked).eval()
     small = compact(dense, plan)
     with pytest.raises(VerificationError, match="masked and compact model differ") as error:
         verify(dense, small, plan, [example], strict=True)
@@ -230,7 +230,7 @@ def test_a_model_that_raises_anything_is_found(error: type[Exception]) -> None:
             raise error("too narrow")
         return net.b(y)
 
-    model = randomised(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)))
+    model = randomized(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)))
     example = (torch.ones(1, 4),)
     chart = trace(model, example)
     plan = Plan(chart, random_keep(chart))
@@ -248,7 +248,7 @@ def branching(net: Any, x: Tensor) -> Tensor:
 
 def test_a_path_that_only_the_narrow_model_takes_is_found() -> None:
     weights = {"a": nn.Parameter(torch.zeros(8, 4)), "b": nn.Parameter(torch.zeros(3, 8))}
-    model, example = randomised(Net(branching, **weights)), (torch.randn(2, 4),)
+    model, example = randomized(Net(branching, **weights)), (torch.randn(2, 4),)
     chart = trace(model, example)
     plan = Plan(chart, random_keep(chart))
     masked = masked_double(model, plan)
@@ -259,7 +259,7 @@ def test_a_path_that_only_the_narrow_model_takes_is_found() -> None:
 def with_outputs(wrap: Any) -> tuple[nn.Module, nn.Module, Plan, tuple[Tensor]]:
     model = Net(lambda net, x: wrap(net, net.b(net.a(x).relu())), a=nn.Linear(4, 8), b=nn.Linear(8, 3))
     example = (torch.randn(5, 4, generator=torch.Generator().manual_seed(0)),)
-    chart = trace(randomised(model), example)
+    chart = trace(randomized(model), example)
     plan = Plan(chart, random_keep(chart))
     masked = masked_double(model, plan)
     return masked, compact(masked, plan), plan, example
@@ -300,7 +300,7 @@ def test_outputs_of_many_kinds_pass(wrap: Any) -> None:
 )
 def test_outputs_that_differ_in_kind_are_found(wrap: Any, message: str) -> None:
     """The trial would lock these; here the plan is taken as it is."""
-    model = randomised(Net(lambda net, x: wrap(net, net.b(net.a(x).relu())), a=nn.Linear(4, 8), b=nn.Linear(8, 3)))
+    model = randomized(Net(lambda net, x: wrap(net, net.b(net.a(x).relu())), a=nn.Linear(4, 8), b=nn.Linear(8, 3)))
     example = (torch.randn(5, 4, generator=torch.Generator().manual_seed(0)),)
     chart = trace(model, example)
     plan = Plan(chart, random_keep(chart))
@@ -344,7 +344,7 @@ def test_counters_in_buffers_stay() -> None:
         return net.b(net.a(x))
 
     calls = torch.zeros((), dtype=torch.long)
-    model = randomised(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3), calls=calls))
+    model = randomized(Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3), calls=calls))
     chart = trace(model, (torch.ones(1, 4),))
     plan = Plan(chart, random_keep(chart))
     masked = masked_double(model, plan)

@@ -17,7 +17,7 @@ from prunekit.user_code import run_factory
 GOOD = """
 from dataclasses import dataclass
 from torch import nn
-from neighbour import WIDTH
+from neighbor import WIDTH
 
 @dataclass
 class Config:
@@ -53,7 +53,7 @@ def _path_and_modules(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (tmp_path / "neighbour.py").write_text("WIDTH = 5\n", encoding="utf-8")
+    (tmp_path / "neighbor.py").write_text("WIDTH = 5\n", encoding="utf-8")
     path = tmp_path / "net.py"
     path.write_text(GOOD, encoding="utf-8")
     return path
@@ -145,9 +145,9 @@ def test_a_file_is_run_once_until_it_changes(tmp_path: Path) -> None:
     assert type(pickle.loads(pickle.dumps(first))) is type(first)
 
 
-def test_neighbours_may_be_imported_late(tmp_path: Path) -> None:
-    (tmp_path / "late_neighbour.py").write_text("WIDTH = 7\n", encoding="utf-8")
-    code = "class Net:\n    def width(self):\n        import late_neighbour\n        return late_neighbour.WIDTH\n"
+def test_neighbors_may_be_imported_late(tmp_path: Path) -> None:
+    (tmp_path / "late_neighbor.py").write_text("WIDTH = 7\n", encoding="utf-8")
+    code = "class Net:\n    def width(self):\n        import late_neighbor\n        return late_neighbor.WIDTH\n"
     net = made(factory(tmp_path / "own.py", code + "build = Net\n"))
     assert getattr(net, "width")() == 7  # noqa: B009
 

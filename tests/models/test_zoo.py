@@ -41,7 +41,7 @@ def test_classes(data: int | None, argument: int | None, expected: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_old_initialisation_is_kept_without_a_warning(name: str) -> None:
+def test_old_initialization_is_kept_without_a_warning(name: str) -> None:
     model = build_model(ModelSettings(name), num_classes=4)  # a warning would be an error here
     assert isinstance(model.fc, nn.Linear)
     assert model.fc.out_features == 4

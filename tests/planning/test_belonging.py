@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import Net, image, randomised, settled_plan, snapshot
+from equivalence import Net, image, randomized, settled_plan, snapshot
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
@@ -39,7 +39,7 @@ def block(inner: int, channels: int = 8) -> nn.Module:
 def net(*inner: int, classes: int = 3) -> nn.Module:
     widths = inner or (6, 12)
     blocks = [block(width, 8 if index else 3) for index, width in enumerate(widths)]
-    return randomised(Net(forward, blocks=nn.ModuleList(blocks), head=nn.Linear(8, classes)))
+    return randomized(Net(forward, blocks=nn.ModuleList(blocks), head=nn.Linear(8, classes)))
 
 
 MODEL = net()
@@ -176,7 +176,7 @@ class Tied(nn.Module):
 def test_tied_weights() -> None:
     ids = (torch.arange(8).view(2, 4),)
     one, two = Tied(tied=True), Tied(tied=False)
-    of_one, of_two = (settled_plan(randomised(model), ids) for model in (one, two))
+    of_one, of_two = (settled_plan(randomized(model), ids) for model in (one, two))
     with pytest.raises(PlanError, match=r"'head.weight' of shape \(11, 16\) does not fit the plan, which has none"):
         prunekit.compact(two, of_one)
     small = prunekit.compact(one, of_two)  # both names lose the same

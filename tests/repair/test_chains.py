@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -137,7 +137,7 @@ def pruned(model: nn.Module, weights: list[str], axis: int, removed: list[int], 
 @pytest.fixture(scope="module")
 def plain() -> Channels:
     torch.manual_seed(0)
-    model = randomised(Channels().double()).eval()
+    model = randomized(Channels().double()).eval()
     assert isinstance(model, Channels)
     return model
 
@@ -231,7 +231,7 @@ class Shared(nn.Module):
 
 def test_what_cannot_be_fitted_is_left_and_named() -> None:
     torch.manual_seed(0)
-    model, tokens = randomised(Shared()).eval(), torch.randint(0, 7, (32, 5))
+    model, tokens = randomized(Shared()).eval(), torch.randint(0, 7, (32, 5))
     found = survey(model, tokens[:2])
     assert {layer.weight: layer.calls for layer in found.layers} == {
         "scaled.weight": 1, "wide.weight": 1, "words.weight": 2,
@@ -259,7 +259,7 @@ class Two(nn.Module):
 
 def test_several_inputs_that_are_no_images() -> None:
     torch.manual_seed(0)
-    model, tokens = randomised(Two()).eval(), torch.randint(0, 9, (64, 6))
+    model, tokens = randomized(Two()).eval(), torch.randint(0, 9, (64, 6))
     mask = (torch.rand(64, 6) < 0.7).float()
     mask[:, 0] = 1
     chart = trace(model, (tokens[:2], mask[:2]))

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
@@ -46,7 +46,7 @@ FAMILIES: dict[str, Build] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_come_nearer_to_those_of_the_dense_model(family: str) -> None:
     torch.manual_seed(0)
-    model, images = randomised(FAMILIES[family]()).eval(), torch.randn(64, 3, 32, 32)
+    model, images = randomized(FAMILIES[family]()).eval(), torch.randn(64, 3, 32, 32)
     settings = PruneSettings(BudgetSettings(macs=0.6), criterion="random")
     plan = prunekit.plan_model(model, (images[:2],), settings).plan
     repaired, report = repair(model, plan, images, RepairSettings(rows=1024, held_out=0.25))

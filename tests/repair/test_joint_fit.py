@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from test_repair import planned
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,7 +17,7 @@ from prunekit.compaction import compact
 from prunekit.measure.verify import verify
 from prunekit.repair import RepairSettings, repair
 from prunekit.repair.batches import batches_of
-from prunekit.repair.joint import Linearised, Pair, conjugate_gradients, gauss_newton
+from prunekit.repair.joint import Linearized, Pair, conjugate_gradients, gauss_newton
 from prunekit.repair.record import Aim, Gathering, LayerPass, SourceAim
 
 WINDOWS, COLUMNS, HIDDEN, OUTPUTS = 40, 3, 3, 2
@@ -58,7 +58,7 @@ def layer(reading: Reading, inputs: Tensor, weight: Tensor) -> Tensor:
 def test_changes_and_gradients_are_those_of_autograd(rectified: bool) -> None:
     made, start = pair(rectified=rectified)
     step, along = tuple(drawn(*weight.shape) for weight in start), torch.randn_like(made.rest)
-    now = Linearised(made, start)
+    now = Linearized(made, start)
     end, change = torch.autograd.functional.jvp(lambda *weights: plain(made, *weights), start, step)
     counted = ((end > 0) | (made.wanted > 0)).double() if rectified else torch.ones_like(end)
     torch.testing.assert_close(now.change(step), change * counted)
@@ -76,7 +76,7 @@ def test_steps_come_to_the_weights_that_made_the_outputs(rectified: bool) -> Non
     made, start = pair(rectified=rectified)
     weights, before, after = gauss_newton(made, start, 50)
     assert after < 1e-3 * before
-    assert Linearised(made.split()[1], weights).error == pytest.approx(after)
+    assert Linearized(made.split()[1], weights).error == pytest.approx(after)
     same, _, unmoved = gauss_newton(made, start, 0)
     assert unmoved == before
     assert all(one is other for one, other in zip(same, start, strict=True))
@@ -117,7 +117,7 @@ class Branches(nn.Module):
 
 
 def test_only_what_one_layer_alone_reads_is_its_source() -> None:
-    found = {layer.weight: layer for layer in find_layers(randomised(Branches()).eval(), torch.randn(2, 3, 6, 6))}
+    found = {layer.weight: layer for layer in find_layers(randomized(Branches()).eval(), torch.randn(2, 3, 6, 6))}
     sources = {name: layer.source.weight for name, layer in found.items() if layer.source is not None}
     assert sources == {"once.weight": "stem.weight"}
     assert found["once.weight"].source == found["stem.weight"]
@@ -143,7 +143,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("each", [0.4, 12.0, 1000.0])
 def test_what_the_layer_before_reads_makes_what_the_layer_gives(size: int, each: float) -> None:
     torch.manual_seed(2)
-    model, images = randomised(Block().double()).eval(), torch.randn(20, 3, 11, 9, dtype=torch.float64)
+    model, images = randomized(Block().double()).eval(), torch.randn(20, 3, 11, 9, dtype=torch.float64)
     layer = next(found for found in find_layers(model, images[:2]) if found.weight == "conv2.weight")
     assert layer.source is not None
     aim = Aim(layer, 200, torch.arange(8), outputs=True, source=SourceAim(layer.source, each, torch.arange(6)))
@@ -167,7 +167,7 @@ def test_what_the_layer_before_reads_makes_what_the_layer_gives(size: int, each:
 
 def test_fitted_together_layers_come_nearer() -> None:
     torch.manual_seed(0)
-    model = randomised(Block().double()).eval()
+    model = randomized(Block().double()).eval()
     images, others = (torch.randn(128, 3, 16, 16, dtype=torch.float64) for _ in range(2))
     plan = planned(model, "conv2.weight", [0, 2, 3, 5], images)
     errors = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,7 +19,7 @@ SETTINGS = RepairSettings(ridge=1e-9, rows=10**6, joint_steps=0, held_out=0.25)
 
 def repaired(model: nn.Module, weight: str, settings: RepairSettings = SETTINGS, x: Tensor = IMAGES) -> RepairReport:
     """Without every third input channel of a layer."""
-    model = randomised(model.double()).eval()
+    model = randomized(model.double()).eval()
     chart = trace(model, (x[:2],))
     labels, keep = chart.labels[weight][1], np.ones(chart.n_labels, dtype=bool)
     assert labels is not None

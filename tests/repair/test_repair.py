@@ -7,7 +7,7 @@ from itertools import chain, repeat
 import numpy as np
 import pytest
 import torch
-from equivalence import randomised, snapshot
+from equivalence import randomized, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,7 +67,7 @@ def difference(model: nn.Module, other: nn.Module, images: Tensor = IMAGES) -> f
 @torch.no_grad()
 def redundant() -> Residual:
     """Channels 1 and 4 of the inner group are multiples of 0 and 2 all the way."""
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     assert isinstance(model, Residual)
     for copy, of, factor in ((1, 0, 2.0), (4, 2, 0.5)):
         for tensor in (model.conv1.weight, model.bn1.running_var, model.bn1.running_mean):
@@ -98,7 +98,7 @@ def test_redundant_channels_are_replaced_exactly(fit: str, sequential: bool) -> 
 @pytest.mark.parametrize("fit", ["bias", "moments", "channel", "patch"])
 @pytest.mark.parametrize("sequential", [True, False])
 def test_no_fit_makes_a_layer_worse_on_held_out_images(fit: str, sequential: bool) -> None:
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     plan = planned(model, "conv2.weight", [0, 3, 5])
     settings = RepairSettings(fit=fit, sequential=sequential, rows=1024)  # type: ignore[arg-type]
     _, report = repair(model, plan, IMAGES, settings)
@@ -109,7 +109,7 @@ def test_no_fit_makes_a_layer_worse_on_held_out_images(fit: str, sequential: boo
 
 
 def test_a_shortcut_made_later_is_corrected_by_the_branch() -> None:
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     plan = planned(model, "conv1.weight", [2])
     together, report = repair(model, plan, IMAGES, SETTINGS)
     assert report.after < 0.5 * report.before
@@ -120,7 +120,7 @@ def test_a_shortcut_made_later_is_corrected_by_the_branch() -> None:
 def test_linear_layers_of_a_transformer() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).double().eval()
     torch.manual_seed(0)
-    randomised(model)
+    randomized(model)
     tokens = torch.randn(32, 5, 8, dtype=torch.float64)
     chart = trace(model, (tokens[:2],))
     keep = np.ones(chart.n_labels, dtype=bool)
@@ -152,7 +152,7 @@ def test_dead_channels_and_few_samples_are_reported() -> None:
 
 
 def test_a_gram_matrix_above_the_limit_gives_way_to_channels() -> None:
-    model = randomised(nn.Sequential(nn.Conv2d(3, 48, 1), nn.ReLU(), nn.Conv2d(48, 4, 3), nn.Flatten()).double()).eval()
+    model = randomized(nn.Sequential(nn.Conv2d(3, 48, 1), nn.ReLU(), nn.Conv2d(48, 4, 3), nn.Flatten()).double()).eval()
     plan = planned(model, "2.weight", [0, 5, 7])
     _, report = repair(model, plan, IMAGES, RepairSettings(memory_bytes=2**20))
     assert {layer.weight: layer.applied for layer in report.layers}["2.weight"] == "channel"
@@ -190,10 +190,10 @@ class Depthwise(nn.Module):
 
 
 def test_depthwise_convolutions_are_fitted_tap_by_tap() -> None:
-    model = randomised(Depthwise().double()).eval()
+    model = randomized(Depthwise().double()).eval()
     assert isinstance(model, Depthwise)
     plan = planned(model, "down.weight", [1, 4])
-    damaged, index = randomised(Depthwise().double()).eval(), plan.kept("deep.weight", 0)
+    damaged, index = randomized(Depthwise().double()).eval(), plan.kept("deep.weight", 0)
     damaged.load_state_dict(model.state_dict())
     fitter = LayerFitter(model, damaged, plan, RepairSettings(ridge=1e-12))
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_depthwise_convolutions_are_fitted_tap_by_tap() -> None:
 
 
 def test_recalibration_gives_each_output_what_its_norm_stands_for() -> None:
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     assert isinstance(model, Residual)
     recalibrate_batchnorm(model, [(IMAGES, torch.zeros(len(IMAGES)))], torch.device("cpu"))
     plan = planned(model, "conv1.weight", [1, 3])
@@ -234,7 +234,7 @@ def test_recalibration_gives_each_output_what_its_norm_stands_for() -> None:
 def test_layers_are_left_as_they_were_where_the_model_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = chain([1.0], repeat(1.5))
     monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     plan = planned(model, "conv2.weight", [0, 3])
     repaired, report = repair(model, plan, IMAGES, SETTINGS)
     assert not report.kept
@@ -249,7 +249,7 @@ def test_layers_are_left_as_they_were_where_the_model_is_no_better(monkeypatch: 
 
 
 def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     plan = planned(model, "conv2.weight", [0, 3])
     whole, _ = repair(model, plan, IMAGES, SETTINGS)
     errors = iter([1.0, 1.5, 0.5])
@@ -270,7 +270,7 @@ def test_the_first_layers_are_kept_where_with_all_the_model_is_no_better(monkeyp
 
 @pytest.mark.parametrize(("after", "said"), [(0.00129, True), (0.001289999, True), (0.0008, False)])
 def test_a_repair_without_effect_says_so(monkeypatch: pytest.MonkeyPatch, after: float, said: bool) -> None:
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     errors = chain([0.00129], repeat(after))
     monkeypatch.setattr("prunekit.repair.repairing.difference", lambda *_: next(errors))
     _, report = repair(model, planned(model, "conv2.weight", [0, 3]), IMAGES, SETTINGS)
@@ -280,7 +280,7 @@ def test_a_repair_without_effect_says_so(monkeypatch: pytest.MonkeyPatch, after:
 
 @pytest.mark.parametrize("mebibytes", [1, 2, 8])
 def test_memory_is_stated_first_and_costs_no_more_than_time(mebibytes: int) -> None:
-    model = randomised(Residual().double()).eval()
+    model = randomized(Residual().double()).eval()
     plan = planned(model, "conv2.weight", [0, 3, 5])
     lines: list[str] = []
     settings = RepairSettings(rows=64, memory_bytes=mebibytes * 2**20)
@@ -295,7 +295,7 @@ def test_memory_is_stated_first_and_costs_no_more_than_time(mebibytes: int) -> N
 @pytest.mark.parametrize("fit", ["moments", "channel", "patch"])
 def test_a_norm_that_starts_at_zero_leaves_nothing_to_fit(fit: str) -> None:
     """As the last norm of each block of an untrained residual network."""
-    model = randomised(Residual()).double().eval()
+    model = randomized(Residual()).double().eval()
     nn.init.zeros_(model.bn1.weight)
     plan = planned(model, "conv1.weight", [0, 1])
     masked, report = repair(model, plan, IMAGES, RepairSettings(fit=fit, rows=1024))  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ class Products(nn.Module):
 
 
 def test_a_model_without_layers_is_masked_and_the_notes_say_so() -> None:
-    model, x = randomised(Products()).eval(), torch.randn(16, 6)
+    model, x = randomized(Products()).eval(), torch.randn(16, 6)
     plan = planned(model, "down", [], x)
     labels = plan.channel_map.labels["down"][0]
     assert labels is not None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -382,7 +382,7 @@ def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[Sample]
     found = []
     for i, layer in enumerate(layers):
         channels = torch.arange(next(m for n, m in model.named_parameters() if n == layer.weight).shape[1])
-        aim = Aim(layer, 10**6, channels, centres=True, outputs=True)
+        aim = Aim(layer, 10**6, channels, centers=True, outputs=True)
         sample = gathering.take(aim, min(i + 1, len(layers) - 1), ahead=True)
         assert sample is not None
         found.append(sample)
@@ -391,14 +391,14 @@ def gathered(model: nn.Module, x: Tensor, size: int, cuts: bool) -> list[Sample]
 
 def test_samples_are_the_same_however_the_passes_are_cut() -> None:
     torch.manual_seed(0)
-    model, x = randomised(Stream()).eval(), torch.randn(16, 4, 5, 5)
+    model, x = randomized(Stream()).eval(), torch.randn(16, 4, 5, 5)
     want = gathered(model, x, 16, cuts=False)
     assert [sample.fitted for sample in want] == [12 * 25] * 4
     assert [sample.others is not None for sample in want] == [False, True, True, False]  # the input itself is no result
     for size, cuts in ((16, True), (5, False), (5, True)):
         for one, other in zip(gathered(model, x, size, cuts), want, strict=True):
             assert one.fitted == other.fitted
-            for name in ("inputs", "outputs", "others", "centres"):
+            for name in ("inputs", "outputs", "others", "centers"):
                 got, expected = getattr(one, name), getattr(other, name)
                 assert (got is None) == (expected is None)
                 if got is not None:

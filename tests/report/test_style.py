@@ -1,4 +1,4 @@
-"""Colours of pages: text is legible in the light and in the dark (WCAG 2.1: 4.5 for text, 3 for what is drawn)."""
+"""Colors of pages: text is legible in the light and in the dark (WCAG 2.1: 4.5 for text, 3 for what is drawn)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def themes() -> dict[str, dict[str, str]]:
     return {"light": light, "dark": light | dark}
 
 
-def luminance(colour: str) -> float:
-    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+def luminance(color: str) -> float:
+    digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
     parts = [int(digits[index : index + 2], 16) / 255 for index in (0, 2, 4)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -36,9 +36,9 @@ def test_the_formula_is_that_of_the_guidelines() -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_colours_stand_out(theme: str) -> None:
-    colours = themes()[theme]
-    found = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in TEXT}
+def test_colors_stand_out(theme: str) -> None:
+    colors = themes()[theme]
+    found = {pair: contrast(colors[pair[0]], colors[pair[1]]) for pair in TEXT}
     assert {pair: round(value, 2) for pair, value in found.items() if value < 4.5} == {}
-    drawn = {name: contrast(colours[name], colours["paper"]) for name in DRAWN}
+    drawn = {name: contrast(colors[name], colors["paper"]) for name in DRAWN}
     assert {name: round(value, 2) for name, value in drawn.items() if value < 3} == {}

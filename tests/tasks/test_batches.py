@@ -158,11 +158,11 @@ def test_forms_that_are_none_are_refused_alike(data: Any, says: str) -> None:
     wrong(lambda model, data: prunekit.calibrate(model, data, CPU), data, says)
     wrong(lambda model, data: prunekit.recalibrate_batchnorm(model, data, CPU), data, says)
     wrong(lambda model, data: prunekit.calibrate_thresholds(model, data, CPU, ["stem"], target=0.3), data, says)
-    wrong(lambda model, data: prunekit.collect_gradients(model, data, CPU, F.cross_entropy), _labelled(data), says)
+    wrong(lambda model, data: prunekit.collect_gradients(model, data, CPU, F.cross_entropy), _labeled(data), says)
     wrong(lambda model, data: prunekit.sensitivity(model, data), data, says)
     wrong(lambda model, data: prunekit.diagnose(model, data), data, says)
     wrong(lambda model, data: prunekit.prune(model, data, macs=0.5), data, says)
-    wrong(lambda model, data: evaluate(model, data, IMAGE_CLASSIFICATION, CPU), _labelled(data), says)
+    wrong(lambda model, data: evaluate(model, data, IMAGE_CLASSIFICATION, CPU), _labeled(data), says)
     chart = prunekit.trace(net(), (LEFT[:2],))
     wrong(lambda model, data: measure_sensitivity(model, chart, {}, data), data, says)
 
@@ -174,7 +174,7 @@ def test_columns_of_numbers_collated_as_lists_name_the_format() -> None:
         prunekit.prune(net(), batches, macs=0.5)
 
 
-def _labelled(data: Any) -> Any:
+def _labeled(data: Any) -> Any:
     return [(LEFT, LABELS), *data[1:]] if isinstance(data, list) and data[0] is LEFT else data
 
 

@@ -57,7 +57,7 @@ def test_logits_follow_the_formula() -> None:
 
 
 def test_the_factor_keeps_the_gradient_of_logits_as_large_at_any_temperature() -> None:
-    """At a high temperature the gradient is (s - q) / classes for centred logits (Hinton et al. 2015, section 2.1)."""
+    """At a high temperature the gradient is (s - q) / classes for centered logits (Hinton et al. 2015, section 2.1)."""
     torch.manual_seed(0)
     student = (values := torch.randn(1, 6, dtype=torch.float64)).sub(values.mean()).requires_grad_()
     teacher = (values := torch.randn(1, 6, dtype=torch.float64)).sub(values.mean())

@@ -1,4 +1,4 @@
-"""Distillation, regularisers and averages go on from a checkpoint as if nothing had stopped them."""
+"""Distillation, regularizers and averages go on from a checkpoint as if nothing had stopped them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_run_that_was_stopped_ends_bit_by_bit_as_one_that_was_not(
         epochs=3,
         lr=0.05,
         distill=DistillSettings(features=FeatureSettings(("1",))),
-        regularise=RegulariserSettings("group_lasso", 1e-3),
+        regularize=RegulariserSettings("group_lasso", 1e-3),
         average=AverageSettings(method, start=0.4),
     )
     model, history, whole = trained(None, settings)

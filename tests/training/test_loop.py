@@ -284,9 +284,9 @@ def test_parts_are_told_of_every_step_in_order() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_a_part_adds_to_the_loss_is_what_weight_decay_would_do(accumulate: int) -> None:
-    decayed, penalised = net(), net()
+    decayed, penalized = net(), net()
     settings = TrainSettings(epochs=2, lr=0.05, weight_decay=0.0, accumulate=accumulate)
-    train(penalised, settings, parts=[Notes(penalised, 0.1)])
+    train(penalized, settings, parts=[Notes(penalized, 0.1)])
 
     def decay(training: Training) -> nullcontext[None]:
         for group in training.optimizer.param_groups:
@@ -299,7 +299,7 @@ def test_what_a_part_adds_to_the_loss_is_what_weight_decay_would_do(accumulate: 
 
     train(decayed, settings, parts=[Within(decay)])
     for name, value in decayed.state_dict().items():
-        torch.testing.assert_close(penalised.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(penalized.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
 class Explodes(nn.Module):

@@ -51,7 +51,7 @@ def test_nothing_grows_with_steps() -> None:
         epochs=8,
         lr=0.01,
         distill=DistillSettings(features=FeatureSettings(("0", "1"))),
-        regularise=RegulariserSettings("group_lasso"),
+        regularize=RegulariserSettings("group_lasso"),
         average=AverageSettings(),
         clamp_activation_grad=ClampSettings(1e-3),
         clamp_weight_grad=ClampSettings(1e-3, "norm"),

@@ -57,7 +57,7 @@ def test_weight_decay_acts_on_weights_alone(name: str) -> None:
     }  # fmt: skip
 
 
-def test_a_model_of_biases_alone_can_be_optimised() -> None:
+def test_a_model_of_biases_alone_can_be_optimized() -> None:
     model = nn.BatchNorm2d(3)
     assert len(build_optimizer(model, TrainSettings()).param_groups) == 1
 

@@ -83,7 +83,7 @@ CASES = {
             SGD,
             distill=DistillSettings(features=FeatureSettings(modules=("3",), weight=3.0)),
             average=AverageSettings(),
-            regularise=RegulariserSettings("group_lasso", strength=1e-3),
+            regularize=RegulariserSettings("group_lasso", strength=1e-3),
         ),
         True,
     ),
@@ -151,7 +151,7 @@ def with_batchnorm(precision: Precision) -> tuple[list[Tensor], list[int]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_differs_between_shares_leaves_the_replicas_equal(precision: Precision, tmp_path: Path) -> None:
-    """BatchNorm normalises by each share, dropout draws in each, and float16 overflows in one and skips in all."""
+    """BatchNorm normalizes by each share, dropout draws in each, and float16 overflows in one and skips in all."""
     one, other = together(2, tmp_path, with_batchnorm, precision)
     assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
     assert not torch.equal(one[0][0], net()[0].weight)

@@ -41,7 +41,7 @@ class Rows(Dataset[Any]):
 
 
 def zeros_and_ones() -> tuple[Rows, Rows]:
-    """Handwritten zeros and ones, each somewhere on a slope of grey with noise; which pixels are ink, and whose.
+    """Handwritten zeros and ones, each somewhere on a slope of gray with noise; which pixels are ink, and whose.
 
     Ink is what has more than half of the full intensity (9 to 16 of 16); the soft edge of a stroke, 4 to 8, is ignored.
     """
@@ -97,7 +97,7 @@ def docstrings() -> tuple[Rows, Rows]:
             ids = [2 + zlib.crc32(word.encode()) % (WORDS - 2) for word in words]
             pieces = [ids[start : start + LONGEST] for start in range(0, len(ids), LONGEST)]
             parts[number % 4 == 0].extend((piece, label) for piece in pieces if len(piece) >= 6)
-    train, test = (_tokenised(part) for part in parts)
+    train, test = (_tokenized(part) for part in parts)
     return Rows(train, tuple(ABOUT), len(train["labels"])), Rows(test, tuple(ABOUT), len(test["labels"]))
 
 
@@ -107,7 +107,7 @@ def _documented(module: Any) -> list[str]:
     return [text for thing in own if callable(thing) and (text := inspect.getdoc(thing))]
 
 
-def _tokenised(pieces: list[tuple[list[int], int]]) -> dict[str, Tensor]:
+def _tokenized(pieces: list[tuple[list[int], int]]) -> dict[str, Tensor]:
     ids = torch.zeros(len(pieces), TOKENS, dtype=torch.int64)
     for row, (piece, _) in zip(ids, pieces, strict=True):
         row[: len(piece)] = torch.tensor(piece)

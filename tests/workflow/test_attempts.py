@@ -48,7 +48,7 @@ def test_where_kernels_change_the_search_goes_on_beyond_what_was_tried() -> None
 @given(
     st.floats(0.2, 0.98), st.floats(1.0, 5.0), st.dictionaries(st.floats(0.21, 4.9), st.floats(0.2, 5.0), max_size=6)
 )
-def test_what_is_tried_next_lies_between_neighbours_on_either_side_of_the_goal(
+def test_what_is_tried_next_lies_between_neighbors_on_either_side_of_the_goal(
     fast: float, slow: float, between: dict[float, float]
 ) -> None:
     took_for = {0.2: fast, **between, 5.0: slow}

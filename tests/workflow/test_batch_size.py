@@ -126,7 +126,7 @@ def test_every_training_of_the_job_is_rehearsed_with_all_that_it_has(
     monkeypatch.setattr("prunekit.workflow.rehearsal.fit", note)
     everything = job(
         tmp_path,
-        sparsify=TrainSettings(epochs=1, regularise=RegulariserSettings("growing")),
+        sparsify=TrainSettings(epochs=1, regularize=RegulariserSettings("growing")),
         prune=PruneSettings(schedule=ScheduleSettings()),
         activations=ActivationSettings(("layer1.*relu*",), target=0.5),
     )

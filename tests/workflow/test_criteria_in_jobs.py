@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.calibration import CalibrationSettings
-from prunekit.criteria import criterion_names, get_criterion, normalise, score
+from prunekit.criteria import criterion_names, get_criterion, normalize, score
 from prunekit.data import DataSettings
 from prunekit.errors import UsageError
 from prunekit.measure import LatencySettings
@@ -78,13 +78,13 @@ def test_pruning_by_gradients_in_one_call() -> None:
         prunekit.prune(model, (x,), macs=0.5, criterion="taylor")
 
 
-def test_scores_are_normalised_only_where_layers_cannot_be_compared() -> None:
+def test_scores_are_normalized_only_where_layers_cannot_be_compared() -> None:
     comparable = {name for name in criterion_names() if get_criterion(name).comparable}
     assert comparable == {"lamp", "elimination", "taylor", "taylor2", "obd"}
     model = torchvision.models.resnet18(num_classes=4)
     chart = prunekit.trace(model, (torch.randn(1, 3, 32, 32),))
-    for criterion, scope, normalised in (("l2", "global", True), ("l2", "uniform", False), ("lamp", "global", False)):
+    for criterion, scope, normalized in (("l2", "global", True), ("l2", "uniform", False), ("lamp", "global", False)):
         settings = PruneSettings(criterion=criterion, scope=scope)  # type: ignore[arg-type]
         raw = score(criterion, model, chart)
-        expected = normalise(raw, chart) if normalised else raw
+        expected = normalize(raw, chart) if normalized else raw
         np.testing.assert_array_equal(importance(model, chart, settings, None, None, 0), expected)

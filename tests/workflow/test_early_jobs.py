@@ -33,7 +33,7 @@ SETTINGS = TrainSettings(
     epochs=2,
     lr=0.02,
     distill=DistillSettings(features=FeatureSettings(("layer1.0",))),
-    regularise=RegulariserSettings("bn_l1"),
+    regularize=RegulariserSettings("bn_l1"),
 )
 
 

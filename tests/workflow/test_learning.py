@@ -102,7 +102,7 @@ DISTILL = DistillSettings(0.5, 2.0, FeatureSettings(("body", "*.1"), 0.2))
 
 def test_a_job_sparsifies_distils_and_averages(file: Path, tmp_path: Path) -> None:
     finetuned = TrainSettings(epochs=2, lr=0.05, distill=DISTILL, average=AverageSettings(decay=0.9))
-    sparsify = TrainSettings(epochs=2, lr=0.05, regularise=GROWING)
+    sparsify = TrainSettings(epochs=2, lr=0.05, regularize=GROWING)
     log: list[str] = []
     whole = job(tmp_path, sparsify=sparsify, finetune=finetuned, gradient_flow=True)
     result = finetune(whole, log=log.append, own=Own(f"{file}:Net"))
@@ -136,7 +136,7 @@ def removed_size(folder: Path, name: str) -> float:
 
 
 def test_group_lasso_comes_before_the_plan_and_without_training_is_left_out(file: Path, tmp_path: Path) -> None:
-    lasso = TrainSettings(epochs=2, lr=0.05, regularise=RegulariserSettings("group_lasso", 3e-3))
+    lasso = TrainSettings(epochs=2, lr=0.05, regularize=RegulariserSettings("group_lasso", 3e-3))
     short = job(tmp_path, sparsify=lasso, finetune=TrainSettings(epochs=0))
     log: list[str] = []
     finetune(short, log=log.append, own=Own(model=f"{file}:Net"))
@@ -170,7 +170,7 @@ def test_the_users_own_optimizer_trains_and_keeps_masks(file: Path, tmp_path: Pa
             r"distill\.features\.modules: 'boody' matches no module path.*'body'",
         ),
         ({"baseline": TrainSettings(distill=DISTILL)}, {}, r"baseline\.distill: .* the dense model is the teacher"),
-        ({"finetune": TrainSettings(regularise=GROWING)}, {}, r"finetune\.regularise\.method: .*use it in `sparsify`"),
+        ({"finetune": TrainSettings(regularize=GROWING)}, {}, r"finetune\.regularize\.method: .*use it in `sparsify`"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(

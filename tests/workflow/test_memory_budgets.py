@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from equivalence import Net, randomised
+from equivalence import Net, randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -80,7 +80,7 @@ def attention(net: Any, x: Tensor) -> Tensor:
 
 def attentive() -> nn.Module:
     q, k, v = (nn.Linear(16, 32) for _ in range(3))
-    return randomised(Net(attention, q=q, k=k, v=v, o=nn.Linear(32, 3))).eval()
+    return randomized(Net(attention, q=q, k=k, v=v, o=nn.Linear(32, 3))).eval()
 
 
 def test_a_model_whose_kernel_refuses_narrow_values_is_refused_with_what_it_takes() -> None:
@@ -93,7 +93,7 @@ def test_a_model_whose_kernel_refuses_narrow_values_is_refused_with_what_it_take
 
 def test_a_compact_model_with_other_operators_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows with one head need no copies, so that more channels can stay than was predicted."""
-    model = randomised(torchvision.models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=5)).eval()
+    model = randomized(torchvision.models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=5)).eval()
     example, aims = (torch.zeros(1, 3, 32, 32),), []
 
     def watched(planner: Callable[[PruneSettings, ChannelMap], Planned], *rest: Any) -> Planned:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import randomised
+from equivalence import randomized
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -48,7 +48,7 @@ class Conditioned(nn.Module):
 
 @pytest.mark.parametrize("form", ["tuple", "loader", "list"])
 def test_a_second_input_of_one_number_a_sample(form: str) -> None:
-    model, draw = randomised(Conditioned()).eval(), torch.Generator().manual_seed(0)
+    model, draw = randomized(Conditioned()).eval(), torch.Generator().manual_seed(0)
     images, steps = torch.randn(64, 3, 8, 8, generator=draw), torch.rand(64, generator=draw)
     if form == "tuple":
         pruned = prunekit.prune(model, (images[:4], steps[:4]), macs=0.5)
@@ -61,7 +61,7 @@ def test_a_second_input_of_one_number_a_sample(form: str) -> None:
 
 
 def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
-    model = randomised(Net()).eval()
+    model = randomized(Net()).eval()
     images = torch.randn(128, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     others = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     done = prunekit.prune(model, images, macs=0.6, repair=RepairSettings(rows=4096))
@@ -100,7 +100,7 @@ def test_images_that_are_too_few_or_none(images: Any, message: str) -> None:
 
 
 def test_several_budgets_are_met_together() -> None:
-    model = randomised(Net()).eval()
+    model = randomized(Net()).eval()
     done = prunekit.prune(model, (torch.zeros(1, 3, 8, 8),), macs=0.7, params=0.6, size_mb=0.006, scope="per_mac")
     tensors = [*done.model.parameters(), *done.model.buffers()]
     assert sum(p.numel() for p in done.model.parameters()) <= 0.6 * sum(p.numel() for p in model.parameters())
@@ -109,7 +109,7 @@ def test_several_budgets_are_met_together() -> None:
 
 
 def test_memory_is_that_of_the_model_that_is_returned() -> None:
-    model, example = randomised(Net()).eval(), (torch.zeros(1, 3, 8, 8),)
+    model, example = randomized(Net()).eval(), (torch.zeros(1, 3, 8, 8),)
     target = TargetSettings(batch=16, dtype="bf16")
     dense = count_memory(model, example, 16, "bf16") / 1e6
     done = prunekit.prune(model, example, memory_mb=0.5 * dense, params=0.9, scope="per_mac", target=target)
@@ -121,7 +121,7 @@ def test_memory_is_that_of_the_model_that_is_returned() -> None:
 
 
 def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:
-    model, images = randomised(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model, images = randomized(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PlanError):
         prunekit.prune(model, images, macs=1e-6)
     with pytest.raises(PlanError, match="conv9"):
@@ -129,7 +129,7 @@ def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:
 
 
 def test_the_model_given_stays_as_it_is() -> None:
-    model, images = randomised(Net()).train(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model, images = randomized(Net()).train(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     done = prunekit.prune(model, images, macs=0.6, exclude=["stem"])
     assert all(module.training for module in model.modules())
@@ -142,7 +142,7 @@ def test_the_model_given_stays_as_it_is() -> None:
 @pytest.mark.parametrize("images", [False, True])
 def test_models_of_any_precision(dtype: torch.dtype, images: bool) -> None:
     """Small weights are weights: in float16 half of these are below what it calls its smallest normal number."""
-    model = randomised(Net()).to(dtype).eval()
+    model = randomized(Net()).to(dtype).eval()
     with torch.no_grad():
         model.conv1.weight.mul_(1e-4)  # type: ignore[union-attr, operator]
         model.bn1.running_var.mul_(1e-6)  # type: ignore[union-attr, operator]
@@ -154,7 +154,7 @@ def test_models_of_any_precision(dtype: torch.dtype, images: bool) -> None:
 
 
 def test_a_bias_of_subnormal_numbers_alone_is_proven_before_it_goes() -> None:
-    model = randomised(Net()).eval()
+    model = randomized(Net()).eval()
     with torch.no_grad():
         model.bn1.bias.fill_(1e-41)  # type: ignore[union-attr, operator]
     done = prunekit.prune(model, torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)), macs=0.6)
@@ -163,7 +163,7 @@ def test_a_bias_of_subnormal_numbers_alone_is_proven_before_it_goes() -> None:
 
 
 def test_subnormal_weights_of_the_compact_model_are_set_to_zero_and_said() -> None:
-    model = randomised(Net()).eval()
+    model = randomized(Net()).eval()
     with torch.no_grad():
         model.head.weight[2] = 1e-40  # 8 inputs, of which as many are left as `stem` has
     done = prunekit.prune(model, (torch.zeros(1, 3, 8, 8),), macs=0.6)
@@ -174,7 +174,7 @@ def test_subnormal_weights_of_the_compact_model_are_set_to_zero_and_said() -> No
 
 
 def test_dead_channels_are_said_and_go_first() -> None:
-    model, images = randomised(Net()).eval(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model, images = randomized(Net()).eval(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         model.bn1.weight[3], model.bn1.bias[3] = 0.0, -1.0
         read = F.relu(model.bn1(model.conv1(F.relu(model.bn(model.stem(images))))))
@@ -196,7 +196,7 @@ def test_layers_that_the_repair_cannot_fit_are_said() -> None:
 
 
 def test_a_loader_is_the_same_as_its_images() -> None:
-    model, images = randomised(Net()).eval(), torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model, images = randomized(Net()).eval(), torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, torch.zeros(48)), batch_size=10)
     one, other = (prunekit.prune(model, data, macs=0.6, images=40) for data in (images[:40], loader))
     assert (one.plan.keep == other.plan.keep).all()
@@ -206,7 +206,7 @@ def test_a_loader_is_the_same_as_its_images() -> None:
 
 @pytest.mark.parametrize("criterion", ["l2", "wanda", "obs", "hrank", "random"])
 def test_images_serve_every_criterion_that_needs_no_labels(criterion: Any) -> None:
-    model, images = randomised(Net()).eval(), torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model, images = randomized(Net()).eval(), torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     plain = prunekit.prune(model, images, macs=0.6, criterion=criterion, repair=False)
     done = prunekit.prune(model, images, macs=0.6, criterion=criterion)
     assert plain.repair is None
@@ -218,8 +218,8 @@ def test_images_serve_every_criterion_that_needs_no_labels(criterion: Any) -> No
 
 
 def test_what_only_labels_give_and_repair_without_images_are_refused() -> None:
-    model, images = randomised(Net()).eval(), torch.randn(16, 3, 8, 8)
-    with pytest.raises(UsageError, match="'taylor' needs gradients of the loss on labelled calibration images"):
+    model, images = randomized(Net()).eval(), torch.randn(16, 3, 8, 8)
+    with pytest.raises(UsageError, match="'taylor' needs gradients of the loss on labeled calibration images"):
         prunekit.prune(model, images, macs=0.6, criterion="taylor")
     with pytest.raises(UsageError, match="'elimination' needs Gram matrices of the patches"):
         prunekit.prune(model, (images,), macs=0.6, criterion="elimination")

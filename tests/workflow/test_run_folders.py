@@ -25,7 +25,7 @@ from prunekit.models import ModelSettings, build_model
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.recipe import dump, load
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, Own, analyse, prune_job
+from prunekit.workflow import JobSettings, Own, analyze, prune_job
 from prunekit.workflow.resolved import resolved
 
 CODE = """
@@ -108,7 +108,7 @@ def test_both_ways_in_leave_the_same_folder_and_it_is_found_from_anywhere(
         assert json.loads(tested.stdout)["top1"] == json.loads((run / "metrics.json").read_text())["pruned"]["top1"]
     for words in (
         ["evaluate", str(python / "recipe.yaml")],
-        ["visualise", "features", str(python)],
+        ["visualize", "features", str(python)],
         ["report", str(python)],
         ["report", str(python), str(shell)],
     ):
@@ -140,7 +140,7 @@ def test_runs_of_your_own_code_say_which(home: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_analysis_from_python_is_whole_as_well(home: Path) -> None:
-    run = analyse(job(), groups=["*conv1"], log=silent).folder
+    run = analyze(job(), groups=["*conv1"], log=silent).folder
     assert load(run / "recipe.yaml") == resolved(job())
     assert "finished" in (run / "report.html").read_text()
 

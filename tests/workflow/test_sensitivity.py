@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from equivalence import Net, assert_unchanged, randomised, snapshot
+from equivalence import Net, assert_unchanged, randomized, snapshot
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
@@ -28,7 +28,7 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.curves import keeping
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, analyse, prune_job
+from prunekit.workflow import JobSettings, analyze, prune_job
 from prunekit.workflow.tables import CURVE_COLUMNS
 
 
@@ -37,7 +37,7 @@ def perceptron(self: Any, x: Tensor) -> Tensor:
 
 
 def net() -> nn.Module:
-    return randomised(Net(perceptron, first=nn.Linear(5, 7), second=nn.Linear(7, 3))).double().eval()
+    return randomized(Net(perceptron, first=nn.Linear(5, 7), second=nn.Linear(7, 3))).double().eval()
 
 
 def inputs(count: int = 200) -> Tensor:
@@ -109,7 +109,7 @@ def pictures(count: int = 32) -> Tensor:
 
 
 def test_groups_by_glob_and_a_group_whose_reader_cannot_be_followed() -> None:
-    model, x = randomised(Wide()).eval(), pictures()
+    model, x = randomized(Wide()).eval(), pictures()
     messages: list[str] = []
     everything = prunekit.sensitivity(model, x, measured_on=x, log=messages.append)
     assert [group.name for group in everything.groups] == ["a", "b", "up"]
@@ -132,7 +132,7 @@ def test_groups_by_glob_and_a_group_whose_reader_cannot_be_followed() -> None:
 
 
 def test_heads_have_curves_though_attention_uses_its_projections_without_calling_them() -> None:
-    model = randomised(VisionTransformer(16, 8, 1, 4, 16, 24, num_classes=3)).double().eval()
+    model = randomized(VisionTransformer(16, 8, 1, 4, 16, 24, num_classes=3)).double().eval()
     x = torch.randn(32, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = prunekit.sensitivity(model, x, measured_on=x[:8], groups=["*self_attention"])
     (heads,) = found.groups
@@ -156,9 +156,9 @@ def test_heads_have_curves_though_attention_uses_its_projections_without_calling
         (torch.full((8, 3, 6, 6), torch.nan), (), DataError, "sample 0 holds NaN or Inf"),
     ],
 )
-def test_what_cannot_be_analysed(images: Any, groups: Any, error: type[Exception], message: str) -> None:
+def test_what_cannot_be_analyzed(images: Any, groups: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        prunekit.sensitivity(randomised(Wide()).eval(), images, groups=groups)
+        prunekit.sensitivity(randomized(Wide()).eval(), images, groups=groups)
 
 
 def job(output: Path, **changes: Any) -> JobSettings:
@@ -203,7 +203,7 @@ def test_a_job_writes_its_curves_and_never_sees_test_images(
     unseen_test_images()
     messages: list[str] = []
     finished: list[Path] = []
-    run = analyse(job(tmp_path), measured=True, groups=["layer*"], log=messages.append, finish=finished.append)
+    run = analyze(job(tmp_path), measured=True, groups=["layer*"], log=messages.append, finish=finished.append)
     assert finished == [run.folder]
     assert run.folder.parent == tmp_path / "small" / "sensitivity"
     assert json.loads((run.folder / "status.json").read_text())["state"] == "finished"
@@ -223,7 +223,7 @@ def test_a_job_writes_its_curves_and_never_sees_test_images(
 
 def test_a_wrong_glob_stops_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="layer9"):
-        analyse(job(tmp_path), groups=["layer9*"], log=print)
+        analyze(job(tmp_path), groups=["layer9*"], log=print)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,7 +232,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
-        analyse(job(tmp_path), groups=["layer1.0.conv1"], log=print, finish=fail)
+        analyze(job(tmp_path), groups=["layer1.0.conv1"], log=print, finish=fail)
     (folder,) = (tmp_path / "small" / "sensitivity").iterdir()
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import prunekit
-from prunekit.visualise import feature_maps
+from prunekit.visualize import feature_maps
 from prunekit.workflow.sides import both_sides
 
 CODE = """

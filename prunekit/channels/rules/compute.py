@@ -141,7 +141,7 @@ _ALONG_AXIS = "_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"
 
 @rule(*[f"aten.{name}" for name in _ALONG_AXIS.split()])
 def along_axis(flow: Flow, call: Call) -> None:
-    """Mixes all positions of one axis: that axis is locked, or tied where it is labelled jointly with others."""
+    """Mixes all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
     fields = flow.fields(source)

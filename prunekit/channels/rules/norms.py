@@ -29,7 +29,7 @@ TOGETHER = "a norm takes its statistics over these channels together"
     "aten.batch_norm",
 )
 def batch_norm(flow: Flow, call: Call) -> None:
-    """Normalises each channel by itself: merges the channel's parameters and statistics with the input's labels."""
+    """Normalizes each channel by itself: merges the channel's parameters and statistics with the input's labels."""
     source = call.args[0]
     tensors = [argument if isinstance(argument, torch.Tensor) else None for argument in call.args[1:5]]
     fields = _each_channel(flow, call, *tensors)
@@ -47,8 +47,8 @@ def _each_channel(
     source = call.args[0]
     vectors = [_lifted(flow, v, 1, source.dim()) for v in (weight, bias, mean, variance) if v is not None]
     fields = flow.pointwise([_lifted(flow, source, 0, source.dim()), *vectors], product=False)
-    centred = _is_zero(flow, source) and (mean is None or _is_zero(flow, mean))
-    masked = (centred or _is_zero(flow, weight)) and (bias is None or _is_zero(flow, bias))
+    centered = _is_zero(flow, source) and (mean is None or _is_zero(flow, mean))
+    masked = (centered or _is_zero(flow, weight)) and (bias is None or _is_zero(flow, bias))
     out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
     flow.set(out, [Field(field.labels, masked and field.span == (1,)) for field in fields])
     return fields
@@ -60,7 +60,7 @@ def _is_zero(flow: Flow, tensor: Tensor) -> bool:
 
 @rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 def layer_norm(flow: Flow, call: Call) -> None:
-    """Normalises over the last axes together: their labels pass if the running module is a norm."""
+    """Normalizes over the last axes together: their labels pass if the running module is a norm."""
     source, shape, *affine = call.args[:4]
     vectors = [argument for argument in affine if isinstance(argument, torch.Tensor)]
     lead = source.dim() - len(shape)
@@ -69,7 +69,7 @@ def layer_norm(flow: Flow, call: Call) -> None:
     operands = [_lifted(flow, source, 0, source.dim()), *(_lifted(flow, v, lead, source.dim()) for v in vectors)]
     if not vectors and len(shape) > 1:
         flow.lock([f for f in flow.fields(source) if set(f.span) & together], f"{TOGETHER}, and with other axes")
-    _normalised(flow, call, operands, together)
+    _normalized(flow, call, operands, together)
     for statistic in call.out[1:] if isinstance(call.out, (tuple, list)) else ():  # one for each row
         rows = [field for field in flow.fields(source) if not set(field.span) & together]
         flow.set(statistic, [Field(field.labels, zero=False) for field in rows])
@@ -83,7 +83,7 @@ def _whole_rows(flow: Flow, field: Field, together: set[int]) -> Field:
 
 @rule("aten.native_group_norm")
 def group_norm(flow: Flow, call: Call) -> None:
-    """Normalises over equal groups of channels: each loses the same positions, so that their number stays."""
+    """Normalizes over equal groups of channels: each loses the same positions, so that their number stays."""
     source, weight, bias = call.args[:3]
     groups = int(call.args[6])
     spatial = set(range(2, source.dim()))
@@ -97,7 +97,7 @@ def group_norm(flow: Flow, call: Call) -> None:
     if x is not None:
         flow.union.tie(x.reshape(groups, -1), [0])
     vectors = [_lifted(flow, vector, 1, source.dim()) for vector in (weight, bias) if vector is not None]
-    _normalised(flow, call, [_lifted(flow, source, 0, source.dim()), *vectors], {1})
+    _normalized(flow, call, [_lifted(flow, source, 0, source.dim()), *vectors], {1})
 
 
 def _lifted(flow: Flow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Shape, list[Field]]:
@@ -109,7 +109,7 @@ def _lifted(flow: Flow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Sha
     return shaped(tensor.shape), [f.with_labels(f.labels.reshape(shaped(f.labels.shape))) for f in flow.fields(tensor)]
 
 
-def _normalised(flow: Flow, call: Call, operands: list[tuple[Shape, list[Field]]], together: set[int]) -> None:
+def _normalized(flow: Flow, call: Call, operands: list[tuple[Shape, list[Field]]], together: set[int]) -> None:
     fields = flow.pointwise(operands, product=False)
     _take_statistics(flow, fields, together)
     out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out

@@ -39,7 +39,7 @@ def select(flow: Flow, call: Call) -> None:
 
 @rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk")
 def split(flow: Flow, call: Call) -> None:
-    """Equal parts of a labelled axis must stay equal; the trial tells whether sizes of unequal ones can be set."""
+    """Equal parts of a labeled axis must stay equal; the trial tells whether sizes of unequal ones can be set."""
     source = call.args[0]
     position = 1 if call.name == "aten.unbind" else 2
     axis = call.arg(position, "dim", 0) % source.dim()
@@ -75,7 +75,7 @@ def concatenate(flow: Flow, call: Call) -> None:
     zero = True
     joint = _joint(flow, tensors, axis)
     for tensor in tensors:
-        reason = "concatenated along an axis that is labelled jointly with another"
+        reason = "concatenated along an axis that is labeled jointly with another"
         labels, is_zero = flow.on_axis(tensor, axis, reason, beside=joint)
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)

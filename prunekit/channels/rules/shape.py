@@ -1,4 +1,4 @@
-"""Shape operators are replayed on the labels; splits of a labelled axis leave a constraint, the rest locks."""
+"""Shape operators are replayed on the labels; splits of a labeled axis leave a constraint, the rest locks."""
 
 from __future__ import annotations
 
@@ -181,14 +181,14 @@ def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) 
 
 @rule("aten.roll")
 def roll(flow: Flow, call: Call) -> None:
-    """Moves positions along axes: a labelled axis is locked."""
+    """Moves positions along axes: a labeled axis is locked."""
     dims = call.arg(2, "dims") or range(call.out.dim())
     replay(flow, call, [axis % call.out.dim() for axis in dims], BY_POSITION)
 
 
 @rule("aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)])
 def pad(flow: Flow, call: Call) -> None:
-    """Positions that are added to a labelled axis stay; where others go, or labelled ones are copied, it locks."""
+    """Positions that are added to a labeled axis stay; where others go, or labeled ones are copied, it locks."""
     amounts, last = call.args[1], call.out.dim() - 1
     changed = {last - i // 2: amounts[i - i % 2 : i - i % 2 + 2] for i, amount in enumerate(amounts) if amount}
     if call.name == "aten.constant_pad_nd" and all(amount >= 0 for amount in amounts):

@@ -1,0 +1,151 @@
+"""Feature maps: what layers make of one image, the pruned model's channels where the dense one has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from prunekit.capturing import Captured, Layers, capture, choose
+from prunekit.context import training_mode
+from prunekit.errors import ModelError, UsageError
+from prunekit.visualize.views import View, in_dense_places, shown
+
+Kept = Callable[[str, int], NDArray[np.bool_] | None]
+"""From a module's path and which of its calls it is to which of the dense model's channels are left, (C,)."""
+PRUNED = "pruned"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFeatures:
+    """What one call of a layer makes of an image.
+
+    Attributes:
+        path, call: of which module, and which of its calls in a forward pass.
+        view: how it is shown.
+        what: what the output of the first model is, in words.
+        sides: name of a model -> (C, h, w), with NaN where the channel is gone.
+        kept: which channels are left, (C,); None where nobody knows, or nothing was pruned.
+        note: what to know when looking at it.
+    """
+
+    path: str
+    call: int
+    view: View
+    what: str
+    sides: Mapping[str, Tensor]
+    kept: NDArray[np.bool_] | None
+    note: str = ""
+
+    @property
+    def channels(self) -> int:
+        """How many there are to show."""
+        return max(len(values) for values in self.sides.values())
+
+    @property
+    def name(self) -> str:
+        """The path, with the number of the call where it is not the first."""
+        return f"{self.path}, call {self.call + 1}" if self.call else self.path
+
+    def limits(self, together: bool = False) -> tuple[Tensor, Tensor]:
+        """Least and greatest finite value of each channel over all models, (C,) each; of all channels if `together`."""
+        sides = [values for values in self.sides.values() if len(values) == self.channels]
+        every = torch.cat([values.flatten(1) for values in sides], 1)
+        finite = every.isfinite()
+        low = torch.where(finite, every, torch.inf).amin(1)
+        high = torch.where(finite, every, -torch.inf).amax(1)
+        if together:
+            low, high = low.amin().expand_as(low), high.amax().expand_as(high)
+        return low, high
+
+
+def feature_maps(
+    models: Mapping[str, nn.Module],
+    image: Tensor,
+    layers: Layers | None = None,
+    *,
+    kept: Kept | None = None,
+    view: View | None = None,
+) -> list[LayerFeatures]:
+    """Runs models on an image and takes the outputs of layers, in the order in which the first model runs them.
+
+    Args:
+        models: by name; `pruned` is what is left of another, whose module paths are the same. In eval mode.
+        image: (1, C, H, W).
+        layers: see `prunekit.capture`; found in the first model. None: its children, as far as they can be shown.
+        kept: which channels are left.
+        view: how outputs are shown; None: as each fits.
+
+    Raises:
+        UsageError: a glob matches nothing, no layer that it matches runs, or an output cannot be shown.
+        ModelError: a model does not run on the image.
+    """
+    first = next(iter(models.values()))
+    wanted = [path for path, _ in first.named_children()] if layers is None else layers
+    paths = choose(first, wanted, "layers").paths
+    taken = {name: _taken(name, model, image, paths) for name, model in models.items()}
+    found = []
+    for key in next(iter(taken.values())):
+        try:
+            found.append(_features(key, taken, tuple(image.shape), kept, view))
+        except UsageError:
+            if layers is not None:
+                raise
+    if not found:
+        names = ", ".join(list(paths)[:3])
+        raise UsageError(f"layers: none of {names} runs and returns what can be shown; choose others")
+    return found
+
+
+def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> dict[tuple[str, int], Captured]:
+    """The first tensor of floating-point numbers that each call returned."""
+    known = {*dict(model.named_modules()), *dict(model.named_parameters())}
+    here = [path for path in paths if path in known]  # the other model may have folded norms
+    if not here:
+        return {}
+    with training_mode(model, False), torch.no_grad(), capture(model, here) as record:
+        try:
+            model(image)
+        except Exception as error:  # a model's own code may raise anything
+            sizes, reason = " x ".join(map(str, image.shape)), str(error).partition("\n")[0]
+            raise ModelError(f"the {name} model does not run on {sizes}: {type(error).__name__}: {reason}") from error
+    found: dict[tuple[str, int], Captured] = {}
+    for entry in record:
+        if entry.value.is_floating_point():
+            found.setdefault((entry.path, entry.call), entry)
+    return found
+
+
+def _features(
+    key: tuple[str, int],
+    taken: Mapping[str, Mapping[tuple[str, int], Captured]],
+    image: tuple[int, ...],
+    kept: Kept | None,
+    view: View | None,
+) -> LayerFeatures:
+    path, call = key
+    views = {name: shown(calls[key].value, image, path, view) for name, calls in taken.items() if key in calls}
+    first = next(iter(views.values()))
+    sides, mask, note = {name: one.values for name, one in views.items()}, None, ""
+    if PRUNED in sides:
+        mask = None if kept is None else kept(path, call)
+        note = _misfit(mask, sides)
+        mask = None if note else mask
+        if mask is not None:
+            sides[PRUNED] = in_dense_places(sides[PRUNED], torch.from_numpy(mask))
+    return LayerFeatures(path, call, first.view, first.what, sides, mask, note)
+
+
+def _misfit(mask: NDArray[np.bool_] | None, sides: Mapping[str, Tensor]) -> str:
+    """Why channels of the pruned model cannot be put where the dense one has them; empty where they can."""
+    left = len(sides[PRUNED])
+    dense = [len(values) for name, values in sides.items() if name != PRUNED]
+    if mask is not None and int(mask.sum()) == left and all(count == len(mask) for count in dense):
+        return ""
+    if mask is None and dense == [left]:
+        return ""  # nothing is gone
+    return f"which of the channels the {left} are is not known: they stand in their own order"
