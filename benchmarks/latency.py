@@ -33,7 +33,7 @@ from prunekit.compaction import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure import measure_latency
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import NETWORKS, as_latency, in_blocks, layer_setting
 from prunekit.workflow.pruning import plan_model
@@ -50,14 +50,14 @@ STEPS, FURTHEST = 16, 1.15
 """Speedups that are tried, up to so many times the MACs ratio."""
 
 
-def targets(options: argparse.Namespace) -> Iterator[TargetSettings]:
+def targets(options: argparse.Namespace) -> Iterator[Target]:
     """What is measured on."""
     if options.device in ("auto", "cpu"):
         for runtime in options.runtimes:
-            yield TargetSettings(runtime, "cpu", 1, options.threads)
+            yield Target(runtime, "cpu", 1, options.threads)
     if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()):
         for runtime, dtype, batch in product(("eager", "compile", "cudagraphs"), ("fp16", "bf16"), (1, 256)):
-            yield TargetSettings(runtime, "cuda", batch, 1, dtype, "channels_last")
+            yield Target(runtime, "cuda", batch, 1, dtype, "channels_last")
 
 
 def planned(case: Case, settings: PruneSettings) -> Plan:
@@ -101,7 +101,7 @@ def predicted(case: Case, plan: Plan) -> float:
     return table.at(plan.channel_map) / table.at(plan.channel_map, plan.keep)
 
 
-def measured(case: Case, target: TargetSettings, repeats: int) -> Iterator[dict[str, Any]]:
+def measured(case: Case, target: Target, repeats: int) -> Iterator[dict[str, Any]]:
     """A row for each plan, all alternated with the dense network."""
     whole = PruneSettings(BudgetSettings(channels=0.5), criterion="l2", scope="uniform", target=target)
     plans, asked = {"uniform": planned(case, whole)}, dict[str, float | None]()

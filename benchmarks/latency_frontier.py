@@ -80,7 +80,7 @@ def prepared(options: argparse.Namespace, runtime: str) -> Bench:
 def settings_of(runtime: str, options: argparse.Namespace, asked: float) -> PruneSettings:
     """A request as prunekit has it."""
     budget = BudgetSettings(speedup=asked)
-    return PruneSettings(budget, scope="per_mac", exclude=STREAM, target=target_of(runtime, options))
+    return PruneSettings(budget, scope="per_mac", ignore=STREAM, target=target_of(runtime, options))
 
 
 def row(bench: Bench, method: str, settings: PruneSettings) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from prunekit.context import seeded
 from prunekit.measure.machine import surroundings
 from prunekit.measure.runtimes import inputs_like
 from prunekit.planning import PruneSettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.workflow.goal import LatencyGoal
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
@@ -109,9 +109,9 @@ def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, n
     return Case(model, example, channel_map, found, facts)
 
 
-def target_of(runtime: str, options: argparse.Namespace) -> TargetSettings:
+def target_of(runtime: str, options: argparse.Namespace) -> Target:
     """What figures are meant on."""
-    return TargetSettings(runtime, options.device, options.batch, options.threads, options.dtype, options.memory_format)
+    return Target(runtime, options.device, options.batch, options.threads, options.dtype, options.memory_format)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

@@ -24,12 +24,12 @@ def rows(name: str, size: int, batch: int, runtimes: tuple[str, ...]) -> Iterato
 
     import prunekit
     from prunekit.measure import LatencySettings, count_memory, measure_latency
-    from prunekit.settings.pruning import TargetSettings
+    from prunekit.settings.pruning import Target
 
     torch.manual_seed(0)
     dense, example = torchvision.models.get_model(name, weights=None).eval(), (torch.zeros(1, 3, size, size),)
     half = count_memory(dense, example, batch) / 2e6
-    pruned = prunekit.prune(dense, example, memory_mb=half, target=TargetSettings(batch=batch)).model
+    pruned = prunekit.prune(dense, example, memory_mb=half, target=Target(batch=batch)).model
     models = {"dense": dense, "pruned": pruned}
     settings = LatencySettings((batch,), (1,), 3, runtimes, explain=False)  # type: ignore[arg-type]
     measured = measure_latency(models, (3, size, size), settings, [torch.device("cpu")])

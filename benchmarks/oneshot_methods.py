@@ -84,7 +84,7 @@ Method = Callable[[Case], Result]
 def methods() -> dict[str, Method]:
     """All methods by name, torch-pruning's where it is installed."""
     ours: dict[str, Method] = {
-        "oneshot": partial(oneshot, exclude=STREAM),
+        "oneshot": partial(oneshot, ignore=STREAM),
         "oneshot-stream": oneshot,
         "oneshot-uniform": uniform,
         "l2-repaired": repaired,
@@ -105,27 +105,27 @@ def peer_names() -> list[str]:
     return [name + suffix for name in PEERS for suffix in ("", "-recalibrated")]
 
 
-def oneshot(case: Case, exclude: Iterable[str] = ()) -> Result:
+def oneshot(case: Case, ignore: Iterable[str] = ()) -> Result:
     """Order and budget by what each layer reads, then repair."""
-    done = prunekit.prune(case.dense, case.images, macs=case.share, exclude=tuple(exclude))
+    done = prunekit.prune(case.dense, case.images, macs=case.share, ignore=tuple(ignore))
     return Result(done.model, done.plan)
 
 
 def magnitude(case: Case) -> Result:
     """The filters of least L2 norm go, ranked over the whole model (Li et al. 2017)."""
-    done = prunekit.prune(case.dense, case.example, macs=case.share, criterion="l2", scope="global", exclude=STREAM)
+    done = prunekit.prune(case.dense, case.example, macs=case.share, criterion="l2", scope="global", ignore=STREAM)
     return Result(done.model, done.plan)
 
 
 def repaired(case: Case) -> Result:
     """The channels of `magnitude`, and what stays repaired: what a plain global ranking is worth with our repair."""
-    done = prunekit.prune(case.dense, case.images, macs=case.share, criterion="l2", scope="global", exclude=STREAM)
+    done = prunekit.prune(case.dense, case.images, macs=case.share, criterion="l2", scope="global", ignore=STREAM)
     return Result(done.model, done.plan)
 
 
 def uniform(case: Case) -> Result:
     """Our order and our repair, with the same share of every group: what the allocation is worth."""
-    settings = {"macs": case.share, "criterion": "elimination", "scope": "uniform", "exclude": STREAM}
+    settings = {"macs": case.share, "criterion": "elimination", "scope": "uniform", "ignore": STREAM}
     done = prunekit.prune(case.dense, case.images, **settings)
     return Result(done.model, done.plan)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
     from prunekit.repair import RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
-    from prunekit.training import GradientFlow, carry_average, carry_over, recalibrate_batchnorm
+    from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer, transfer_average
     from prunekit.visualize import class_activation_map, saliency
     from prunekit.workflow import plan_model, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
@@ -59,8 +59,8 @@ _PLACES = {
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
     "capture": "prunekit.capturing:capture",
-    "carry_average": "prunekit.training:carry_average",
-    "carry_over": "prunekit.training:carry_over",
+    "transfer_average": "prunekit.training:transfer_average",
+    "transfer": "prunekit.training:transfer",
     "channels_last": "prunekit.deploy:channels_last",
     "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
@@ -120,8 +120,6 @@ __all__ = [
     "calibrate",
     "calibrate_thresholds",
     "capture",
-    "carry_average",
-    "carry_over",
     "channels_last",
     "clamp_activation_grad",
     "clamp_weight_grad",
@@ -146,5 +144,7 @@ __all__ = [
     "sensitivity",
     "summary",
     "trace",
+    "transfer",
+    "transfer_average",
     "verify",
 ]

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 from prunekit.cli import cli
 from prunekit.recipe import load
 from prunekit.settings.job import JobSettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.training import feature_paths
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +142,7 @@ def test_settings_in_yaml_are_those_of_recipes(tmp_path: Path) -> None:
     latency, training = (block for block in blocks("yaml") if "kind: Job" not in block)
     prune = shown(latency, tmp_path).prune
     assert prune.budget.measured
-    assert prune.target == TargetSettings("onnxruntime")
+    assert prune.target == Target("onnxruntime")
     job = shown(training, tmp_path)
     assert job.sparsify is not None
     assert job.finetune.distill is not None

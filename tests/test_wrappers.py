@@ -176,12 +176,12 @@ def test_a_model_without_values_is_traced_and_counted_and_not_pruned() -> None:
 
 def test_globs_come_alone_or_several_and_modules_by_their_paths() -> None:
     model = randomized(Mixer())
-    one, several = (prunekit.prune(model, (X,), macs=0.6, exclude=given) for given in ("inn*", ["inn*"]))
+    one, several = (prunekit.prune(model, (X,), macs=0.6, ignore=given) for given in ("inn*", ["inn*"]))
     assert one.plan.digest == several.plan.digest
-    with pytest.raises(UsageError, match=r"exclude: expected globs .*, got LayerNorm, whose path is 'norm'"):
-        prunekit.prune(model, (X,), macs=0.6, exclude=[model.norm])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match=r"exclude: expected globs .*, got the class Linear"):
-        prunekit.prune(model, (X,), macs=0.6, exclude=nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"ignore: expected globs .*, got LayerNorm, whose path is 'norm'"):
+        prunekit.prune(model, (X,), macs=0.6, ignore=[model.norm])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=r"ignore: expected globs .*, got the class Linear"):
+        prunekit.prune(model, (X,), macs=0.6, ignore=nn.Linear)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"ratios: expected shares by globs .*, got str 'inner'"):
         prunekit.prune(model, (X,), macs=0.6, ratios="inner")  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ def collect(
     outputs: bool = True,
     fused: bool | None = None,
     moments: Moments = "none",
-    moments_exclude: Sequence[str] = (),
+    moments_ignore: Sequence[str] = (),
     moments_limit_mib: int = MOMENTS_LIMIT_MIB,
     moments_positions: int | None = None,
     ranks: bool = False,
@@ -76,7 +76,7 @@ def collect(
             samples as one tensor or one mapping of tensors, or a data set of them.
         modules, inputs, outputs, fused: as for `StatsCollector`.
         moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
-        moments_exclude, moments_limit_mib, moments_positions: its `exclude`, `limit_mib` and `positions`.
+        moments_ignore, moments_limit_mib, moments_positions: its `ignore`, `limit_mib` and `positions`.
         ranks: whether to measure the ranks of feature maps too, as `RankCollector` does.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -95,7 +95,7 @@ def collect(
         second = MomentsCollector(
             model,
             moved(few, device),
-            exclude=moments_exclude,
+            ignore=moments_ignore,
             limit_mib=moments_limit_mib,
             positions=moments_positions,
         )

@@ -53,7 +53,7 @@ class MomentsCollector(ReadHooks):
     Args:
         model: the model, not compiled.
         images: a few samples on the model's device, on which it runs once, so that the layers and the memory are known.
-        exclude: globs over paths of consumers to leave out.
+        ignore: globs over paths of consumers to leave out.
         limit_mib: memory that the sums may take, in MiB.
         positions: of each image, at most; None: all of them.
 
@@ -67,14 +67,14 @@ class MomentsCollector(ReadHooks):
         model: nn.Module,
         images: Any,
         *,
-        exclude: Sequence[str] = (),
+        ignore: Sequence[str] = (),
         limit_mib: int = MOMENTS_LIMIT_MIB,
         positions: int | None = None,
     ) -> None:
         model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         self.consumers = find_consumers(model, images)
-        self._left_out = {path for glob in exclude for path in matching(glob, self.consumers, "moments_exclude")}
+        self._left_out = {path for glob in ignore for path in matching(glob, self.consumers, "moments_ignore")}
         wide = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         found = {path: consumer for path, consumer in self.consumers.items() if path not in self._left_out}
         self.bytes = {path: _bytes(consumer, wide) for path, consumer in found.items()}
@@ -171,7 +171,7 @@ class MomentsCollector(ReadHooks):
         raise UsageError(
             f"moments: the Gram matrices of {len(self.bytes)} layers' inputs take {total:,.0f} MiB, more than the "
             f"limit of {limit_mib:,} MiB; the largest is that of {path!r}: {self.consumers[path].channels:,} channels, "
-            f"{largest / MIB:,.0f} MiB. Leave it out with moments_exclude ([{path}]), or raise moments_limit_mib; both "
+            f"{largest / MIB:,.0f} MiB. Leave it out with moments_ignore ([{path}]), or raise moments_limit_mib; both "
             "are keys of calibration in a recipe and arguments of calibrate"
         )
 

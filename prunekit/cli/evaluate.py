@@ -24,7 +24,7 @@ from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
-    from prunekit.workflow.targets import Target
+    from prunekit.workflow.targets import InputModel
 
 
 @click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
@@ -83,7 +83,7 @@ def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | N
     )
 
 
-def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> Target:
+def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> InputModel:
     from prunekit.workflow import Own
     from prunekit.workflow.targets import trained_target
 

@@ -13,7 +13,7 @@ from prunekit.cli.options import common_options, model_options, output_option, s
 from prunekit.cli.output import Console, check_folder, save, table
 
 if TYPE_CHECKING:
-    from prunekit.workflow.targets import Target
+    from prunekit.workflow.targets import InputModel
 
 
 @click.command("inspect", short_help="Show channel groups, locks, and MACs per layer of a model.")
@@ -47,7 +47,7 @@ def inspect_command(
     console.result(result, _text(result))
 
 
-def _layers(target: Target, output: Path | None, console: Console) -> None:
+def _layers(target: InputModel, output: Path | None, console: Console) -> None:
     """The table of modules, in order of execution."""
     from dataclasses import asdict
 

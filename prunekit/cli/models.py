@@ -13,7 +13,7 @@ from prunekit.errors import UsageError
 if TYPE_CHECKING:
     from prunekit.models import ModelSettings
     from prunekit.settings.job import JobSettings
-    from prunekit.workflow.targets import Target
+    from prunekit.workflow.targets import InputModel
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ModelOptions:
             self.factory, self.zoo = self.zoo, None
 
 
-def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> Target:
+def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> InputModel:
     """The one model that a command line names; with a recipe, `--model` takes the place of its model, and with a model
     folder it says how its dense model is built.
 
@@ -53,7 +53,7 @@ def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOpt
     return _resolve(names[0] if names else None, overrides, options)
 
 
-def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[Target]:
+def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> list[InputModel]:
     """The models that a command line names: the user's own first, because it is what others are compared with, unless
     it takes the place of a recipe's.
     """
@@ -63,7 +63,7 @@ def all_targets(names: Sequence[str], overrides: Sequence[str], options: ModelOp
     return own + [_resolve(name, overrides, others) for name in names]
 
 
-def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) -> Target:
+def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) -> InputModel:
     recipe = name is not None and is_recipe(name)
     job = _job(str(name), overrides, options) if recipe else None
     from prunekit.workflow.targets import resolve

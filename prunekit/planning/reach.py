@@ -19,7 +19,7 @@ from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.terms import Numbers
 from prunekit.settings.pruning import LATENCIES, SHARES, BudgetSettings, PruneSettings, Scope
 
-LIMITS = ("exclude", "ratios", "min_channels", "round_to")
+LIMITS = ("ignore", "ratios", "min_channels", "round_to")
 SWEEPS = 4
 """Over all parts, where the narrowest plan may not be the fastest."""
 

@@ -70,7 +70,7 @@ def free_parts(
     Raises:
         PlanError: a glob matches no module path.
     """
-    excluded = labels_matching(channel_map, settings.exclude, "exclude")
+    excluded = labels_matching(channel_map, settings.ignore, "ignore")
     ratio = np.ones(channel_map.n_labels) * np.nan
     for pattern, share in settings.ratios.items():
         ratio[labels_matching(channel_map, [pattern], "ratios")] = share

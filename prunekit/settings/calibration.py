@@ -20,7 +20,7 @@ class CalibrationSettings:
         images: how many training images.
         fused: whether activations are measured by compiled kernels: true, false, or null: once that pays off.
         moments: `full`: also the Gram matrix of every layer's input channels; `none`: where the criterion needs it.
-        moments_exclude: globs over module paths whose Gram matrix is left out.
+        moments_ignore: globs over module paths whose Gram matrix is left out.
         moments_limit_mib: memory that the Gram matrices may take together, in MiB.
         moments_positions: places or tokens of each image that a Gram matrix is taken over, at most, drawn at
             random; null: all of them.
@@ -29,6 +29,6 @@ class CalibrationSettings:
     images: PositiveInt = 512
     fused: bool | None = None
     moments: Moments = "none"
-    moments_exclude: tuple[str, ...] = ()
+    moments_ignore: tuple[str, ...] = ()
     moments_limit_mib: PositiveInt = MOMENTS_LIMIT_MIB
     moments_positions: PositiveInt | None = None

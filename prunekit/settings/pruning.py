@@ -73,7 +73,7 @@ class BudgetSettings:
 
 
 @dataclass(frozen=True)
-class TargetSettings:
+class Target:
     """What budgets of time and memory are meant on; memory depends on batch and dtype alone."""
 
     runtime: RuntimeName = "eager"
@@ -134,9 +134,9 @@ class PruneSettings:
     round_to: PositiveInt = 1
     """Channel counts of every pruned axis are multiples of this where the axis allows it."""
     min_channels: PositiveInt = 1
-    exclude: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
     """Globs over module paths whose output channels stay whole."""
-    target: TargetSettings = field(default_factory=TargetSettings)
+    target: Target = field(default_factory=Target)
     """Runtime and device of `latency_ms` and `speedup`; batch and dtype of these and of `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
     """Glob over module paths -> share of their output channels to keep."""

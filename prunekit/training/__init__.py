@@ -11,7 +11,6 @@ from prunekit.settings.training import (
 )
 from prunekit.training.asked import Sources, asked_parts, needs_plan, task_loss
 from prunekit.training.averaging import Average
-from prunekit.training.carrying import carry_average, carry_over, carry_run
 from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import check_clamps
@@ -27,6 +26,7 @@ from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.regularizers import Sparsifying
 from prunekit.training.replicas import share_buffers, share_corrupt
+from prunekit.training.transfer import transfer, transfer_average, transfer_run
 from prunekit.training.watching import Watching
 
 __all__ = [
@@ -63,9 +63,6 @@ __all__ = [
     "Watching",
     "Within",
     "asked_parts",
-    "carry_average",
-    "carry_over",
-    "carry_run",
     "check_clamps",
     "check_fits",
     "feature_paths",
@@ -76,4 +73,7 @@ __all__ = [
     "share_corrupt",
     "steps_per_epoch",
     "task_loss",
+    "transfer",
+    "transfer_average",
+    "transfer_run",
 ]

@@ -110,7 +110,7 @@ class History:
         best_epoch: the one whose weights the model was left with; 0: there was none.
         clamps: what was clamped.
         compilation: what came of compiling; None where it was not asked for.
-        left: where the run was left before its end, see `carry_run`; None where it was not.
+        left: where the run was left before its end, see `transfer_run`; None where it was not.
     """
 
     rows: tuple[EpochRow, ...]

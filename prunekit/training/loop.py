@@ -97,7 +97,7 @@ def fit(
             run that is over there gives its result again. Of several processes the main one writes and reads, the
             others' folders are not touched; all give one or none does. None: nowhere.
         until: asked between two steps: whether to leave the run there, with the weights of that moment in the model.
-        begin: a run of as many epochs and the same parts that was left, to go on with; see `carry_run`.
+        begin: a run of as many epochs and the same parts that was left, to go on with; see `transfer_run`.
 
     Raises:
         ModelError: every parameter is frozen, or the model does not take these inputs or give what the task knows.

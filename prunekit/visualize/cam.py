@@ -10,7 +10,7 @@ from prunekit.context import training_mode
 from prunekit.errors import ModelError, UsageError, nearest
 from prunekit.visualize.activations import Call, Read, SpatialActivations
 from prunekit.visualize.formulas import FORMULAS, METHODS, CamMethod, cam, eigen_cam
-from prunekit.visualize.scores import ClassMap, Target, chosen, class_map, class_scores, require_images
+from prunekit.visualize.scores import ClassIndex, ClassMap, chosen, class_map, class_scores, require_images
 from prunekit.wrappers import unwrapped
 
 
@@ -20,7 +20,7 @@ def class_activation_map(
     layer: str | None = None,
     *,
     method: CamMethod = "grad_cam",
-    target: Target = None,
+    target: ClassIndex = None,
 ) -> ClassMap:
     """Where in each image a model sees a class: one forward pass, and one backward pass down to the layer.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.context import frozen, training_mode
 from prunekit.errors import ModelError, UsageError, nearest
-from prunekit.visualize.scores import ClassMap, Target, chosen, class_map, class_scores, require_images
+from prunekit.visualize.scores import ClassIndex, ClassMap, chosen, class_map, class_scores, require_images
 from prunekit.wrappers import unwrapped
 
 SaliencyMethod = Literal["gradient", "smooth_grad"]
@@ -39,7 +39,7 @@ def saliency(
     images: Tensor,
     *,
     method: SaliencyMethod = "gradient",
-    target: Target = None,
+    target: ClassIndex = None,
     smoothing: Smoothing | None = None,
 ) -> ClassMap:
     """The largest absolute gradient of a class's logit over the channels of each pixel.
@@ -74,7 +74,7 @@ def saliency(
     return class_map(method, None, gradients.abs().amax(1), scores, classes)
 
 
-def _gradients(model: nn.Module, images: Tensor, target: Target) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (B, C, H, W), scores (B, classes) and classes (B,)."""
     leaf = images.detach().clone().requires_grad_()
     with frozen(model):

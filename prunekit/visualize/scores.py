@@ -12,7 +12,7 @@ from torch import Tensor
 from prunekit.errors import ModelError, UsageError
 from prunekit.models import logits
 
-Target = int | Sequence[int] | Tensor | None
+ClassIndex = int | Sequence[int] | Tensor | None
 """A class, or one for each image; None: that of the highest score."""
 
 
@@ -69,7 +69,7 @@ def class_scores(output: Any) -> Tensor:
     return scores
 
 
-def chosen(scores: Tensor, target: Target) -> Tensor:
+def chosen(scores: Tensor, target: ClassIndex) -> Tensor:
     """The class of each image, (B,) int64, on the device of the scores (B, classes).
 
     Raises:

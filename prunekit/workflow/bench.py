@@ -13,10 +13,12 @@ from prunekit.measure import LatencySettings, count_macs, count_parameters, meas
 from prunekit.measure.choosing import choose
 from prunekit.measure.runtimes import RUNTIMES
 from prunekit.workflow.runs import Log
-from prunekit.workflow.targets import Target, probe
+from prunekit.workflow.targets import InputModel, probe
 
 
-def bench(targets: Sequence[Target], settings: LatencySettings, device: str = "auto", *, log: Log) -> dict[str, Any]:
+def bench(
+    targets: Sequence[InputModel], settings: LatencySettings, device: str = "auto", *, log: Log
+) -> dict[str, Any]:
     """Times models alternately; the speedup of each is relative to the first.
 
     Args:
@@ -87,7 +89,7 @@ def _named(names: str, settings: LatencySettings) -> list[torch.device]:
     return [device for device in found if device.type in kinds] or found[:1]
 
 
-def _same_shape(targets: Sequence[Target]) -> None:
+def _same_shape(targets: Sequence[InputModel]) -> None:
     shapes = {target.name: "x".join(map(str, target.sample_shape)) for target in targets}
     if len(set(shapes.values())) > 1:
         found = ", ".join(f"{name} takes {shape}" for name, shape in shapes.items())

@@ -155,7 +155,7 @@ def collectors_for(job: JobSettings, model: nn.Module, images: Batches, device: 
         moments = MomentsCollector(
             model,
             moved(few, device),
-            exclude=settings.moments_exclude,
+            ignore=settings.moments_ignore,
             limit_mib=settings.moments_limit_mib,
             positions=settings.moments_positions,
         )
@@ -225,7 +225,7 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
             images,
             chart,
             job.repair,
-            job.prune.exclude,
+            job.prune.ignore,
             log=lambda line: log(f"calibration: {line}; on {count_of(images)} training {prepared.splits.task.samples}"),
         )
     model.cpu()

@@ -240,5 +240,5 @@ def _out_of_reach(goal: LatencyGoal, timing: Timing) -> str:
     return (
         f"budget {in_words_all(goal.asked)}: the plan predicted to be fastest takes {timing.ms:.4g} ms, "
         f"{timing.speedup:.3g}x the dense model's speed (measured), and no other is predicted to be faster{obstacles}; "
-        "raise the budget, or relax exclude, ratios, min_channels, round_to and target.block"
+        "raise the budget, or relax ignore, ratios, min_channels, round_to and target.block"
     )

@@ -17,7 +17,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.training import TrainSettings, steps_per_epoch
 from prunekit.training.optimizers import build_optimizer, build_schedule
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
-from prunekit.workflow.targets import Target
+from prunekit.workflow.targets import InputModel
 
 LOOKED_AT = 1024
 """Images of the training split, and of the validation split, that are compared for copies."""
@@ -30,7 +30,7 @@ def first_training(job: JobSettings) -> TrainSettings:
 
 
 def diagnose_target(
-    target: Target,
+    target: InputModel,
     data: DataSettings | None,
     training: TrainSettings | None,
     *,
@@ -87,7 +87,7 @@ def _some(dataset: SampleDataset, settings: DataSettings, indices: torch.Tensor)
     return batches(dataset, settings.batch, shuffle_seed=None, indices=indices) if len(indices) else ()
 
 
-def _splits(target: Target, data: DataSettings | None, own: Own) -> Splits:
+def _splits(target: InputModel, data: DataSettings | None, own: Own) -> Splits:
     if target.splits is not None:
         return target.splits
     if data is None:

@@ -18,11 +18,11 @@ from prunekit.training import share_corrupt
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
 from prunekit.workflow.results import described_task
-from prunekit.workflow.targets import Target, inputs_of_task, probe
+from prunekit.workflow.targets import InputModel, inputs_of_task, probe
 
 
 def evaluate(
-    target: Target,
+    target: InputModel,
     data: DataSettings | None,
     device: torch.device,
     own: Own = RECIPE_ONLY,
@@ -62,7 +62,7 @@ def evaluate(
     return {"model": target.name, **figures, "device": str(device), "corrupt_images": splits.corrupt}
 
 
-def _splits(target: Target, data: DataSettings | None, own: Own, task: TaskName) -> Splits:
+def _splits(target: InputModel, data: DataSettings | None, own: Own, task: TaskName) -> Splits:
     if target.splits is not None:
         return target.splits
     if data is None:
@@ -73,7 +73,7 @@ def _splits(target: Target, data: DataSettings | None, own: Own, task: TaskName)
     return job_splits(data, own, task)
 
 
-def _check(target: Target, splits: Splits) -> None:
+def _check(target: InputModel, splits: Splits) -> None:
     if not target.trained:
         raise ModelError(
             f"{target.name}: expected trained weights, but they are random; give --weights, or a recipe or model folder"

@@ -95,7 +95,7 @@ def patch_statistics(
     images: Any,
     channel_map: ChannelMap,
     settings: RepairSettings | None = None,
-    exclude: Iterable[str] = (),
+    ignore: Iterable[str] = (),
     groups: Sequence[ChannelGroup] | None = None,
     log: Callable[[str], None] | None = None,
 ) -> PatchStats:
@@ -108,14 +108,14 @@ def patch_statistics(
         images: (B, ...), or a tuple of all inputs.
         channel_map: of the model.
         settings: of the repair that follows, which says how many rows and how much memory may be used.
-        exclude: globs over module paths whose output channels stay.
+        ignore: globs over module paths whose output channels stay.
         groups: those of the map whose readers are looked at; None: all.
         log: gets a line on the memory that the statistics take before they are collected.
     """
     settings, images = settings or RepairSettings(), map_tensors(images, pixel_by_pixel)
     channel_map.require_plain_forward("the criterion 'elimination'")
     samples = count_of(images)
-    may_go = ~labels_matching(channel_map, exclude, "exclude")
+    may_go = ~labels_matching(channel_map, ignore, "ignore")
     may_go[0] = False
     if groups is not None:
         may_go &= np.isin(np.arange(channel_map.n_labels), [label for group in groups for label in group.labels])

@@ -18,7 +18,7 @@ from prunekit.inputs import arguments
 from prunekit.masking import ActivationThresholds, masked, sparsity
 from prunekit.measure.verify import verify
 from prunekit.planning import Plan
-from prunekit.training import LeftRun, Part, Training, Within, carry_run
+from prunekit.training import LeftRun, Part, Training, Within, transfer_run
 from prunekit.workflow.activations import find_thresholds, masks
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
@@ -102,7 +102,7 @@ class Finetuning:
         self._log(f"compact early: epoch {at:.2f}: masked == compact to {found:.1e}; training goes on with the latter")
         chart = None if self._job.finetune.regularize is None else trace(small, self._prepared.example_inputs)
         activations = Within(lambda training: masks(training.model, thresholds))
-        begin = None if left is None else carry_run(left, plan)
+        begin = None if left is None else transfer_run(left, plan)
         small = self._train(small, *self._trainings.rewinding(), activations, chart=chart, cut=plan, begin=begin)
         spread_(model, small, plan)
         return model, {"epoch": at, "max_relative_difference": found}

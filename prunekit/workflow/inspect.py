@@ -6,10 +6,10 @@ from typing import Any
 
 from prunekit.channels import ChannelMap, trace
 from prunekit.measure import count_macs, count_parameters
-from prunekit.workflow.targets import Target, probe
+from prunekit.workflow.targets import InputModel, probe
 
 
-def inspect(target: Target) -> dict[str, Any]:
+def inspect(target: InputModel) -> dict[str, Any]:
     """Traces a model.
 
     Returns:
@@ -41,7 +41,7 @@ def inspect(target: Target) -> dict[str, Any]:
     }
 
 
-def _layers(target: Target, channel_map: ChannelMap) -> list[dict[str, Any]]:
+def _layers(target: InputModel, channel_map: ChannelMap) -> list[dict[str, Any]]:
     modules = dict(target.model.named_modules())
     rows = []
     for path, macs in channel_map.layer_macs().items():

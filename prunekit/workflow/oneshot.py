@@ -29,7 +29,7 @@ from prunekit.planning.select import Scores
 from prunekit.progress import reporting, stage
 from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
-from prunekit.settings.pruning import Criterion, Scope, TargetSettings
+from prunekit.settings.pruning import Criterion, Scope, Target
 from prunekit.tasks import Task
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze
@@ -83,12 +83,12 @@ def prune(
     latency_ms: float | None = None,
     speedup: float | None = None,
     memory_mb: float | None = None,
-    target: TargetSettings | None = None,
+    target: Target | None = None,
     criterion: Criterion | None = None,
     scope: Scope | None = None,
     round_to: int = 1,
     min_channels: int = 1,
-    exclude: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     ratios: Mapping[str, float] | None = None,
     plain_classes: bool = False,
     repair: RepairSettings | Literal[False] | None = None,
@@ -134,7 +134,7 @@ def prune(
             the budget allows, where scores only say which channels of a group go.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
-        exclude: a glob over module paths, or several, whose output channels stay.
+        ignore: a glob over module paths, or several, whose output channels stay.
         ratios: glob over module paths -> share of their output channels to keep.
         plain_classes: whether all modules keep their classes, and channels stay that could not go otherwise; so
             `torch.save(model)` makes a file that loads where prunekit is not installed. `notes` names other classes.
@@ -161,12 +161,12 @@ def prune(
     budget = BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup, memory_mb)
     settings = PruneSettings(
         budget=budget,
-        target=target or TargetSettings(),
+        target=target or Target(),
         criterion=criterion,
         scope=scope or ("per_mac" if criterion == "elimination" or budget.measured else "uniform"),
         round_to=round_to,
         min_channels=min_channels,
-        exclude=globs(exclude, "exclude", model),
+        ignore=globs(ignore, "ignore", model),
         ratios=_ratios(ratios),
         plain_classes=plain_classes,
     )
@@ -217,7 +217,7 @@ def _prune_on(
     patches = None
     if "patches" in get_criterion(settings.criterion).needs:
         stage(f"patch statistics of {count_of(images)} samples")
-        patches = patch_statistics(model, images, chart, repairing, settings.exclude, log=stage)
+        patches = patch_statistics(model, images, chart, repairing, settings.ignore, log=stage)
     given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
     planned, frozen = _planned(model, example, settings, given, chart, patches)
     plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference

@@ -39,7 +39,7 @@ from prunekit.planning.reach import nothing_free
 from prunekit.planning.select import Part, free_parts
 from prunekit.progress import reporting, stage, tracked
 from prunekit.settings.latency import LatencySettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.runs import Log
@@ -59,7 +59,7 @@ def profile(
     model: nn.Module,
     channel_map: ChannelMap,
     examples: Sequence[tuple[Any, ...]],
-    target: TargetSettings,
+    target: Target,
     prune: PruneSettings,
     *,
     networks: int | None = None,
@@ -139,7 +139,7 @@ def in_blocks(settings: PruneSettings) -> PruneSettings:
     return replace(settings, round_to=lcm(settings.round_to, settings.target.block))
 
 
-def layer_setting(target: TargetSettings) -> tuple[Setting, list[str]]:
+def layer_setting(target: Target) -> tuple[Setting, list[str]]:
     """The setting that a target's layers are timed in, and what to say of it.
 
     Raises:
@@ -152,7 +152,7 @@ def layer_setting(target: TargetSettings) -> tuple[Setting, list[str]]:
     return replace(wanted, runtime="eager"), [note]
 
 
-def setting_of(target: TargetSettings) -> Setting:
+def setting_of(target: Target) -> Setting:
     """A target as the measuring core has it.
 
     Raises:
@@ -163,7 +163,7 @@ def setting_of(target: TargetSettings) -> Setting:
     return found[0]
 
 
-def as_latency(target: TargetSettings) -> LatencySettings:
+def as_latency(target: Target) -> LatencySettings:
     """A target as settings of a measurement."""
     return LatencySettings(
         (target.batch,),

@@ -29,7 +29,7 @@ from prunekit.visualize import Preprocessing, read_image
 from prunekit.workflow.counterpart import dense_of
 from prunekit.workflow.own import Own, job_splits
 from prunekit.workflow.sensitivity import chosen_groups
-from prunekit.workflow.targets import MANIFEST, Target, resolve
+from prunekit.workflow.targets import MANIFEST, InputModel, resolve
 
 Mask = NDArray[np.bool_]
 DENSE, PRUNED = "dense", "pruned"
@@ -123,7 +123,7 @@ class Sides:
         return self.rows.get(path) if labels is None or self.plan is None else self.plan.keep[labels]
 
 
-def sides_of(target: Target, data: DataSettings | None = None, own_data: str | None = None) -> Sides:
+def sides_of(target: InputModel, data: DataSettings | None = None, own_data: str | None = None) -> Sides:
     """A single model, as commands name one."""
     notes = () if target.trained else (f"{target.name}: its weights are random",)
     models = {DENSE: set_mode(target.model, False)}

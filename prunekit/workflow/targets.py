@@ -26,7 +26,7 @@ MANIFEST = "prunekit.json"
 
 
 @dataclass(frozen=True)
-class Target:
+class InputModel:
     """A model that is ready to run.
 
     Attributes:
@@ -66,7 +66,7 @@ def resolve(
     seed: int = 0,
     data: str | None = None,
     task: str | None = None,
-) -> Target:
+) -> InputModel:
     """Finds and builds what a command line names.
 
     Args:
@@ -103,7 +103,7 @@ def resolve(
         return _from_zoo(ModelSettings(str(target), _zoo_of(str(target)), weights=weights), shape)
 
 
-def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> Target:
+def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> InputModel:
     """A job's dense model with its weights: as given, from the cache, or trained now as the job's baseline says.
 
     Raises:
@@ -112,7 +112,7 @@ def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: O
     prepared = prepare(job, own)
     model = train_baseline(prepared, log=log, progress=progress).model
     splits = prepared.splits
-    return Target(model, job.name, splits.sample_shape, splits, inputs=inputs_of_task(model, splits))
+    return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs_of_task(model, splits))
 
 
 def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
@@ -120,7 +120,7 @@ def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
     return None if splits.task is IMAGE_CLASSIFICATION else example_of(model, splits)
 
 
-def probe(target: Target) -> Any:
+def probe(target: InputModel) -> Any:
     """One forward on zeros, in eval mode: what the model returns.
 
     Raises:
@@ -137,16 +137,16 @@ def probe(target: Target) -> Any:
         raise ModelError(f"{target.name}: the model does not run on an input of {shape}: {reason}{cure}") from error
 
 
-def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> Target:
+def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> InputModel:
     require_sources(job, own)
     splits = job_splits(job.data, own, job.task)
     model = job_model(job, own, len(splits.classes))
     inputs = None if shape else inputs_of_task(model, splits)
     trained = job.model.weights is not None
-    return Target(model, job.name, shape or splits.sample_shape, splits, trained, inputs)
+    return InputModel(model, job.name, shape or splits.sample_shape, splits, trained, inputs)
 
 
-def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> Target:
+def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | None) -> InputModel:
     if not (folder / MANIFEST).is_file():
         inside = folder / "model"
         meant = f"; did you mean {inside}?" if (inside / MANIFEST).is_file() else ""
@@ -161,7 +161,7 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
             )
         dense = load_factory(factory)
     inputs = None if shape else _noted_inputs(folder, manifest)
-    return Target(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest), inputs=inputs)
+    return InputModel(load(folder, dense), str(folder), shape or _noted_shape(folder, manifest), inputs=inputs)
 
 
 def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -190,9 +190,11 @@ def _noted_shape(folder: Path, manifest: dict[str, Any]) -> tuple[int, ...]:
             )
 
 
-def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> Target:
+def _from_zoo(settings: ModelSettings, shape: tuple[int, ...] | None) -> InputModel:
     model = build_model(settings, num_classes=None)
-    return Target(model, settings.name, shape or _usual_shape(settings, model), trained=settings.weights is not None)
+    return InputModel(
+        model, settings.name, shape or _usual_shape(settings, model), trained=settings.weights is not None
+    )
 
 
 def _zoo_of(name: str) -> Literal["torchvision", "cifar"]:
@@ -212,14 +214,14 @@ def _hint(name: str) -> str:
     return names if names.startswith("did you mean") else "there is no such file, folder or model"
 
 
-def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | None) -> Target:
+def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | None) -> InputModel:
     if shape is None:
         raise UsageError("--model: expected --input-shape with it, such as --input-shape 1x3x224x224")
     model = load_factory(factory)
     if weights is not None:
         load_weights(model, Path(weights))
     # A factory may load weights itself: only its author knows.
-    return Target(model, factory.rpartition(":")[2], shape)
+    return InputModel(model, factory.rpartition(":")[2], shape)
 
 
 def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

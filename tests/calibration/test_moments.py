@@ -176,15 +176,13 @@ def test_memory_is_stated_before_anything_runs_and_kept_to() -> None:
         "Gram matrices of 9 layers' inputs, over all positions, take 0.0 MiB, the largest 0.0 MiB (back, 12 channels)"
     )
     large = nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 2))
-    message = r"192 MiB, more than the limit of 100 MiB; .* '2': 4,096 channels, 192 MiB\. .* moments_exclude \(\[2\]\)"
+    message = r"192 MiB, more than the limit of 100 MiB; .* '2': 4,096 channels, 192 MiB\. .* moments_ignore \(\[2\]\)"
     with pytest.raises(UsageError, match=message):
         MomentsCollector(large, torch.randn(2, 8), limit_mib=100)
     images = [torch.randn(3, 8)]
-    assert list(collect(large, images, CPU, moments="full", moments_exclude=["2"], moments_limit_mib=1).moments) == [
-        "0"
-    ]
-    with pytest.raises(UsageError, match="moments_exclude: 'fc' matches no module path"):
-        MomentsCollector(large, images[0], exclude=["fc"])
+    assert list(collect(large, images, CPU, moments="full", moments_ignore=["2"], moments_limit_mib=1).moments) == ["0"]
+    with pytest.raises(UsageError, match="moments_ignore: 'fc' matches no module path"):
+        MomentsCollector(large, images[0], ignore=["fc"])
 
 
 @pytest.mark.parametrize("channels", [4, 200])

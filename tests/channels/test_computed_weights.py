@@ -67,7 +67,7 @@ def test_computed_weights_are_pruned_trained_and_saved(computed: Any, tmp_path: 
     prunekit.save(tmp_path / "small", small, plan, input_shapes=[[4, 3, 10]])
     again = prunekit.load(tmp_path / "small", model=net(computed))
     torch.testing.assert_close(again(*IMAGES), small(*IMAGES))
-    prunekit.carry_over(optimizer, model, small, plan)
+    prunekit.transfer(optimizer, model, small, plan)
     small(*IMAGES).square().sum().backward()
     optimizer.step()
 

@@ -27,7 +27,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
 from prunekit.workflow.batch_size import LargestBatch, Tried
 from prunekit.workflow.finetune import Finish, write_report
-from prunekit.workflow.targets import Target
+from prunekit.workflow.targets import InputModel
 
 Log = Callable[[str], None]
 RECIPE = "name: small\nmodel: {name: squeezenet1_1}\nbaseline: {epochs: 1}\nseed: 4\n"
@@ -356,10 +356,10 @@ def test_evaluate_the_users_own_model_on_a_recipes_images(own_model: str, recipe
 def test_evaluate_a_recipe_takes_its_trained_dense_model(
     monkeypatch: pytest.MonkeyPatch, recipe: str, jobs: list[JobSettings]
 ) -> None:
-    def stand_in(job: JobSettings, *, log: Log, progress: bool, own: Own) -> Target:
+    def stand_in(job: JobSettings, *, log: Log, progress: bool, own: Own) -> InputModel:
         jobs.append(job)
         model = nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        return Target(model, job.name, (3, 8, 8), load_splits(job.data))
+        return InputModel(model, job.name, (3, 8, 8), load_splits(job.data))
 
     monkeypatch.setattr(targets, "trained_target", stand_in)
     result = run("evaluate", recipe, *SMALL_IMAGES, "--seed", "9", "--device", "cpu", "--json")

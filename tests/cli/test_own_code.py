@@ -78,10 +78,10 @@ def test_a_job_from_the_command_line_to_its_model_folder(here: Path) -> None:
         *own,
         "calibration.moments=full",
         "data.image_size=8",
-        "calibration.moments_exclude=[nothing]",
+        "calibration.moments_ignore=[nothing]",
     )
     assert limited.exit_code == 2
-    assert "moments_exclude: 'nothing' matches no module path" in limited.stderr
+    assert "moments_ignore: 'nothing' matches no module path" in limited.stderr
     timed = run("bench", str(folder / "model"), "--model", "own.py:net", "--input-shape", "1x3x8x8",
                 "--batch", "1", "--repeats", "5", "--json")  # fmt: skip
     assert list(json.loads(timed.stdout)["models"]) == ["net", str(folder / "model")]

@@ -83,7 +83,7 @@ def test_noisy_networks_are_told_and_measured_again(recipe: Path) -> None:
         ("prune.target.device=cuda:9", "cuda"),
         ("prune.target.dtype=fp8", "prune.target.dtype"),
         ("prune.budget.speedup=0.5", "prune.budget.speedup"),
-        ("prune.exclude=['*']", "no channel is free"),
+        ("prune.ignore=['*']", "no channel is free"),
     ],
 )
 def test_bad_input_is_refused_with_what_was_expected(recipe: Path, override: str, message: str) -> None:

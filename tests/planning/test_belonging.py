@@ -61,8 +61,8 @@ TAKERS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "changing masks": lambda model, _: prunekit.ChangingMasks(model, PLAN),
     "verify": lambda model, _: prunekit.verify(model, SMALL, PLAN, [image()]),
     "spread_": lambda model, _: spread_(model, SMALL, PLAN),
-    "carry_over": lambda model, _: prunekit.carry_over(SGD, model, SMALL, PLAN),
-    "carry_average": lambda model, _: prunekit.carry_average(AveragedModel(model), PLAN),
+    "transfer": lambda model, _: prunekit.transfer(SGD, model, SMALL, PLAN),
+    "transfer_average": lambda model, _: prunekit.transfer_average(AveragedModel(model), PLAN),
     "repair": lambda model, _: repair(model, PLAN, image(batch=16)[0]),
     "score": lambda model, _: score("l2", model, PLAN.channel_map),
     "movement": lambda model, _: Movement(model, PLAN.channel_map, SGD),
@@ -95,8 +95,8 @@ PLAN_TAKERS: dict[str, Callable[[Any, Path], Any]] = {
     "verify": lambda plan, _: prunekit.verify(MODEL, SMALL, plan, [image()]),
     "save": lambda plan, folder: prunekit.save(folder / "model", SMALL, plan, input_shapes=[[1, 3, 8, 8]]),
     "spread_": lambda plan, _: spread_(MODEL, SMALL, plan),
-    "carry_over": lambda plan, _: prunekit.carry_over(SGD, MODEL, SMALL, plan),
-    "carry_average": lambda plan, _: prunekit.carry_average(AveragedModel(MODEL), plan),
+    "transfer": lambda plan, _: prunekit.transfer(SGD, MODEL, SMALL, plan),
+    "transfer_average": lambda plan, _: prunekit.transfer_average(AveragedModel(MODEL), plan),
     "repair": lambda plan, _: repair(MODEL, plan, image(batch=16)[0]),
     "sparsity": lambda plan, _: sparsity(MODEL, plan),
 }
@@ -186,7 +186,7 @@ def test_tied_weights() -> None:
         one(*ids).square().sum().backward()
         optimizer.step()
     small = prunekit.compact(one, of_one)
-    prunekit.carry_over(optimizer, one, small, of_one)
+    prunekit.transfer(optimizer, one, small, of_one)
     assert {id(parameter) for parameter in small.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
 
 

@@ -73,11 +73,11 @@ def kept(chart: ChannelMap, parts: list[Part], counts: Labels) -> Plan:
 
 @settings(max_examples=25)
 @given(st.sampled_from(list(MODELS)), st.integers(0, 10**6), st.sampled_from([(), ("side",), ("q",)]))
-def test_costs_are_those_of_the_compact_model(name: str, seed: int, exclude: tuple[str, ...]) -> None:
+def test_costs_are_those_of_the_compact_model(name: str, seed: int, ignore: tuple[str, ...]) -> None:
     model, chart = model_and_chart(name)
-    exclude = tuple(path for path in exclude if path in dict(model.named_modules()))
+    ignore = tuple(path for path in ignore if path in dict(model.named_modules()))
     generator = np.random.default_rng(seed)
-    parts = free_parts(chart, random_scores(chart, seed), PruneSettings(exclude=exclude))
+    parts = free_parts(chart, random_scores(chart, seed), PruneSettings(ignore=ignore))
     counts = np.stack([generator.integers(1, [part.labels.size + 1 for part in parts]) for _ in range(3)])
     found = cost_model(chart, parts, [terms_of(chart, parts, resource) for resource in COUNTED.values()])(counts)
     for row, costs in zip(counts, found, strict=True):
@@ -160,9 +160,7 @@ def test_a_label_costs_what_the_budget_counts() -> None:
     scores = np.ones(chart.n_labels)
 
     def widths(**budget: float) -> tuple[int, int]:
-        found = make_plan(
-            chart, scores, PruneSettings(BudgetSettings(**budget), "random", "per_mac", exclude=("back",))
-        )
+        found = make_plan(chart, scores, PruneSettings(BudgetSettings(**budget), "random", "per_mac", ignore=("back",)))
         return found.widths()["early"][0], found.widths()["late"][0]
 
     assert widths(macs=0.5)[1] == 30
@@ -184,8 +182,8 @@ def test_a_label_costs_what_the_budget_counts() -> None:
             r"at most 0.1 MB .* \(it contradicts min_channels, without which 0\.0\d+ MB can be had\); raise",
         ),
         (
-            {"params": 0.2, "exclude": ("twice",), "round_to": 2},
-            r"\(it contradicts exclude, without which 0\.\d+ can be had\); raise",
+            {"params": 0.2, "ignore": ("twice",), "round_to": 2},
+            r"\(it contradicts ignore, without which 0\.\d+ can be had\); raise",
         ),
         (
             {"size_mb": 1e-6, "macs": 1e-6, "channels": 0.9},

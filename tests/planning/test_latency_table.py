@@ -196,7 +196,7 @@ def test_the_other_budgets_are_checked_without_a_table() -> None:
     channel_map = chain([8, 12])
     for budget, changed, error, message in (
         ({"macs": 1e-6}, {}, PlanError, "budget macs: at most 1e-06"),
-        ({"macs": 0.5}, {"exclude": ("*",)}, PlanError, "no channel is free"),
+        ({"macs": 0.5}, {"ignore": ("*",)}, PlanError, "no channel is free"),
         ({"macs": -1.0}, {}, UsageError, "macs: expected a share above 0"),
     ):
         with pytest.raises(error, match=message):

@@ -21,14 +21,14 @@ from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.planning import BudgetSettings, PruneSettings, free_parts, load_plan, make_plan
 from prunekit.planning.budgets import budgets_of
 from prunekit.planning.select import Part, Scores
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 
 EXAMPLE = (torch.zeros(1, 3, 32, 32),)
 
 
 def wanted(batch: int = 1, **options: Any) -> PruneSettings:
     budget = BudgetSettings(**{name: options.pop(name) for name in vars(BudgetSettings()) if name in options})
-    return PruneSettings(budget, target=TargetSettings(batch=batch), **{"scope": "per_mac"} | options)
+    return PruneSettings(budget, target=Target(batch=batch), **{"scope": "per_mac"} | options)
 
 
 def memory_range(chart: ChannelMap, parts: list[Part], batch: int) -> tuple[float, float]:

@@ -31,7 +31,7 @@ def chart() -> ChannelMap:
 
 @pytest.fixture
 def plan(chart: ChannelMap) -> Plan:
-    settings = PruneSettings(budget=BudgetSettings(macs=0.5), exclude=("conv5.0",), ratios={"stage2.*": 0.5})
+    settings = PruneSettings(budget=BudgetSettings(macs=0.5), ignore=("conv5.0",), ratios={"stage2.*": 0.5})
     made = make_plan(chart, np.arange(chart.n_labels, dtype=float), settings, seed=5)
     masks = {"fc.weight": torch.rand(10, 1024) > 0.5}
     return Plan(chart, made.keep, made.provenance, masks)

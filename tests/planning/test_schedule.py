@@ -165,7 +165,7 @@ def test_plans_are_nested_and_the_last_meets_the_budgets(
 ) -> None:
     asked = PruneSettings(
         BudgetSettings(**budget), scope=scope, round_to=round_to, ratios={"layer3.0.conv1": 0.5},
-        exclude=("conv1",), schedule=ScheduleSettings(kind),
+        ignore=("conv1",), schedule=ScheduleSettings(kind),
     )  # fmt: skip
     keep = np.ones(chart.n_labels, dtype=bool)
     for index, progress in enumerate((0.1, 0.4, 0.7, 1.0)):

@@ -46,7 +46,7 @@ def test_a_ratio_takes_whole_heads(chart: ChannelMap) -> None:
 
 
 def test_what_is_excluded_keeps_heads_and_positions(chart: ChannelMap) -> None:
-    assert left(chart, half(exclude=("q",))) == (HEADS, DEPTH)
+    assert left(chart, half(ignore=("q",))) == (HEADS, DEPTH)
 
 
 def test_macs_of_attention_count_both(chart: ChannelMap) -> None:

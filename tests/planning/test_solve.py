@@ -173,7 +173,7 @@ def test_a_group_keeps_its_minimum(scope: str) -> None:
 
 
 def test_excluded_layers_stay_whole() -> None:
-    found = plan(channels=0.25, exclude=("inner", "gro*"))
+    found = plan(channels=0.25, ignore=("inner", "gro*"))
     widths = found.widths()
     assert found.kept("inner.weight", 0).size == 24
     assert found.kept("grouped.weight", 0).size == 32
@@ -182,7 +182,7 @@ def test_excluded_layers_stay_whole() -> None:
 
 
 def test_excluding_one_of_several_tied_layers_keeps_them_all() -> None:
-    found = plan(name="resnet18", channels=0.5, exclude=("layer1.1.conv2",))
+    found = plan(name="resnet18", channels=0.5, ignore=("layer1.1.conv2",))
     for name in ("conv1.weight", "layer1.0.conv2.weight", "layer1.1.conv2.weight"):
         assert found.kept(name, 0).size == 64
     assert found.kept("layer1.0.conv1.weight", 0).size == 32
@@ -199,7 +199,7 @@ def test_a_module_that_is_never_called_can_be_excluded_too() -> None:
 
     found = trace(Functional(), (torch.ones(2, 4),))
     with pytest.raises(PlanError, match="no channel is free"):
-        make_plan(found, np.ones(9), PruneSettings(budget=BudgetSettings(channels=0.5), exclude=("inner",)))
+        make_plan(found, np.ones(9), PruneSettings(budget=BudgetSettings(channels=0.5), ignore=("inner",)))
     half = make_plan(found, np.ones(9), PruneSettings(budget=BudgetSettings(channels=0.9), ratios={"inner": 0.25}))
     assert half.kept("inner.weight", 0).tolist() == [0, 1]
 
@@ -214,7 +214,7 @@ def test_ratios_are_kept_to_whatever_the_budget(scope: str) -> None:
 
 
 def test_exclude_wins_over_ratios_and_the_last_ratio_over_the_first() -> None:
-    found = plan(macs=0.9, ratios={"*": 0.5, "inner": 0.75, "side": 0.1}, exclude=("side",))
+    found = plan(macs=0.9, ratios={"*": 0.5, "inner": 0.75, "side": 0.1}, ignore=("side",))
     assert found.kept("inner.weight", 0).size == 18
     assert found.kept("side.weight", 0).size == 10
     assert found.kept("stem.weight", 0).size == 8
@@ -224,7 +224,7 @@ def test_exclude_wins_over_ratios_and_the_last_ratio_over_the_first() -> None:
 @settings(max_examples=7)
 def test_globs_match_module_paths(pattern: str) -> None:
     found = chart("resnet18")
-    matched = labels_matching(found, [pattern], "exclude")
+    matched = labels_matching(found, [pattern], "ignore")
     wanted = np.zeros_like(matched)
     for (path, kind, _), labels in found.activations.items():
         if kind == "output" and fnmatchcase(path, pattern):
@@ -237,9 +237,9 @@ def test_globs_match_module_paths(pattern: str) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("key", ["exclude", "ratios"])
+@pytest.mark.parametrize("key", ["ignore", "ratios"])
 def test_a_glob_that_matches_nothing_names_near_paths(key: str) -> None:
-    options: dict[str, Any] = {"exclude": ("iner",)} if key == "exclude" else {"ratios": {"iner": 0.5}}
+    options: dict[str, Any] = {"ignore": ("iner",)} if key == "ignore" else {"ratios": {"iner": 0.5}}
     with pytest.raises(PlanError, match=rf"{key}: 'iner' matches no module path; did you mean 'inner'"):
         plan(macs=0.5, **options)
 
@@ -248,7 +248,7 @@ def test_a_glob_that_matches_nothing_names_near_paths(key: str) -> None:
     ("options", "message"),
     [
         ({"macs": 0.001}, r"budget macs: at most 0.001 was asked for, but .* leave no less than 0\.\d+"),
-        ({"macs": 0.02, "exclude": ("inner",)}, "leave no less than"),
+        ({"macs": 0.02, "ignore": ("inner",)}, "leave no less than"),
         ({"macs": 0.2, "min_channels": 16}, "leave no less than"),
         ({"macs": 0.2, "round_to": 16}, "leave no less than"),
         ({"macs": 0.3, "ratios": {"*": 0.9}}, "leave no less than"),
@@ -258,7 +258,7 @@ def test_a_glob_that_matches_nothing_names_near_paths(key: str) -> None:
         ({"channels": 0.5, "round_to": 64}, "the plan removes nothing"),
         ({"channels": 0.5, "min_channels": 999}, "the plan removes nothing"),
         ({"macs": 1.0, "ratios": {"*": 1.0}}, "the plan removes nothing"),
-        ({"macs": 0.5, "exclude": ("*",)}, "no channel is free"),
+        ({"macs": 0.5, "ignore": ("*",)}, "no channel is free"),
     ],
 )
 def test_budgets_that_cannot_be(options: dict[str, Any], message: str) -> None:

@@ -163,7 +163,7 @@ jobs = st.builds(
     prune=st.builds(
         PruneSettings,
         budget=st.builds(BudgetSettings, channels=st.floats(0.01, 1), size_mb=st.none() | positive),
-        exclude=st.lists(texts, max_size=3).map(tuple),
+        ignore=st.lists(texts, max_size=3).map(tuple),
         ratios=st.dictionaries(texts, st.floats(0.01, 1), max_size=2),
     ),
     threads=st.none() | st.integers(1, 64),

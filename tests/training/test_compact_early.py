@@ -31,8 +31,8 @@ from prunekit.training import (
     Sources,
     TrainSettings,
     asked_parts,
-    carry_run,
     fit,
+    transfer_run,
 )
 
 SETTINGS = TrainSettings(
@@ -129,7 +129,7 @@ class Run:
         )
         assert first.left is not None
         small = prunekit.compact(model, self.plan)
-        return small, self.fit("compact", small, [], {"cut": self.plan}, begin=carry_run(first.left, self.plan))
+        return small, self.fit("compact", small, [], {"cut": self.plan}, begin=transfer_run(first.left, self.plan))
 
 
 @pytest.mark.parametrize("end", [0, 3, 4], ids=["at once", "within an epoch", "between epochs"])

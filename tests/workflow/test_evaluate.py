@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from prunekit.data import DataSettings, load_splits
 from prunekit.errors import ModelError, UsageError
 from prunekit.workflow.evaluate import evaluate
-from prunekit.workflow.targets import Target
+from prunekit.workflow.targets import InputModel
 
 CPU = torch.device("cpu")
 DATA = DataSettings(image_size=8, batch=100)
@@ -31,7 +31,7 @@ class Constant(nn.Module):
 def test_the_test_split_and_nothing_else_is_counted() -> None:
     splits = load_splits(DATA)
     right = int((splits.test.labels == 3).sum())
-    result = evaluate(Target(Constant(3), "constant", (3, 8, 8)), DATA, CPU)
+    result = evaluate(InputModel(Constant(3), "constant", (3, 8, 8)), DATA, CPU)
     assert (result["correct"], result["n_test"]) == (right, len(splits.test))
     assert result["top1"] == pytest.approx(100 * right / len(splits.test))
     assert result["low"] < result["top1"] < result["high"]
@@ -40,26 +40,26 @@ def test_the_test_split_and_nothing_else_is_counted() -> None:
 
 def test_a_target_with_images_of_its_own_is_tested_on_them() -> None:
     splits = load_splits(DATA)
-    result = evaluate(Target(Constant(0), "constant", (3, 8, 8), splits), None, CPU)
+    result = evaluate(InputModel(Constant(0), "constant", (3, 8, 8), splits), None, CPU)
     assert result["n_test"] == len(splits.test)
 
 
 def test_the_images_decide_the_shape_that_macs_are_counted_for() -> None:
     model = nn.Sequential(nn.Conv2d(3, 10, 1, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    assert evaluate(Target(model, "conv", (3, 224, 224)), DATA, CPU)["macs"] == 3 * 10 * 8 * 8
+    assert evaluate(InputModel(model, "conv", (3, 224, 224)), DATA, CPU)["macs"] == 3 * 10 * 8 * 8
 
 
 @pytest.mark.parametrize(
     ("target", "data", "error", "expected"),
     [
-        (Target(Constant(0), "mine", (3, 8, 8)), None, UsageError, "mine: expected images to test on"),
-        (Target(Constant(0), "mine", (3, 8, 8), trained=False), DATA, ModelError, "expected trained weights"),
-        (Target(Constant(0, 7), "mine", (3, 8, 8)), DATA, ModelError, "expected 10 scores, .* got 7"),
-        (Target(nn.Conv2d(1, 2, 1), "mine", (3, 8, 8)), DATA, ModelError, "does not run on an input of 1x3x8x8"),
+        (InputModel(Constant(0), "mine", (3, 8, 8)), None, UsageError, "mine: expected images to test on"),
+        (InputModel(Constant(0), "mine", (3, 8, 8), trained=False), DATA, ModelError, "expected trained weights"),
+        (InputModel(Constant(0, 7), "mine", (3, 8, 8)), DATA, ModelError, "expected 10 scores, .* got 7"),
+        (InputModel(nn.Conv2d(1, 2, 1), "mine", (3, 8, 8)), DATA, ModelError, "does not run on an input of 1x3x8x8"),
     ],
 )
 def test_what_cannot_be_evaluated(
-    target: Target, data: DataSettings | None, error: type[Exception], expected: str
+    target: InputModel, data: DataSettings | None, error: type[Exception], expected: str
 ) -> None:
     with pytest.raises(error, match=expected):
         evaluate(target, data, CPU)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from prunekit.errors import ModelError
 from prunekit.workflow.inspect import inspect
-from prunekit.workflow.targets import Target
+from prunekit.workflow.targets import InputModel
 
 
 class Residual(nn.Module):
@@ -30,7 +30,7 @@ class Residual(nn.Module):
 
 def test_groups_locks_and_macs_of_a_residual_block() -> None:
     model = Residual()
-    result = inspect(Target(model, "mine", (3, 4, 4)))
+    result = inspect(InputModel(model, "mine", (3, 4, 4)))
     assert (result["model"], result["architecture"], result["input_shape"]) == ("mine", "Residual", [1, 3, 4, 4])
     assert sorted((group["name"], group["channels"]) for group in result["groups"]) == [("inner", 6), ("stem", 8)]
     macs = {layer["module"]: layer["macs"] for layer in result["layers"]}
@@ -47,11 +47,11 @@ def test_groups_locks_and_macs_of_a_residual_block() -> None:
 def test_inspection_leaves_the_model_as_it_was() -> None:
     model = Residual()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    inspect(Target(model, "mine", (3, 4, 4)))
+    inspect(InputModel(model, "mine", (3, 4, 4)))
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_wrong_input_is_said() -> None:
     with pytest.raises(ModelError, match="mine: the model does not run on an input of 1x4x4x4"):
-        inspect(Target(Residual(), "mine", (4, 4, 4)))
+        inspect(InputModel(Residual(), "mine", (4, 4, 4)))

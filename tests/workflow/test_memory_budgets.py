@@ -23,12 +23,12 @@ from prunekit.errors import PlanError
 from prunekit.measure import LatencySettings, count_memory
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, plan_model, prune_job
 from prunekit.workflow.planned import ATTEMPTS, Planned, within_memory
 
-MEMORY = PruneSettings(BudgetSettings(memory_mb=1.5, macs=0.9), target=TargetSettings(batch=8))
+MEMORY = PruneSettings(BudgetSettings(memory_mb=1.5, macs=0.9), target=Target(batch=8))
 EXAMPLE = (torch.zeros(1, 5, 16),)
 
 
@@ -86,7 +86,7 @@ def attentive() -> nn.Module:
 def test_a_model_whose_kernel_refuses_narrow_values_is_refused_with_what_it_takes() -> None:
     model = attentive()
     dense = count_memory(model, EXAMPLE, 64) / 1e6
-    settings = PruneSettings(BudgetSettings(memory_mb=0.9 * dense), target=TargetSettings(batch=64))
+    settings = PruneSettings(BudgetSettings(memory_mb=0.9 * dense), target=Target(batch=64))
     with pytest.raises(PlanError, match=r"at most 0\.\d+ MB was asked for, but .* made for it takes 0\.\d+ MB; raise"):
         plan_model(model, EXAMPLE, settings)
 
@@ -105,7 +105,7 @@ def test_a_compact_model_with_other_operators_is_planned_again(monkeypatch: pyte
 
     monkeypatch.setattr("prunekit.workflow.pruning.within_memory", watched)
     asked = count_memory(model, example, 16) / 2e6
-    settings = PruneSettings(BudgetSettings(memory_mb=asked), scope="global", target=TargetSettings(batch=16))
+    settings = PruneSettings(BudgetSettings(memory_mb=asked), scope="global", target=Target(batch=16))
     provenance = plan_model(model, example, settings).plan.provenance
     assert 1 < len(aims) <= ATTEMPTS
     assert 0.95 * asked < provenance["budgets"]["memory_mb"]["left"] <= asked

@@ -16,7 +16,7 @@ from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure import count_memory
 from prunekit.planning import cumulated
 from prunekit.repair import RepairSettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 
 
 class Net(nn.Module):
@@ -110,7 +110,7 @@ def test_several_budgets_are_met_together() -> None:
 
 def test_memory_is_that_of_the_model_that_is_returned() -> None:
     model, example = randomized(Net()).eval(), (torch.zeros(1, 3, 8, 8),)
-    target = TargetSettings(batch=16, dtype="bf16")
+    target = Target(batch=16, dtype="bf16")
     dense = count_memory(model, example, 16, "bf16") / 1e6
     done = prunekit.prune(model, example, memory_mb=0.5 * dense, params=0.9, scope="per_mac", target=target)
     taken = count_memory(done.model, example, 16, "bf16") / 1e6
@@ -125,13 +125,13 @@ def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:
     with pytest.raises(PlanError):
         prunekit.prune(model, images, macs=1e-6)
     with pytest.raises(PlanError, match="conv9"):
-        prunekit.prune(model, images, macs=0.5, exclude=("conv9",))
+        prunekit.prune(model, images, macs=0.5, ignore=("conv9",))
 
 
 def test_the_model_given_stays_as_it_is() -> None:
     model, images = randomized(Net()).train(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    done = prunekit.prune(model, images, macs=0.6, exclude=["stem"])
+    done = prunekit.prune(model, images, macs=0.6, ignore=["stem"])
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert done.plan.widths()["stem"] == (8, 8)
@@ -179,7 +179,7 @@ def test_dead_channels_are_said_and_go_first() -> None:
         model.bn1.weight[3], model.bn1.bias[3] = 0.0, -1.0
         read = F.relu(model.bn1(model.conv1(F.relu(model.bn(model.stem(images))))))
     dead = (read == 0).all(3).all(2).all(0)
-    done = prunekit.prune(model, images, macs=0.8, exclude=["stem"])
+    done = prunekit.prune(model, images, macs=0.8, ignore=["stem"])
     assert dead[3]
     assert done.notes == (
         "channels that are zero on all calibration images, and so go first and cost nothing: "

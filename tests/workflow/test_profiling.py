@@ -19,11 +19,11 @@ from prunekit.measure.profile import LayerTimes, Sample
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.planning.latency import LatencyTable, LatencyTerm, LayerLatency, Span
 from prunekit.report.staircases import fitted
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
 
-WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=TargetSettings(block=1))
+WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=Target(block=1))
 
 
 def test_networks_have_the_sizes_that_only_a_trial_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

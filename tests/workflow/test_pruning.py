@@ -102,12 +102,12 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
 def test_globs_and_limits() -> None:
     model = torchvision.models.resnet18(num_classes=10)
     with pytest.raises(PlanError, match=r"did you mean 'layer1"):
-        prunekit.prune(model, EXAMPLE, macs=0.5, exclude=["layer1.0.conv9"])
+        prunekit.prune(model, EXAMPLE, macs=0.5, ignore=["layer1.0.conv9"])
     with pytest.raises(PlanError, match="removes nothing"):
         prunekit.prune(model, EXAMPLE, channels=1.0)
     with pytest.raises(PlanError, match="no channel is free"):
-        prunekit.prune(model, EXAMPLE, macs=0.5, exclude=["*"])
-    kept = prunekit.prune(model, EXAMPLE, channels=0.5, exclude=["layer1.*"], ratios={"layer4.0.conv1": 0.25}).model
+        prunekit.prune(model, EXAMPLE, macs=0.5, ignore=["*"])
+    kept = prunekit.prune(model, EXAMPLE, channels=0.5, ignore=["layer1.*"], ratios={"layer4.0.conv1": 0.25}).model
     assert kept.layer1[0].conv1.out_channels == 64
     assert kept.layer4[0].conv1.out_channels == 128
     assert kept.layer4[1].conv1.out_channels == 256

@@ -30,7 +30,7 @@ from prunekit.workflow.agreeing import require_same_plan, share_plan
 from prunekit.workflow.calibrate import loss_gradients
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.evaluate import evaluate
-from prunekit.workflow.targets import Target
+from prunekit.workflow.targets import InputModel
 from prunekit.workflow.trainings import Trainings
 
 
@@ -129,7 +129,7 @@ def test_gradients_of_all_batches_arrive(factory: str, tmp_path: Path) -> None:
 def counted(recipe: JobSettings, factory: str) -> tuple[int, int, float]:
     """Correct and tested images, and their share: 539 in batches of 64 are 9 batches, the last of 27."""
     torch.manual_seed(rank())  # the main process's weights count
-    found = evaluate(Target(load_factory(factory), "net", (3, 16, 16)), recipe.data, torch.device("cpu"))
+    found = evaluate(InputModel(load_factory(factory), "net", (3, 16, 16)), recipe.data, torch.device("cpu"))
     return found["correct"], found["n_test"], found["top1"]
 
 

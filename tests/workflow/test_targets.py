@@ -16,7 +16,7 @@ from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
 from prunekit.models import ModelSettings, build_model, load_factory
 from prunekit.settings.job import JobSettings
 from prunekit.workflow import prune
-from prunekit.workflow.targets import Target, probe, resolve
+from prunekit.workflow.targets import InputModel, probe, resolve
 
 JOB = JobSettings("small", ModelSettings("squeezenet1_1"), data=DataSettings(image_size=32))
 
@@ -122,9 +122,9 @@ def test_probe_says_what_does_not_run_and_restores_the_mode() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.Dropout())
     said = r"mine: the model does not run on an input of 1x5: RuntimeError: .*; --input-shape gives another"
     with pytest.raises(ModelError, match=said):
-        probe(Target(model, "mine", (5,)))
+        probe(InputModel(model, "mine", (5,)))
     model[0].eval()
-    assert probe(Target(model, "mine", (4,))).shape == (1, 2)
+    assert probe(InputModel(model, "mine", (4,))).shape == (1, 2)
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
@@ -134,7 +134,7 @@ def test_whatever_a_models_code_raises_is_a_model_error() -> None:
             raise KeyError("scale")
 
     with pytest.raises(ModelError, match=r"broken: the model does not run on an input of 1x3x8x8: KeyError: 'scale'"):
-        probe(Target(Broken(), "broken", (3, 8, 8)))
+        probe(InputModel(Broken(), "broken", (3, 8, 8)))
 
 
 def test_a_damaged_input_shape_in_a_manifest_is_named(tmp_path: Path) -> None:

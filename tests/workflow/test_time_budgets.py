@@ -27,7 +27,7 @@ from prunekit.measure.runtimes import Inputs, inputs_like
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.settings.deploy import DeploySettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.workflow import delivering, profiling
 from prunekit.workflow import goal as goals
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Timing
@@ -40,7 +40,7 @@ from prunekit.workflow.profiling import profile
 from prunekit.workflow.pruning import plan_model
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
-ONE_BY_ONE = TargetSettings(block=1)
+ONE_BY_ONE = Target(block=1)
 
 
 @cache
@@ -150,8 +150,8 @@ def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypat
         PlanError, match=r"budget speedup 1e\+06x: the plan predicted to be fastest takes .* \(measured\)"
     ):
         frozen_on(Machine(0.8), monkeypatch, speedup=1e6)
-    wanted = PruneSettings(BudgetSettings(speedup=1e6), exclude=("layers.0",), target=ONE_BY_ONE)
-    with pytest.raises(PlanError, match=r"predicted to be fastest .* relax exclude"):
+    wanted = PruneSettings(BudgetSettings(speedup=1e6), ignore=("layers.0",), target=ONE_BY_ONE)
+    with pytest.raises(PlanError, match=r"predicted to be fastest .* relax ignore"):
         require_reachable(goal(wanted), EXAMPLE)
     require_reachable(goal(PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE)), EXAMPLE)
 
@@ -175,9 +175,9 @@ def test_what_is_predicted_to_be_just_possible_is_measured_before_it_is_promised
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"exclude": ("layers.0",)}, "it contradicts exclude, without which"),
+        ({"ignore": ("layers.0",)}, "it contradicts ignore, without which"),
         ({"min_channels": 10}, "it contradicts min_channels, without which"),
-        ({"target": TargetSettings(block=16)}, "it contradicts round_to or target.block, without which"),
+        ({"target": Target(block=16)}, "it contradicts round_to or target.block, without which"),
     ],
 )
 def test_a_refusal_names_what_a_budget_of_time_contradicts(
@@ -211,7 +211,7 @@ def narrow(channel_map: ChannelMap) -> Any:
 
 def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivering, "timed", Machine(1.0))
-    wanted = PruneSettings(BudgetSettings(speedup=1.5), scope="per_mac", round_to=6, target=TargetSettings(block=4))
+    wanted = PruneSettings(BudgetSettings(speedup=1.5), scope="per_mac", round_to=6, target=Target(block=4))
     plan = freeze(goal(wanted), planner, log=lambda text: None).planned.plan
     widths = plan.widths().values()
     assert all(kept % 12 == 0 or kept == dense for kept, dense in widths)
@@ -266,7 +266,7 @@ def test_a_model_of_several_inputs_is_timed(runtime: Any, monkeypatch: pytest.Mo
     time_little(monkeypatch, attempts=1)
     torch.manual_seed(0)
     example = (torch.randn(1, 3, 32, 32), torch.tensor([6]), torch.randn(1, 48))
-    target = TargetSettings(runtime, batch=2)
+    target = Target(runtime, batch=2)
     found = prunekit.prune(TwoInputs().eval(), example, speedup=1.3, target=target)
     assert found.delivered is not None
     goal = found.delivered.frozen.goal

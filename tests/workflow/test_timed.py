@@ -16,7 +16,7 @@ from prunekit.measure import latency
 from prunekit.measure.isolated import measure_apart
 from prunekit.measure.runtimes import inputs_of
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.workflow import timed
 from prunekit.workflow.attempts import Timing
 
@@ -48,7 +48,7 @@ def test_a_model_that_no_other_process_can_have_is_said(monkeypatch: pytest.Monk
     monkeypatch.setattr(latency, "measure_apart", measure_apart)
     monkeypatch.setattr(timed, "PROCESSES", 1)
     monkeypatch.setattr(timed, "TRIES", 1)
-    wanted = PruneSettings(BudgetSettings(speedup=2.0), target=TargetSettings(block=1))
+    wanted = PruneSettings(BudgetSettings(speedup=2.0), target=Target(block=1))
     timing = timed.timed(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
     (note,) = timing.notes
     assert note.startswith("eager: timed in this process, not in one of its own")

@@ -25,7 +25,7 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.report.staircases import fitted
 from prunekit.settings.deploy import DeploySettings
-from prunekit.settings.pruning import TargetSettings
+from prunekit.settings.pruning import Target
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, delivering, dry_run, journey, profile_job, prune_job
 from prunekit.workflow.attempts import Timing
@@ -201,7 +201,7 @@ def test_a_profile_keeps_its_layers_and_how_well_it_predicts(tmp_path: Path) -> 
 
 
 def test_a_target_that_cannot_be_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    target = TargetSettings(runtime="onnxruntime", dtype="bf16")
+    target = Target(runtime="onnxruntime", dtype="bf16")
     wanted = PruneSettings(BudgetSettings(speedup=1.2), target=target)
     with pytest.raises(UsageError, match="float32"):
         profile_job(job(tmp_path, 1.2, prune=wanted), log=lambda text: None)

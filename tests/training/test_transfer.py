@@ -94,7 +94,7 @@ def test_training_goes_on_with_equal_losses(name: str) -> None:
     follows = CosineAnnealingLR(again, 8)
     with prunekit.masked(other, plan, again):
         steps(other, again, follows, images, 3)
-    prunekit.carry_over(again, other, small, plan)
+    prunekit.transfer(again, other, small, plan)
     for key, state in on["state"].items():
         assert any(isinstance(value, Tensor) and value.dim() and value.any() for value in state.values()), key
     assert [parameter for group in again.param_groups for parameter in group["params"]] == list(small.parameters())
@@ -121,7 +121,7 @@ def test_real_models_go_on(build: Callable[[], nn.Module], size: int) -> None:
     small, going_on = prunekit.compact(model, plan), copy.deepcopy(model)
     twin = AdamW(going_on.parameters(), lr=1e-3)
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    prunekit.carry_over(optimizer, model, small, plan)
+    prunekit.transfer(optimizer, model, small, plan)
     with prunekit.masked(going_on, plan, twin):
         under_masks = [step(going_on, twin, images) for _ in range(3)]
     assert [step(small, optimizer, images) for _ in range(3)] == pytest.approx(under_masks, rel=1e-9)
@@ -153,7 +153,7 @@ def test_gradients_that_are_being_gathered_are_carried() -> None:
             copied.grad = dense.grad.clone()
     twin = OPTIMIZERS["momentum"](going_on.parameters())
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    prunekit.carry_over(optimizer, model, small, plan)
+    prunekit.transfer(optimizer, model, small, plan)
     with prunekit.masked(going_on, plan, twin):
         for net, stepping in ((going_on, twin), (small, optimizer)):
             F.cross_entropy(net(images[3:]), torch.arange(3)).backward()  # type: ignore[no-untyped-call]
@@ -172,14 +172,14 @@ def test_averages_go_on(ema: bool) -> None:
         for _ in range(2):
             step(model, optimizer, images)
             average.update_parameters(model)
-        small, carried = prunekit.compact(model, plan), prunekit.carry_average(average, plan)
+        small, carried = prunekit.compact(model, plan), prunekit.transfer_average(average, plan)
         twin, going_on = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model)
         for _ in range(2):
             step(model, optimizer, images)
             average.update_parameters(model)
     again = OPTIMIZERS["momentum"](going_on.parameters())
     again.load_state_dict(twin)
-    prunekit.carry_over(again, going_on, small, plan)
+    prunekit.transfer(again, going_on, small, plan)
     for _ in range(2):
         step(small, again, images)
         carried.update_parameters(small)
@@ -195,7 +195,7 @@ def test_groups_keep_their_settings_and_frozen_parameters_stay_out() -> None:
     optimizer = SGD([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.5}], lr=0.01, momentum=0.9)
     step(model, optimizer, images, clip=None)
     small = prunekit.compact(model, plan)
-    prunekit.carry_over(optimizer, model, small, plan)
+    prunekit.transfer(optimizer, model, small, plan)
     first, second = optimizer.param_groups
     assert (first["weight_decay"], first["lr"], second["lr"]) == (0.1, 0.01, 0.5)
     assert {id(parameter) for parameter in first["params"]} == {id(p) for p in small.parameters() if p.dim() > 1}
@@ -208,13 +208,13 @@ def test_what_does_not_belong_together_is_refused_and_nothing_changes() -> None:
     step(model, optimizer, images)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(PlanError, match=r"one.weight: expected \(4, 3, 3, 3\) in the compact model, got"):
-        prunekit.carry_over(optimizer, model, copy.deepcopy(model), plan)
+        prunekit.transfer(optimizer, model, copy.deepcopy(model), plan)
     with pytest.raises(PlanError, match="not the model's; give the model that it was made for"):
-        prunekit.carry_over(optimizer, copy.deepcopy(model), prunekit.compact(model, plan), plan)
+        prunekit.transfer(optimizer, copy.deepcopy(model), prunekit.compact(model, plan), plan)
     factored = model.get_parameter("two.weight")
     optimizer.state[factored]["row"] = torch.ones(12)
     with pytest.raises(PlanError, match=r"two.weight: the optimizer's state 'row' has the shape \(12,\) and the"):
-        prunekit.carry_over(optimizer, model, prunekit.compact(model, plan), plan)
+        prunekit.transfer(optimizer, model, prunekit.compact(model, plan), plan)
     del optimizer.state[factored]["row"]
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

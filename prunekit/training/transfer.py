@@ -22,7 +22,7 @@ from prunekit.training.pruning import PruningSchedule
 from prunekit.wrappers import unwrapped
 
 
-def carry_over(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: Plan) -> None:
+def transfer(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: Plan) -> None:
     """Makes an optimizer of the masked model one of the compact model, in place; training goes on as it would have.
 
     Parameters, gradients and every state of a parameter's shape (momentum, second moments, the maxima of AMSGrad) keep
@@ -68,7 +68,7 @@ def carry_over(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: P
         parameter.grad = gradient
 
 
-def carry_average(average: AveragedModel, plan: Plan) -> AveragedModel:
+def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
     """The average of weights (EMA, SWA) that goes on with the compact model: kept entries, and as many models in it.
 
     Args:
@@ -85,7 +85,7 @@ def carry_average(average: AveragedModel, plan: Plan) -> AveragedModel:
     return carried
 
 
-def carry_run(left: LeftRun, plan: Plan) -> LeftRun:
+def transfer_run(left: LeftRun, plan: Plan) -> LeftRun:
     """A run that `fit` left under the masks of its final plan, as one of the compact model.
 
     Weights, the best so far, the optimizer's state and the average of weights keep the entries of the channels that
