@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import sys
@@ -34,24 +35,78 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     Raises:
         UsageError: of the type `error`: no such file, module or name, or the code raises.
     """
-    file, colon, name = reference.rpartition(":")
-    installed = file.startswith(_INSTALLED)
-    if not colon or not (installed or file.endswith(".py")) or not name:
-        raise error(
-            f"expected file.py:factory, got {reference!r}; for example own.py:build or python:package.module:build"
-        )
-    path = Path(file)
-    if not installed and not path.is_file():
-        raise error(f"{path}: there is no such file; expected file.py:factory, got {reference!r}")
-    module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)
-    factory = getattr(module, name, None)
+    factory = load_object(reference, error)
     if not callable(factory):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+        raise error(f"{reference}: expected a function or class, got {type(factory).__name__}")
+    path = Path(reference.rpartition(":")[0])
     try:
         return factory()
     except (Exception, SystemExit) as raised:
         raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
+
+
+def is_reference(text: str) -> bool:
+    """Whether a text names an object in a user's file or module, `file.py:object` or `python:module:object`."""
+    file, colon, name = text.rpartition(":")
+    return bool(colon and name) and (file.endswith(".py") or file.startswith(_INSTALLED))
+
+
+def load_object(reference: str, error: type[UsageError]) -> Any:
+    """Runs the user's file and returns what a reference names in it; see `run_factory`, which also calls it.
+
+    Raises:
+        UsageError: of the type `error`: no such file, module or name, or the code raises.
+    """
+    file, path, name = _parts(reference, error)
+    installed = file.startswith(_INSTALLED)
+    module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)
+    if name not in vars(module):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+    return getattr(module, name)
+
+
+def require_object(reference: str, error: type[UsageError]) -> None:
+    """Checks that a file has an object of the name in its code; runs none of it.
+
+    Raises:
+        UsageError: of the type `error`: there is no such file or name, or its code cannot be read.
+    """
+    file, path, name = _parts(reference, error)
+    if file.startswith(_INSTALLED):
+        return
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except SyntaxError as raised:
+        raise error(f"{path}: {raised.msg} (line {raised.lineno})") from raised
+    if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in body):
+        return
+    names = [found for node in body for found in _defined(node)]
+    if name not in names:
+        raise error(f"{path}: there is no function or class {name!r} here; {_hint(name, names)}")
+
+
+def _parts(reference: str, error: type[UsageError]) -> tuple[str, Path, str]:
+    file, _, name = reference.rpartition(":")
+    if not is_reference(reference):
+        raise error(
+            f"expected file.py:factory, got {reference!r}; for example own.py:build or python:package.module:build"
+        )
+    path = Path(file)
+    if not file.startswith(_INSTALLED) and not path.is_file():
+        raise error(f"{path}: there is no such file; expected file.py:factory, got {reference!r}")
+    return file, path, name
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Names that a statement of a module binds."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    return [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)] + [
+        inner for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt) for inner in _defined(child)
+    ]
 
 
 def held(reference: str) -> str:

@@ -1,0 +1,157 @@
+"""Registries: objects of one kind by name, such as criteria or runtimes, open to what users and packages add."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from prunekit.errors import UsageError, nearest
+from prunekit.user_code import is_reference, load_object, require_object
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """Where a name is registered, and what its registration says of it, read from the source without running it.
+
+    Attributes:
+        module: full name of the module.
+        facts: the literal keyword arguments of the registration.
+    """
+
+    module: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Registry(Generic[Item]):
+    """Objects of one kind by name.
+
+    Built-in ones are registered in the modules of a package, one concept a file: a new file there is found by itself.
+    Other packages name theirs as entry points of the group `prunekit.<plural>`, users register theirs by calling the
+    same function from their own code, or name them as `file.py:object`, where recipes and commands take a name.
+
+    Names are known without importing anything: the calls that register are read from the source, so their first
+    argument, and all keyword arguments that `prunekit list` shows, are literals.
+
+    Args:
+        kind: what an object of it is called in messages, such as "criterion".
+        plural: the same of several, such as "criteria".
+        package: where built-in ones are registered, such as "prunekit.criteria".
+        registers: name of the function that registers one, and is called with its name first.
+        accept: turns what `file.py:object` names, and its reference, into an object of the kind; raises a `UsageError`
+            that says what was expected.
+    """
+
+    def __init__(
+        self, kind: str, plural: str, package: str, registers: str, accept: Callable[[str, Any], Item]
+    ) -> None:
+        self.kind, self.plural, self.package, self.registers, self.accept = kind, plural, package, registers, accept
+        self._items: dict[str, Item] = {}
+
+    def add(self, name: str, item: Item) -> None:
+        """Registers an object.
+
+        Raises:
+            ValueError: the name is taken, or holds a colon, which is what `file.py:object` is known by.
+        """
+        if ":" in name:
+            raise ValueError(f"{self.kind} {name!r}: a name must not hold a colon")
+        declared = self.declared.get(name)
+        elsewhere = declared is not None and declared.module not in sys.modules
+        if name in self._items or elsewhere:
+            raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
+        self._items[name] = item
+
+    @cached_property
+    def declared(self) -> dict[str, Declaration]:
+        """The built-in ones by name, in the order of their files and lines."""
+        found: dict[str, Declaration] = {}
+        for path in self._files():
+            module = f"{self.package}.{path.stem}"
+            for name, facts in _registrations(path, self.registers):
+                found[name] = Declaration(module, facts)
+        return found
+
+    def _files(self) -> list[Path]:
+        top, *parts = self.package.split(".")
+        spec = find_spec(top)  # not of the package itself: that would import those around it
+        folders = [] if spec is None else [Path(at, *parts) for at in spec.submodule_search_locations or ()]
+        return [path for folder in folders for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+
+    @cached_property
+    def installed(self) -> dict[str, EntryPoint]:
+        """Those of other installed packages by name."""
+        return {point.name: point for point in entry_points(group=f"prunekit.{self.plural}")}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that is known: built-in, registered and installed ones, in this order."""
+        return tuple(dict.fromkeys([*self.declared, *self._items, *self.installed]))
+
+    def problem(self, name: object) -> str | None:
+        """What is wrong with a name or a reference, as "expected ..., got ..."; None if nothing is. Runs no code."""
+        if isinstance(name, str) and name in self.names:
+            return None
+        if isinstance(name, str) and is_reference(name):
+            try:
+                require_object(name, UsageError)
+            except UsageError as error:
+                return str(error)
+            return None
+        near = nearest(name, self.names) if isinstance(name, str) else nearest("", self.names)
+        return f"expected the name of a {self.kind}, or file.py:object, got {name!r}; {near}"
+
+    def get(self, name: str) -> Item:
+        """The object of a name; of `file.py:object` what the user's file defines, which is run.
+
+        Raises:
+            UsageError: there is none; names the nearest.
+        """
+        if name not in self._items:
+            self._load(name)
+        return self._items[name]
+
+    def _load(self, name: str) -> None:
+        if (problem := self.problem(name)) is not None:
+            raise UsageError(f"{self.kind}: {problem}")
+        if name in self.declared:
+            import_module(self.declared[name].module)
+        elif name in self.installed:
+            self._items[name] = self.accept(name, self.installed[name].load())
+        else:
+            self._items[name] = self.accept(name, load_object(name, UsageError))
+        if name not in self._items:  # its registration is in the source, and did not run
+            raise UsageError(f"{self.kind} {name!r}: importing {self.declared[name].module} did not register it")
+
+    def items(self) -> Iterator[tuple[str, Item]]:
+        """Every name with its object; imports what is not yet there."""
+        return ((name, self.get(name)) for name in self.names)
+
+
+def _registrations(path: Path, function: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and literal keyword arguments of each call of a function in a file, where the name is a literal."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+            continue
+        called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if called == function and isinstance(node.args[0].value, str):
+            yield node.args[0].value, dict(_literals(node.keywords))
+
+
+def _literals(keywords: list[ast.keyword]) -> Iterator[tuple[str, Any]]:
+    for keyword in keywords:
+        try:
+            value = ast.literal_eval(keyword.value)
+        except ValueError:
+            continue
+        if keyword.arg is not None:
+            yield keyword.arg, value
