@@ -3,18 +3,105 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, UsageError
 from prunekit.nested import gather, leaves, map_tensors
 
 MASK = "attention_mask"
 """The argument of `forward` that says which positions of a sequence are padding, in the convention of transformers."""
+EXPECTED = "expected an example: a tensor, a tuple of positional arguments or a mapping of keyword arguments"
+
+
+class Keywords(dict[str, Any]):
+    """Arguments of `forward` that are given by name: the last entry of an example, after the positional ones.
+
+    A class of its own, so that it is never taken for a dictionary that is itself a positional argument.
+    """
+
+
+def example(model: nn.Module, given: Any) -> tuple[Any, ...]:
+    """Return what a user gave as example in the one form in which everything works with it, see `call`.
+
+    Args:
+        model: what is to be called with it.
+        given: a tensor, the only positional argument; a tuple of positional arguments; or a mapping of arguments by
+            name. An example in the form that this returns stays as it is.
+
+    Raises:
+        UsageError: it is none of these.
+        ModelError: `forward` doesn't take arguments of these names, or wants others too.
+    """
+    if isinstance(given, Tensor):
+        return (given,)
+    if isinstance(given, Mapping):
+        return (_keywords(model, (), given),)
+    if not isinstance(given, tuple):
+        raise UsageError(f"{EXPECTED}, got {described(given)}; {_instead(given)}")
+    positional, named = split(given)
+    if any(isinstance(value, np.ndarray) for value in leaves(given)) and not gather(given):
+        raise UsageError(f"{EXPECTED}, got NumPy arrays {described(given)}; give torch.from_numpy(array)")
+    return (*positional, _keywords(model, positional, named)) if named else positional
+
+
+def call(model: Callable[..., Any], example: tuple[Any, ...]) -> Any:
+    """Return what a model returns for an example: positional arguments, and `Keywords` at the end if there are any."""
+    positional, named = split(example)
+    return model(*positional, **named)
+
+
+def split(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keywords]:
+    """Return the positional arguments of an example, and those by name."""
+    if example and isinstance(example[-1], Keywords):
+        return tuple(example[:-1]), example[-1]
+    return tuple(example), Keywords()
+
+
+def _keywords(model: nn.Module, positional: tuple[Any, ...], given: Mapping[Any, Any]) -> Keywords:
+    """Return arguments by name in the order of `forward`, once its signature takes them all."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # of code that is not Python
+        return Keywords(given)
+    try:
+        signature.bind(*positional, **given)
+    except TypeError as error:
+        raise ModelError(_refused(model, signature, positional, given, error)) from None
+    order = {name: at for at, name in enumerate(signature.parameters)}
+    return Keywords(sorted(given.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _refused(
+    model: nn.Module,
+    signature: inspect.Signature,
+    positional: tuple[Any, ...],
+    given: Mapping[Any, Any],
+    error: TypeError,
+) -> str:
+    kinds = inspect.Parameter
+    taken = [one for one in signature.parameters.values() if one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    message = (
+        f"{type(model).__name__}: a mapping gives arguments of forward by name, got {', '.join(map(str, given))}, and "
+        f"forward takes {', '.join(one.name for one in taken) or 'none'}: {error}"
+    )
+    required = [one for one in taken if one.default is one.empty and one.kind is not one.KEYWORD_ONLY]
+    if not positional and len(required) == 1 and not set(given) & {one.name for one in taken}:
+        message += f"; where {required[0].name} is this mapping itself, put it in a tuple: ({{...}},)"
+    return message
+
+
+def _instead(given: Any) -> str:
+    """What to give instead of something that is no example."""
+    if isinstance(given, np.ndarray):
+        return "give torch.from_numpy(array)"
+    if isinstance(given, list):
+        return "give tuple(list) for several positional arguments, or (list,) for one argument that is a list"
+    return "give (value,) for one positional argument that is neither a tensor nor a tuple"
 
 
 def inputs_in(batch: Any) -> Any:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError
-from prunekit.inputs import arguments, count_of, described, inputs_in, joined, taken
+from prunekit.errors import ModelError, UsageError
+from prunekit.inputs import Keywords, arguments, call, count_of, described, example, inputs_in, joined, taken
 
 
 class Net(nn.Module):
@@ -55,6 +59,67 @@ def test_what_forward_does_not_take_by_position_is_refused(model: nn.Module, inp
     with pytest.raises(ModelError, match=why) as raised:
         arguments(model, inputs)
     assert f"expected a forward that takes {', '.join(inputs)}" in str(raised.value)
+
+
+class OfOneMapping(nn.Module):
+    def forward(self, batch: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+        return batch["ids"] * scale
+
+
+def test_an_example_is_positional_arguments_and_keywords_at_the_end() -> None:
+    assert example(Net(), A)[0] is A
+    assert example(Net(), (A, B)) == (A, B)
+    (named,) = example(ByName(), {"mask": B, "ids": A})
+    assert type(named) is Keywords
+    assert list(named) == ["ids", "mask"]  # in the order of forward, whatever the mapping's
+    assert example(ByName(), (named,)) == (named,)
+    assert example(ByName(), (A, Keywords(mask=B))) == (A, {"mask": B})
+    assert call(ByName(), (named,)) is A
+    assert call(ByName(), (A, Keywords(mask=B))) is A
+    assert call(OfOneMapping(), example(OfOneMapping(), ({"ids": A},))).tolist() == A.tolist()
+    assert list(example(Net(), {"more": B, "mask": None, "ids": A})[0]) == ["ids", "mask", "more"]
+
+
+def test_keywords_stay_keywords() -> None:
+    named = Keywords(ids=A)
+    ways = (copy.copy(named), copy.deepcopy(named), pickle.loads(pickle.dumps(named)), taken(named, slice(2)))
+    assert [type(way) for way in ways] == [Keywords] * 4
+    assert count_of(ways[-1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (np.ones(3), "got ndarray; give torch.from_numpy(array)"),
+        ((np.ones(3),), "got NumPy arrays (ndarray); give torch.from_numpy(array)"),
+        ([A], "got [int64 (3, 2)]; give tuple(list) for several positional arguments, or (list,)"),
+        ([(A,)], "got [(int64 (3, 2))]; give tuple(list)"),
+        (3, "got int; give (value,)"),
+        (None, "got NoneType"),
+    ],
+)
+def test_what_is_no_example_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)) as raised:
+        example(Net(), given)
+    assert "a tensor, a tuple of positional arguments or a mapping of keyword arguments" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "why"),
+    [
+        (ByName(), {"ids": A, "other": B}, "got ids, other, and forward takes ids, mask: missing a required"),
+        (ByName(), (A, Keywords(other=B)), "got other, and forward takes ids, mask"),
+        (
+            OfOneMapping(),
+            {"ids": A},
+            "forward takes batch, scale: missing a required argument: 'batch'; where batch is",
+        ),
+        (OfOneMapping(), {"batch": A, "size": B}, "got an unexpected keyword argument 'size'"),
+    ],
+)
+def test_names_that_forward_does_not_take_are_refused(model: nn.Module, given: Any, why: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(why)):
+        example(model, given)
 
 
 def test_samples_of_nested_inputs() -> None:
