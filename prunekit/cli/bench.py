@@ -125,7 +125,7 @@ def _conclude(
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.measure.wording import computed, doubtful, surroundings, unstable
-    from prunekit.report.numbers import digits, factor, interval, size
+    from prunekit.numbers import digits, factor, interval, size
 
     rows = [
         (

@@ -89,7 +89,7 @@ def summary(stats: ChannelStats) -> Iterator[dict[str, Any]]:
 
 
 def _text(layers: list[dict[str, Any]]) -> str:
-    from prunekit.report.numbers import digits, share
+    from prunekit.numbers import digits, share
 
     rows = [
         (

@@ -94,7 +94,7 @@ def diagnose_command(
 
 def text(name: str, found: Diagnosis) -> Iterator[str]:
     """The diagnosis as lines for a terminal."""
-    from prunekit.report.numbers import digits
+    from prunekit.numbers import digits
 
     figures = "".join(f", {key} {digits(value)}" for key, value in found.figures.items())
     count = len(found.findings)

@@ -101,7 +101,7 @@ def _task(given: ModelOptions) -> Literal["own", "image_classification"]:
 
 def _text(result: dict[str, Any]) -> str:
     from prunekit.data import describe_corrupt
-    from prunekit.report.numbers import count, interval, percent
+    from prunekit.numbers import count, interval, percent
 
     corrupt, task = result["corrupt_images"], result["task"]
     scores = ", ".join(f"{score['label']} {percent(result[score['name']], 2)}" for score in task["scores"])

@@ -93,7 +93,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _headline(result: dict[str, Any]) -> list[str]:
-    from prunekit.report.numbers import digits, factor, interval, share
+    from prunekit.numbers import digits, factor, interval, share
 
     speedup, ratio = result["speedup"], result["macs_ratio"]
     outside, inside = result["pruned_outside_ms"], result["pruned_operators_ms"]
@@ -113,7 +113,7 @@ def _headline(result: dict[str, Any]) -> list[str]:
 
 
 def _causes(causes: list[dict[str, Any]]) -> list[str]:
-    from prunekit.report.numbers import digits
+    from prunekit.numbers import digits
 
     if not causes:
         return ["No cause was found: nothing that was tried makes it faster."]

@@ -126,8 +126,8 @@ def _dry_run(job: JobSettings, own: Own, console: Console, *, measure: bool) -> 
 
 
 def _plan(plan: dict[str, Any]) -> str:
+    from prunekit.numbers import change, count
     from prunekit.report.headline import budgeted
-    from prunekit.report.numbers import change, count
 
     before, after = plan["macs_before"], plan["macs_after"]
     rows = [
@@ -152,7 +152,7 @@ def _plan(plan: dict[str, Any]) -> str:
 
 
 def _schedule(schedule: dict[str, Any]) -> Iterator[str]:
-    from prunekit.report.numbers import share
+    from prunekit.numbers import share
 
     resources = [name for name in schedule["stages"][0] if name not in ("step", "epoch")]
     rows = [
@@ -182,6 +182,7 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
 
 def _headline(metrics: dict[str, Any], folder: Path) -> str:
     from prunekit.measure.wording import doubtful, where
+    from prunekit.numbers import factor, interval
     from prunekit.report.headline import (
         budgeted,
         clamped,
@@ -195,7 +196,6 @@ def _headline(metrics: dict[str, Any], folder: Path) -> str:
         repaired,
         taught,
     )
-    from prunekit.report.numbers import factor, interval
 
     rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
     speedups = [

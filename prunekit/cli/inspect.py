@@ -64,7 +64,7 @@ def _layers(target: InputModel, output: Path | None, console: Console) -> None:
 
 
 def _text(result: dict[str, Any]) -> str:
-    from prunekit.report.numbers import count, share
+    from prunekit.numbers import count, share
 
     total = result["macs"] or 1
     groups = [(row["name"], row["channels"], row["axes"]) for row in result["groups"]]

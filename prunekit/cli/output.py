@@ -15,9 +15,9 @@ from typing import Any, TextIO
 import click
 
 from prunekit.artifacts import write_json
+from prunekit.display import table as table
 from prunekit.distributed.launch import leads
 from prunekit.errors import UsageError
-from prunekit.report.columns import table as table
 
 # For terminals and pipes whose encoding has no such characters.
 PLAINER = str.maketrans({"−": "-", "×": "x", "–": "-", "…": "...", "→": "->"})

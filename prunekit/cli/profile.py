@@ -61,7 +61,7 @@ def profile_command(
 
 
 def _text(metrics: dict[str, Any]) -> str:
-    from prunekit.report.numbers import share
+    from prunekit.numbers import share
 
     setting = metrics["setting"]
     where = f"{setting['runtime']}, {setting['device']}, batch {setting['batch']}, threads {setting['threads']}"

@@ -79,7 +79,7 @@ def _instead(run: Path) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    from prunekit.report.numbers import count, digits, factor, interval, percent, share
+    from prunekit.numbers import count, digits, factor, interval, percent, share
 
     rows = [
         (

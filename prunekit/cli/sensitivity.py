@@ -62,7 +62,7 @@ def sensitivity_command(
 
 
 def _text(metrics: dict[str, Any], measured: bool) -> str:
-    from prunekit.report.numbers import count
+    from prunekit.numbers import count
 
     columns = [("fast 1 %", "kept_1_fast"), ("10 %", "kept_10_fast"), ("at half", "half_fast"), ("total", "half_total")]
     if measured:
@@ -80,13 +80,13 @@ def _text(metrics: dict[str, Any], measured: bool) -> str:
 
 
 def _cell(name: str, value: float | None) -> str:
-    from prunekit.report.numbers import digits, share
+    from prunekit.numbers import digits, share
 
     return digits(value) if name == "half_total" else share(value, 0 if name.startswith("kept") else 1)
 
 
 def _measured(metrics: dict[str, Any]) -> list[str]:
-    from prunekit.report.numbers import digits, percent
+    from prunekit.numbers import digits, percent
 
     if metrics["dense"] is None:
         return []

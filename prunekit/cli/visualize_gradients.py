@@ -93,7 +93,7 @@ def summary(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _text(payload: dict[str, Any]) -> str:
-    from prunekit.report.numbers import share
+    from prunekit.numbers import share
 
     rows = [
         (row["layer"], *(f"{row[key]:.2e}" for key in ("first", "last", "p10", "p90")), share(row["zeros"], 1))

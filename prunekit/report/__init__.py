@@ -22,7 +22,7 @@ def write(run_folder: StrPath, *, state: str | None = None) -> Path:
     Raises:
         ArtifactError: the folder is not there, or a file in it is damaged.
     """
-    # pandas and matplotlib take most of a second to import, and `report.numbers` needs neither.
+    # pandas and matplotlib take most of a second to import, and `prunekit.numbers` needs neither.
     from prunekit.report.page import write_page
 
     return write_page(Path(run_folder), state)

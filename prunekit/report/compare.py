@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prunekit import numbers
 from prunekit.artifacts import write_text
 from prunekit.errors import UsageError
 from prunekit.measure.wording import computed, doubtful, where
-from prunekit.report import numbers
 from prunekit.report.headline import capital, guessing, reference
 from prunekit.report.links import linked
 from prunekit.report.pareto import MAX_PANELS, Panel, pareto

@@ -11,8 +11,8 @@ import numpy as np
 from markupsafe import Markup
 
 from prunekit.artifacts import write_text
+from prunekit.numbers import count, digits, factor, interval, share
 from prunekit.report.headline import Tile
-from prunekit.report.numbers import count, digits, factor, interval, share
 
 BARS = 30
 OUTSIDE = "between operators"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prunekit import numbers
 from prunekit.measure.wording import doubtful
-from prunekit.report import numbers
 
 MODELS = ("dense", "control", "pruned", "deployed")
 """The models of a run, as far as it has them: without fine-tuning there is no control."""

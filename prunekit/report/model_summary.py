@@ -11,12 +11,12 @@ from torch import nn
 
 from prunekit.artifacts import StrPath, atomic_file
 from prunekit.channels.copying import named_tensors
+from prunekit.display import table
 from prunekit.errors import ModelError
 from prunekit.inputs import arguments, moved
 from prunekit.measure.module_table import ModuleRow, Shapes, module_table
 from prunekit.measure.size import count_bytes, count_memory
-from prunekit.report.columns import table
-from prunekit.report.numbers import count, share, size
+from prunekit.numbers import count, share, size
 from prunekit.vocabulary import DtypeName
 from prunekit.wrappers import unwrapped
 

@@ -14,9 +14,10 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from prunekit import numbers
 from prunekit.artifacts import write_text
 from prunekit.measure import wording
-from prunekit.report import curves, figures, numbers
+from prunekit.report import curves, figures
 from prunekit.report.explain import explained
 from prunekit.report.features import filters_of, pictured
 from prunekit.report.gaps import gaps

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prunekit.measure.wording import where
+from prunekit.numbers import is_number
 from prunekit.report.headline import scores
-from prunekit.report.numbers import is_number
 from prunekit.report.run import Run
 from prunekit.report.summary import recipe_of
 

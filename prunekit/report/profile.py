@@ -8,10 +8,10 @@ from typing import Any
 
 from prunekit.artifacts import write_text
 from prunekit.measure import wording
+from prunekit.numbers import digits, duration, share
 from prunekit.report import figures, staircases
 from prunekit.report.gaps import gaps
 from prunekit.report.headline import Tile
-from prunekit.report.numbers import digits, duration, share
 from prunekit.report.page import environment, flat, records
 from prunekit.report.run import Run, read_run
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from prunekit.artifacts import write_text
+from prunekit.numbers import digits, percent
 from prunekit.report import curves
 from prunekit.report.gaps import gaps
 from prunekit.report.headline import Tile
-from prunekit.report.numbers import digits, percent
 from prunekit.report.page import environment, flat
 from prunekit.report.run import Run, read_run
 

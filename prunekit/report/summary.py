@@ -11,8 +11,8 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from prunekit import numbers
 from prunekit.measure.wording import doubtful
-from prunekit.report import numbers
 from prunekit.report.headline import capital, guessing, reference, scores
 from prunekit.report.run import Run
 

@@ -19,7 +19,7 @@ from prunekit.channels.running import plain_attention
 from prunekit.cli import cli
 from prunekit.errors import ModelError
 from prunekit.hooks import count_hooks
-from prunekit.report.numbers import count
+from prunekit.numbers import count
 
 
 def vit() -> nn.Module:

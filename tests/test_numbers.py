@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prunekit.report import numbers
+from prunekit import numbers
 
 
 @pytest.mark.parametrize(

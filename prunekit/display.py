@@ -1,0 +1,152 @@
+"""How results show themselves: a line at the prompt, a table when printed, HTML in notebooks, rows for code."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from textwrap import fill, shorten
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST = 40
+"""Rows of a table that are shown."""
+CELL = 60
+"""Characters of a cell that are shown."""
+LINE = 160
+"""Characters of a result at the prompt."""
+PAGE = 80
+"""Characters of a line of prose."""
+
+# Colors are inherited, so that it looks the same in light and dark notebooks.
+STYLE = (
+    ".prunekit table{border-collapse:collapse;margin:.5em 0}"
+    ".prunekit caption{text-align:left;font-weight:bold;color:inherit;white-space:nowrap}"
+    ".prunekit th,.prunekit td{text-align:right;vertical-align:top;padding:.1em .6em;font-variant-numeric:tabular-nums}"
+    ".prunekit th{border-bottom:1px solid}"
+    ".prunekit .l1 :nth-child(1),.prunekit .l2 :nth-child(2),.prunekit .l3 :nth-child(3),.prunekit .l4 :nth-child(4),"
+    ".prunekit .l5 :nth-child(5){text-align:left}"
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a result.
+
+    Attributes:
+        headings: of the columns, with units.
+        rows: their cells.
+        text: headings of columns that hold words, beside the first.
+        title: what the rows are.
+        most: how many rows are shown.
+        all_in: where those that are left out can be found.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    text: Collection[str] = ()
+    title: str = ""
+    most: int = MOST
+    all_in: str = ".rows()"
+
+    def left_out(self, most: int | None) -> str:
+        """Says how many rows are beyond `most` of them; empty where none is."""
+        more = 0 if most is None else len(self.rows) - most
+        return f"... {more} more row{'s'[: more != 1]}; {self.all_in} has all" if more > 0 else ""
+
+
+class Displayed(ABC):
+    """A result that shows itself.
+
+    A dataclass that is one has `repr=False`, or the decorator would write its own.
+    """
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """What it holds as plain values, one dictionary for each row."""
+
+    @abstractmethod
+    def _headline(self) -> str:
+        """What matters most, in a line."""
+
+    @abstractmethod
+    def _parts(self) -> Iterable[str | Table]:
+        """Paragraphs and tables that tell all of it."""
+
+    def frame(self) -> pd.DataFrame:
+        """The rows as a pandas data frame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {shorten(self._headline(), LINE, placeholder=' ...')}>"
+
+    def __str__(self) -> str:
+        return "\n\n".join(_as_text(part, limited=True) for part in self._parts())
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return f'<div class="prunekit"><style>{STYLE}</style>{"".join(map(_as_html, self._parts()))}</div>'
+
+
+def whole(result: Displayed) -> str:
+    """A result as text, with all rows of its tables."""
+    return "\n\n".join(_as_text(part, limited=False) for part in result._parts())
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collection[str] = ()) -> str:
+    """Text columns: the first and those named in `text` to the left, numbers to the right."""
+    if not rows:
+        return "  (none)"
+    cells = [list(headings), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = _left(headings, text)
+    return "\n".join(_line(line, widths, left) for line in cells)
+
+
+def _left(headings: Sequence[str], text: Collection[str]) -> list[bool]:
+    """Which columns are flush left."""
+    return [index == 0 or heading in text for index, heading in enumerate(headings)]
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
+    columns = zip(cells, widths, left, strict=True)
+    padded = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in columns)
+    return f"  {'  '.join(padded)}".rstrip()
+
+
+def _as_text(part: str | Table, limited: bool) -> str:
+    if isinstance(part, str):
+        return "\n".join(fill(line, PAGE, subsequent_indent="  ", break_long_words=False) for line in part.split("\n"))
+    most = part.most if limited else None
+    lines = [part.title, table(part.headings, [_short(row) for row in part.rows[:most]], part.text)]
+    lines.append(f"  {part.left_out(most)}".rstrip())
+    return "\n".join(line for line in lines if line)
+
+
+def _short(row: Sequence[Any]) -> list[str]:
+    """Cells that fit into a column: of longer ones the middle is left out."""
+    texts = (str(cell) for cell in row)
+    half = CELL // 2
+    return [text if len(text) <= CELL else f"{text[: half - 2]}...{text[1 - half :]}" for text in texts]
+
+
+def _as_html(part: str | Table) -> str:
+    """HTML, in which end tags that may be left out are: a table of 40 rows is half as long."""
+    if isinstance(part, str):
+        return f"<p>{escape(part).replace(chr(10), '<br>')}</p>"
+    left = " ".join(f"l{index + 1}" for index, flush in enumerate(_left(part.headings, part.text)) if flush)
+    caption = f"<caption>{escape(part.title)}</caption>" if part.title else ""
+    more = part.left_out(part.most)
+    body = "".join(_html_rows(part))
+    return f'<table class="{left}">{caption}{body}</table>' + (f"<p>{escape(more)}</p>" if more else "")
+
+
+def _html_rows(part: Table) -> Iterator[str]:
+    yield "<thead><tr>" + "".join(f"<th>{escape(heading)}" for heading in part.headings) + "<tbody>"
+    for row in part.rows[: part.most]:
+        yield "<tr>" + "".join(f"<td>{escape(cell)}" for cell in _short(row))
