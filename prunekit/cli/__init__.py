@@ -19,6 +19,7 @@ from prunekit.cli.list import list_command
 from prunekit.cli.options import debug_option
 from prunekit.cli.profile import profile_command
 from prunekit.cli.prune import prune_command
+from prunekit.cli.recipe import recipe_group
 from prunekit.cli.report import report_command
 from prunekit.cli.sensitivity import sensitivity_command
 from prunekit.cli.visualize import visualize_group
@@ -30,7 +31,7 @@ from prunekit.cli.visualize import visualize_group
 def cli() -> None:
     """Prune a trained PyTorch model to a budget, fine-tune it, and prove what came out.
 
-    Start with: prunekit finetune recipes/resnet34.yaml
+    Start with: prunekit finetune resnet34, a recipe that comes with the package, or with prunekit init.
     """
 
 
@@ -48,6 +49,7 @@ COMMANDS = (
     report_command,
     inspect_command,
     list_command,
+    recipe_group,
 )
 for command in COMMANDS:
     cli.add_command(command)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("calibrate", short_help="Collect activation statistics of the dense model.")
-@click.argument("recipe", metavar="RECIPE.yaml")
+@click.argument("recipe", metavar="RECIPE")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--moments",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @click.command("diagnose", short_help="Find what is wrong with a model and its data.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
-@click.option("--recipe", "data_recipe", metavar="RECIPE.yaml", help="Whose images and training to use.")
+@click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose images and training to use.")
 @click.option("--batches", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Training batches.")
 @click.option("--ignore", multiple=True, metavar="KIND", help="A kind that is not looked for; may be repeated.")
 @model_options

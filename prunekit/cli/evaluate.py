@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
-@click.option("--recipe", "data_recipe", metavar="RECIPE.yaml", help="Whose test images to use.")
+@click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images to use.")
 @model_options
 @device_option
 @seed_option

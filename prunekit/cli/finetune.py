@@ -41,7 +41,7 @@ def job_options(function: Command) -> Command:
         ),
         click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
         click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
-        click.argument("recipe", metavar="RECIPE.yaml"),
+        click.argument("recipe", metavar="RECIPE"),
     ):
         function = option(function)
     return function
@@ -57,6 +57,8 @@ def job_options(function: Command) -> Command:
 def finetune_command(**arguments: Any) -> None:
     """Run the whole job of a recipe: train or load the dense model, calibrate, prune, fine-tune, compact, verify,
     measure, and write a report.
+
+    RECIPE is a file, or the name of a recipe that comes with the package (prunekit recipe list).
 
     KEY=VALUE changes the recipe, for example: prune.budget.macs=0.4. With --model the recipe's model, with --data its
     images are yours; model.weights still counts, and so do the other data settings, unless --data gives Splits.

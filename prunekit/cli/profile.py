@@ -14,7 +14,7 @@ HOW = ("widths step by", "kernel changes at")
 
 
 @click.command("profile", short_help="Measure each layer's latency against its widths.")
-@click.argument("recipe", metavar="RECIPE.yaml")
+@click.argument("recipe", metavar="RECIPE")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--networks", type=click.IntRange(min=10), default=40, show_default=True, help="How many to measure.")
 @click.option("--again", is_flag=True, help="Measure anew what was timed on a machine too noisy.")

@@ -11,7 +11,7 @@ from prunekit.cli.output import Console, check_folder, table
 
 
 @click.command("sensitivity", short_help="Show what each channel group costs to prune.")
-@click.argument("recipe", metavar="RECIPE.yaml")
+@click.argument("recipe", metavar="RECIPE")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--measured", is_flag=True, help="Also run the model with each group masked: exact, and slower.")
 @click.option(

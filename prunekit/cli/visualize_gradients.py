@@ -18,7 +18,7 @@ FOLDER = "gradients"
 
 
 @click.command("gradients", short_help="Show the gradients of each layer while a model trains.")
-@click.argument("recipe", metavar="RECIPE.yaml")
+@click.argument("recipe", metavar="RECIPE")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--epochs", type=click.IntRange(min=1), help="How long.  [default: as the recipe trains]")
 @click.option(

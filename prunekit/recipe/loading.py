@@ -16,6 +16,7 @@ from prunekit.errors import RecipeError, nearest
 from prunekit.recipe.checks import Finding, consistency
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.recipe.overrides import apply_override
+from prunekit.recipe.packaged import located, recipe_names
 from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
 from prunekit.settings.job import JobSettings
 
@@ -24,7 +25,8 @@ def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:
     """Reads a recipe, lays overrides over it, and checks all of it before anything runs.
 
     Args:
-        path: a YAML 1.2 file; its keys are the fields of `JobSettings` and of the settings inside it.
+        path: a YAML 1.2 file, whose keys are the fields of `JobSettings` and of the settings inside it; where there is
+            no such file, the name of a recipe that comes with the package.
         overrides: `a.b=value` each, the value in YAML; later ones win.
 
     Relative paths are relative to the working directory. Data and weights that the file names and that are not there
@@ -37,14 +39,15 @@ def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:
         RecipeError: the file cannot be read, or the recipe has problems: every one of them is in the message, one a
             line, with file, line and column (or the override), the key, what was expected and what came.
     """
-    document = parse(_read(Path(path)), Origin(str(path), 1, 1))
+    file = located(path)
+    document = parse(_read(file), Origin(str(path), 1, 1))
     if not document.problems and not isinstance(document.values, Mapping):
         got = "an empty file" if document.values is None else show(document.values)
         text = f"expected a recipe, a mapping with the keys {', '.join(keys_of(()) or ())}, got {got}"
         document = Document(None, places=document.places, problems=(Problem(document.place(()), (), text),))
     if document.values is not None:
         document = reduce(apply_override, overrides, document)
-    return _beside(_validated(document, str(path)), document, Path(path).absolute().parent)
+    return _beside(_validated(document, str(path)), document, file.absolute().parent)
 
 
 def _beside(job: JobSettings, document: Document, folder: Path) -> JobSettings:
@@ -83,10 +86,13 @@ def _value_at(path: KeyPath, values: Any) -> Any:
 
 
 def _near(path: Path) -> str:
+    if path.stem in recipe_names():
+        return f"; prunekit comes with a recipe of this name: give {path.stem} for the path"
     try:
         recipes = [str(other) for other in path.parent.iterdir() if other.suffix in (".yaml", ".yml")]
     except OSError:
-        return ""
+        recipes = []
+    recipes += recipe_names() if path.parent == Path() else ()
     hint = nearest(str(path), recipes) if recipes else ""
     return f"; {hint}" if hint.startswith("did you mean") else ""
 

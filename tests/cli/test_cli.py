@@ -23,7 +23,7 @@ COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",
 )  # fmt: skip
 VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
-LISTED = [*COMMANDS[:-1], "visualize", "report", "inspect", "list"]
+LISTED = [*COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]
 
 
 def run(*arguments: str) -> Result:
@@ -144,7 +144,7 @@ def test_debug_shows_the_traceback_on_either_side_of_the_command(
         (["bench", "--max-latency-ms", "0"], "not in the range"),
         (["inspect", "--input-shape", "1x3x"], "expected sizes with the batch first, such as 1x3x224x224, got '1x3x'"),
         (["inspect", "--seed", "-1"], "not in the range"),
-        (["finetune"], "Missing argument 'RECIPE.yaml'"),
+        (["finetune"], "Missing argument 'RECIPE'"),
         (["finetune", "nowhere.yaml"], "nowhere.yaml: expected a recipe (a YAML file), but there is no such file"),
         (["inspect"], "expected a model: a recipe, a model folder, a torchvision or CIFAR name, or --model"),
         (["inspect", "resnet18", "resnet34"], "expected one model, got 2: resnet18, resnet34"),

@@ -1,0 +1,89 @@
+"""The recipes that come with the package: listed, shown, copied, and taken by name wherever a recipe is."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import prunekit
+from prunekit.cli import cli
+from prunekit.errors import RecipeError
+from prunekit.recipe import load
+from prunekit.recipe.packaged import FOLDER, recipe_names, recipe_summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
+
+
+def test_the_package_holds_the_recipes_of_the_repository() -> None:
+    """One folder, which the package has under a name of its own, and which the build puts into a wheel."""
+    assert FOLDER.resolve() == ROOT / "recipes"
+    assert FOLDER.parent == Path(prunekit.__file__).parent
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["prunekit"]
+    packed = {path for pattern in patterns for path in FOLDER.parent.glob(pattern)}
+    assert {path for path in packed if path.parent == FOLDER} == set(FOLDER.iterdir())
+
+
+def test_recipes_are_listed_with_a_line_each() -> None:
+    listed = json.loads(run("recipe", "list", "--json"))["recipes"]
+    assert [row["name"] for row in listed] == list(recipe_names())
+    assert "resnet34" in recipe_names()
+    for row in listed:
+        assert 30 < len(row["summary"]) < 120
+        assert row["summary"].endswith(".")
+    assert len(run("recipe", "list").splitlines()) == len(listed) + 1
+
+
+@pytest.mark.parametrize("name", ["resnet34", "resnet34.yaml"])
+def test_a_recipe_is_shown_as_it_is(name: str) -> None:
+    text = (ROOT / "recipes" / "resnet34.yaml").read_text()
+    assert run("recipe", "show", name) == text
+    assert recipe_summary(name) in text
+
+
+def test_a_copy_never_takes_the_place_of_a_file_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "prunekit finetune resnet34.yaml" in run("recipe", "copy", "resnet34")
+    copy = tmp_path / "resnet34.yaml"
+    assert load("resnet34.yaml") == load(FOLDER / "resnet34.yaml")
+    copy.write_text("mine")
+    assert "resnet34.yaml: there is such a file already" in run("recipe", "copy", "resnet34", code=2)
+    assert copy.read_text() == "mine"
+    run("recipe", "copy", "resnet34", "--force")
+    run("recipe", "copy", "resnet34.yaml", "deep/other.yaml")
+    assert copy.read_text() == (tmp_path / "deep" / "other.yaml").read_text() == (FOLDER / copy.name).read_text()
+
+
+def test_a_name_that_no_recipe_has_gets_the_nearest() -> None:
+    assert "did you mean 'resnet34'" in run("recipe", "show", "resnet3", code=2)
+
+
+def test_a_name_stands_for_its_file_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    packaged = load(FOLDER / "resnet34.yaml")
+    assert load("resnet34") == load("resnet34.yaml") == packaged
+    assert load("resnet34", ["seed=3"]).seed == 3
+    (tmp_path / "resnet34").mkdir()
+    assert load("resnet34") == packaged
+    (tmp_path / "resnet34.yaml").write_text("name: mine\nmodel: {name: resnet18, weights: IMAGENET1K_V1}\n")
+    assert load("resnet34.yaml").name == "mine"
+
+
+def test_a_path_outside_a_clone_leads_to_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"comes with a recipe of this name: give resnet34 for the path"):
+        load("recipes/resnet34.yaml")
+    with pytest.raises(RecipeError, match="did you mean 'resnet34'"):
+        load("resnet33")
+    assert "give resnet34 for the path" in run("finetune", "recipes/resnet34.yaml", code=2)
+    assert "resnet34" in run("--help")
+    assert "recipes/" not in run("--help")
