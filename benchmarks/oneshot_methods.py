@@ -107,7 +107,7 @@ def peer_names() -> list[str]:
 
 def oneshot(case: Case, ignore: Iterable[str] = ()) -> Result:
     """Order and budget by what each layer reads, then repair."""
-    done = prunekit.prune(case.dense, case.images, macs=case.share, ignore=tuple(ignore))
+    done = prunekit.prune(case.dense, calibration=case.images, macs=case.share, ignore=tuple(ignore))
     return Result(done.model, done.plan)
 
 
@@ -119,14 +119,16 @@ def magnitude(case: Case) -> Result:
 
 def repaired(case: Case) -> Result:
     """The channels of `magnitude`, and what stays repaired: what a plain global ranking is worth with our repair."""
-    done = prunekit.prune(case.dense, case.images, macs=case.share, criterion="l2", scope="global", ignore=STREAM)
+    done = prunekit.prune(
+        case.dense, calibration=case.images, macs=case.share, criterion="l2", scope="global", ignore=STREAM
+    )
     return Result(done.model, done.plan)
 
 
 def uniform(case: Case) -> Result:
     """Our order and our repair, with the same share of every group: what the allocation is worth."""
     settings = {"macs": case.share, "criterion": "elimination", "scope": "uniform", "ignore": STREAM}
-    done = prunekit.prune(case.dense, case.images, **settings)
+    done = prunekit.prune(case.dense, calibration=case.images, **settings)
     return Result(done.model, done.plan)
 
 

@@ -73,7 +73,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     settings = RepairSettings(memory_bytes=options.memory_mib * MIB)
     watched, say = Watched(), lambda line: print(line, file=sys.stderr, flush=True)
     planned = watched.run(
-        "plan", lambda: prunekit.prune(model, images, macs=options.macs, criterion=options.criterion, repair=False)
+        "plan",
+        lambda: prunekit.prune(model, calibration=images, macs=options.macs, criterion=options.criterion, repair=False),
     )
     masked, report = watched.run("repair", lambda: repair(model, planned.plan, images, settings, log=say))
     small = watched.run("compact", lambda: compact(masked, planned.plan))

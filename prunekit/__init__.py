@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer, transfer_average
     from prunekit.visualize import class_activation_map, saliency
-    from prunekit.workflow import plan_model, profile, prune
+    from prunekit.workflow import plan, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
     from prunekit.workflow.finetune import finetune
     from prunekit.workflow.sensitivity import sensitivity
@@ -76,7 +76,7 @@ _PLACES = {
     "load": "prunekit.compaction:load",
     "load_plan": "prunekit.planning:load_plan",
     "masked": "prunekit.masking:masked",
-    "plan_model": "prunekit.workflow:plan_model",
+    "plan": "prunekit.workflow:plan",
     "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
@@ -135,7 +135,7 @@ __all__ = [
     "load",
     "load_plan",
     "masked",
-    "plan_model",
+    "plan",
     "profile",
     "prune",
     "recalibrate_batchnorm",

@@ -60,7 +60,7 @@ def images() -> list[Tensor]:
 
 
 def pruned(**more: Any) -> Any:
-    return prunekit.prune(net(), images(), channels=0.6, repair=RepairSettings(joint_steps=0), **more)
+    return prunekit.prune(net(), calibration=images(), channels=0.6, repair=RepairSettings(joint_steps=0), **more)
 
 
 def through(**more: Any) -> None:

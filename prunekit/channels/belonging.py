@@ -39,7 +39,7 @@ def require_model(
     if problem:
         other = (
             f"was {what} made for another model? Give that one, or trace and plan this one as it is now: "
-            "prunekit.plan_model(model, example_inputs, settings)"
+            "prunekit.plan(model, x, macs=0.5)"
         )
         raise PlanError(f"{problem}; {_inside(channel_map, model, shapes) or other}")
 

@@ -205,7 +205,7 @@ def require_plan(plan: Any, model: nn.Module | None = None) -> None:
 
 def _instead(given: Any) -> str:
     """What came in the place of a plan, and what to do about it."""
-    make = "prunekit.plan_model(model, example_inputs, settings), or the .plan of what prunekit.prune returns"
+    make = "prunekit.plan(model, x, macs=0.5), or the .plan of what prunekit.prune returns"
     if isinstance(given, (str, PathLike)):
         path = str(given)
         return f"the path {path!r}; read the folder that plan.save wrote: prunekit.load_plan({path!r})"

@@ -130,7 +130,7 @@ def require_images(images: Tensor | Inputs) -> Inputs:
         raise DataError(
             f"calibration: expected at least {FEWEST_IMAGES} {samples_in(inputs)} (B, ...), some of which only judge; "
             f"got a tensor of shape {shapes}; "
-            "an example alone, to prune without samples, is a tuple of all arguments, such as (x,)"
+            "to prune without samples, an example is given by itself, prune(model, x, macs=0.5)"
         )
     if len({len(tensor) for tensor in inputs}) > 1:
         raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")

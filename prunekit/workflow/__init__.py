@@ -6,7 +6,7 @@ from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
 from prunekit.workflow.explain import Explanation, explain
 from prunekit.workflow.finetune import RunResult, finetune, prune_job
-from prunekit.workflow.oneshot import Pruned, prune
+from prunekit.workflow.oneshot import Pruned, plan, prune
 from prunekit.workflow.own import Own
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.profile_run import ProfileRun, profile_job
@@ -35,6 +35,7 @@ __all__ = [
     "explain",
     "find_batch_size",
     "finetune",
+    "plan",
     "plan_model",
     "profile",
     "profile_job",

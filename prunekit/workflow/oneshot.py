@@ -1,4 +1,4 @@
-"""Pruning in one call, and repair from unlabeled images: no labels, no gradients, no training."""
+"""Planning and pruning in one call, and repair from unlabeled images: no labels, no gradients, no training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from prunekit.context import paused_garbage_collection, training_mode
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError
-from prunekit.globs import globs
 from prunekit.inputs import arguments, count_of, moved, taken
+from prunekit.inputs import example as normalized
 from prunekit.measure.verify import verify
 from prunekit.nested import map_tensors
-from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.planning import Plan, PruneSettings
+from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.select import Scores
 from prunekit.progress import reporting, stage
 from prunekit.repair import RepairReport, RepairSettings
@@ -40,7 +41,8 @@ from prunekit.workflow.pruning import plan_model
 from prunekit.wrappers import require_values, unwrapped
 
 IMAGES = 1024
-Data = tuple[Any, ...] | Tensor | Mapping[str, Any] | Iterable[Any]
+Calibration = Tensor | Mapping[str, Any] | Iterable[Any]
+"""Samples: tensors that hold all of them, a data set, or a loader."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,9 @@ class Pruned:
 
 def prune(
     model: nn.Module,
-    data: Data,
+    example: Any = None,
     *,
+    calibration: Calibration | None = None,
     macs: float | None = None,
     channels: float | None = None,
     params: float | None = None,
@@ -88,154 +91,336 @@ def prune(
     scope: Scope | None = None,
     round_to: int = 1,
     min_channels: int = 1,
-    ignore: str | Sequence[str] = (),
-    ratios: Mapping[str, float] | None = None,
+    ignore: Where | Iterable[Where] = (),
+    ratios: Mapping[Any, float] | None = None,
     plain_classes: bool = False,
+    settings: PruneSettings | None = None,
     repair: RepairSettings | Literal[False] | None = None,
     images: int = IMAGES,
     stats: ChannelStats | None = None,
     gradients: TaylorTerms | None = None,
     seed: int = 0,
-    more_examples: Sequence[tuple[Any, ...]] = (),
+    more_examples: Sequence[Any] = (),
     task: Task | str | None = None,
     progress: bool | None = None,
+    **budgets: float,
 ) -> Pruned:
-    """Prunes a model in one call: trace, score, plan, trial, compact; with images also repair.
+    """Prunes a model in one call: trace, score, plan, trial, compact; with calibration data also repair.
 
-    Given images, none of which needs a label, channels go in the order of an optimal brain surgeon on the patches that
-    their consumers read, the budget is spent where the error is least for each multiply-accumulate saved
-    (`criterion="elimination"`, `scope="per_mac"`), and what stays is refitted to what the dense model computes.
-    Given an example alone, the filters of least norm go (`criterion="l2"`), and nothing is refitted. All criteria but
-    elimination have `scope="uniform"`, but for budgets of time, which are spent where they cost least.
+    Given an example alone, the filters of least norm go (`criterion="l2"`), and nothing is refitted. Given calibration
+    data, none of which needs a label, channels go in the order of an optimal brain surgeon on the patches that their
+    consumers read, the budget is spent where the error is least for each multiply-accumulate saved
+    (`criterion="elimination"`, `scope="per_mac"`), and what stays is refitted to what the dense model computes. All
+    criteria but elimination have `scope="uniform"`, but for budgets of time, which are spent where they cost least.
 
     Args:
-        model: any module that runs on `data`; not changed.
-        data: a tuple: positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`. Or samples to
-            calibrate on, preprocessed as the model wants them: a tensor (B, ...) or a mapping of tensors by the names
-            of the arguments of `forward`; a map-style data set; or a loader, any iterable of batches, tensors or such
-            mappings or (inputs, ...) each, such as a DataLoader; the first entry, or what `task` unpacks, may be
+        model: any module that runs on the example; not changed.
+        example: what the model is called with: a tensor, such as `torch.randn(1, 3, 224, 224)`, a tuple of positional
+            arguments, or a mapping of arguments by name. May be left out where `calibration` is given; with both, this
+            is what is traced.
+        calibration: samples, preprocessed as the model wants them: a tensor (B, ...) or a mapping of tensors by the
+            names of the arguments of `forward`; a map-style data set; or a loader, any iterable of batches, tensors or
+            such mappings or (inputs, ...) each, such as a DataLoader; the first entry, or what `task` unpacks, may be
             several inputs: a tuple of them, or a mapping. Of a mapping, `labels` or `label` are no inputs, and what
             `forward` does not take is left out. Where it takes an `attention_mask`, batches may differ in length, and
             positions that the mask leaves out count for nothing.
         macs, channels, params: shares of the multiply-accumulates, of the channels and of the parameters that may be
-            left, above 0 and below 1.
+            left, above 0 and at most 1.
         size_mb: megabytes (10^6 bytes) that parameters and buffers may take in a file.
         latency_ms: median milliseconds of one forward pass of the batch that the target names, measured.
         speedup: how many times faster than the dense model it is to be on the target, measured.
-        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one of these seven is
-            given, and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
+        memory_mb: megabytes alive at the peak of a forward pass, see `BudgetSettings`. At least one budget is given,
+            and all that are hold; `plan.provenance` says what is left of each, and which of them binds.
         target: runtime, device, batch, threads, dtype and memory format of what is on a target; float32 in eager
             on one CPU thread where it is not given. The model is profiled there, and plans are measured and made anew
             until the time is within 3 % of what was asked for; what is delivered is measured last, and in `delivered`.
-        criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from images is
+        criterion: as `prunekit list criteria` shows them, each with what it needs. What can be had from samples is
             collected from them; gradients need labels, and are given.
         scope: `uniform`, the same share of every group; `global`, ranked over all of them; `per_mac`, ranked by score
             for each multiply-accumulate, or whatever else the budget counts; or `capacity`, the widest layers that
             the budget allows, where scores only say which channels of a group go.
         round_to: channel counts become multiples of this where they can.
         min_channels: the fewest channels that any group keeps.
-        ignore: a glob over module paths, or several, whose output channels stay.
-        ratios: glob over module paths -> share of their output channels to keep.
+        ignore: whose output channels stay: a glob over module paths, a module (with all that is in it), a class of
+            modules, or several of these.
+        ratios: share of the output channels to keep, by globs, modules or classes as in `ignore`.
         plain_classes: whether all modules keep their classes, and channels stay that could not go otherwise; so
             `torch.save(model)` makes a file that loads where prunekit is not installed. `notes` names other classes.
-        repair: what is refitted and how, `RepairSettings()` where images are given; False: nothing.
+        settings: budgets, target and all of the above as one, in place of these keywords.
+        repair: what is refitted and how, `RepairSettings()` where calibration data is given; False: nothing.
         images: how many samples are taken from a loader or a data set; at least 8.
         stats: from `prunekit.calibrate`.
         gradients: from `prunekit.collect_gradients`.
         seed: of the random criterion.
-        more_examples: further inputs, for branches of the model that the first does not take.
+        more_examples: further examples, for branches of the model that the first does not take.
         task: whose `unpack` takes a loader's batches apart, where they come in another form; itself or its name.
         progress: whether to show stages and bars on stderr; None: on a terminal and in a notebook. The logger
             `prunekit` gets a line for each stage in any case.
+        budgets: further budgets, by name.
 
     Raises:
         PlanError: the budget cannot be met or removes nothing, or a glob matches no module.
-        UsageError: an argument is out of range, or `repair` is asked for without images.
-        DataError: fewer than 8 images, or no tensors, or the task cannot unpack a batch; a `UsageError`.
-        NonFiniteError: a layer reads or computes NaN or Inf on the images; names the layer.
+        UsageError: an argument is out of range, neither an example nor calibration data is given, or `repair` is asked
+            for without the latter.
+        DataError: fewer than 8 samples, or no tensors, or the task cannot unpack a batch; a `UsageError`.
+        NonFiniteError: a layer reads or computes NaN or Inf on the samples; names the layer.
         VerificationError: masked and compact model differ.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> pk.prune(model, torch.randn(1, 4), macs=0.5).model[0].out_features
+        8
+        >>> refitted = pk.prune(model, calibration=torch.randn(64, 4), macs=0.5)
+        >>> refitted.repair.after <= refitted.repair.before
+        True
     """
     model = unwrapped(model)
     require_values(model, "prune")
-    criterion = criterion or ("l2" if isinstance(data, tuple) else "elimination")
-    budget = BudgetSettings(channels, macs, params, size_mb, latency_ms, speedup, memory_mb)
-    settings = PruneSettings(
-        budget=budget,
-        target=target or Target(),
+    wanted = prune_settings(
+        model,
+        settings,
+        by_default="l2" if calibration is None else "elimination",
+        macs=macs,
+        channels=channels,
+        params=params,
+        size_mb=size_mb,
+        latency_ms=latency_ms,
+        speedup=speedup,
+        memory_mb=memory_mb,
+        target=target,
         criterion=criterion,
-        scope=scope or ("per_mac" if criterion == "elimination" or budget.measured else "uniform"),
+        scope=scope,
         round_to=round_to,
         min_channels=min_channels,
-        ignore=globs(ignore, "ignore", model),
-        ratios=_ratios(ratios),
+        ignore=ignore,
+        ratios=ratios,
         plain_classes=plain_classes,
+        **budgets,
     )
-    given = _Given(stats, gradients, seed, tuple(more_examples))
-    if isinstance(data, tuple):
-        if repair:
-            raise DataError("repair: expected images to repair from, a tensor or a loader; got a tuple of inputs")
-        with reporting(progress, "prune"):
-            planned, frozen = _planned(model, data, settings, given, _traced(model, data, given))
-            flushed = without_subnormals(planned.compact, data)
-            difference = max(planned.max_relative_difference, flushed.max_relative_difference)
-            notes = planned.unseen + _said(flushed)
-            result = Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
-            return _timed(frozen, result)
+    if repair and calibration is None:
+        raise DataError(
+            "repair: expected samples to repair from, got none: prune(model, calibration=images, repair=...)"
+        )
+    given = _Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
     with reporting(progress, "prune"):
-        stage("read the samples")
-        seen = gathered(model, data, images, task)
-        seen = moved(seen, next((parameter.device for parameter in model.parameters()), torch.device("cpu")))
-        return _prune_on(model, seen, settings, given, None if repair is False else repair or RepairSettings())
+        found = _found(model, given, repair or RepairSettings() if calibration is not None else None)
+        if calibration is None or repair is False:
+            return _timed(found, _as_planned(found))
+        return _timed(found, _repaired(model, found, repair or RepairSettings()))
+
+
+def plan(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    calibration: Calibration | None = None,
+    macs: float | None = None,
+    channels: float | None = None,
+    params: float | None = None,
+    size_mb: float | None = None,
+    latency_ms: float | None = None,
+    speedup: float | None = None,
+    memory_mb: float | None = None,
+    target: Target | None = None,
+    criterion: Criterion | None = None,
+    scope: Scope | None = None,
+    round_to: int = 1,
+    min_channels: int = 1,
+    ignore: Where | Iterable[Where] = (),
+    ratios: Mapping[Any, float] | None = None,
+    plain_classes: bool = False,
+    settings: PruneSettings | None = None,
+    images: int = IMAGES,
+    stats: ChannelStats | None = None,
+    gradients: TaylorTerms | None = None,
+    seed: int = 0,
+    more_examples: Sequence[Any] = (),
+    channel_map: ChannelMap | None = None,
+    task: Task | str | None = None,
+    progress: bool | None = None,
+    **budgets: float,
+) -> Plan:
+    """Decides which channels of a model stay: trace, score, plan for the budgets, and try it until masked == compact.
+
+    `masked`, `compact`, `transfer` and `verify` work with the plan; `prune` goes on to the compact model itself.
+
+    Args:
+        model: any module that runs on the example; not changed.
+        example: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of arguments by
+            name. May be left out where `calibration` is given.
+        calibration: samples as for `prune`, from which what the criterion looks at is collected; without them it looks
+            at the weights, or at `stats` and `gradients`.
+        macs, channels, params, size_mb, latency_ms, speedup, memory_mb, budgets: as for `prune`; at least one is given.
+        target, criterion, scope, round_to, min_channels, ignore, ratios, plain_classes, settings: as for `prune`.
+        images, stats, gradients, seed, more_examples, task, progress: as for `prune`.
+        channel_map: of this model, where it has been traced already, on the same examples in the same order.
+
+    Raises:
+        PlanError: the budget cannot be met or removes nothing, a glob matches no module, or the channel map is that of
+            another model.
+        UsageError: an argument is out of range, neither an example nor calibration data is given, or the channel map
+            was traced on more examples.
+        DataError: fewer than 8 samples, or no tensors, or the task cannot unpack a batch; a `UsageError`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> pk.compact(model, plan)[0].out_features
+        8
+    """
+    model = unwrapped(model)
+    require_values(model, "plan")
+    wanted = prune_settings(
+        model,
+        settings,
+        by_default="l2" if calibration is None else "elimination",
+        macs=macs,
+        channels=channels,
+        params=params,
+        size_mb=size_mb,
+        latency_ms=latency_ms,
+        speedup=speedup,
+        memory_mb=memory_mb,
+        target=target,
+        criterion=criterion,
+        scope=scope,
+        round_to=round_to,
+        min_channels=min_channels,
+        ignore=ignore,
+        ratios=ratios,
+        plain_classes=plain_classes,
+        **budgets,
+    )
+    given = _Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
+    with reporting(progress, "plan"):
+        return _found(model, given, None, channel_map).planned.plan
 
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """What of a plan's evidence the caller has."""
+    """What a plan is made for and from, as the caller gave it."""
 
+    example: Any
+    calibration: Calibration | None
+    settings: PruneSettings
+    images: int
     stats: ChannelStats | None
     gradients: TaylorTerms | None
     seed: int
-    more_examples: tuple[tuple[Any, ...], ...]
+    more_examples: tuple[Any, ...]
+    task: Task | str | None
 
 
-def _ratios(given: Mapping[str, float] | None) -> dict[str, float]:
-    if given is not None and not isinstance(given, Mapping):
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A plan that meets the budgets.
+
+    Attributes:
+        example: that it was tried on.
+        samples: of the calibration data, on the model's device; None without.
+        frozen: how a plan for a budget of time was found; None for other budgets.
+        notes: what the criterion was short of.
+    """
+
+    planned: Planned
+    example: tuple[Any, ...]
+    samples: Any
+    frozen: Frozen | None
+    notes: tuple[str, ...]
+
+
+def _found(
+    model: nn.Module, given: _Given, repairing: RepairSettings | None, chart: ChannelMap | None = None
+) -> _Found:
+    """The plan, from what the criterion needs of the calibration data.
+
+    Args:
+        repairing: settings of the repair that follows, which say how much memory statistics may take.
+        chart: the channel map, where the model has been traced already.
+    """
+    settings, samples, patches, stats = given.settings, None, None, given.stats
+    if given.calibration is not None:
+        stage("read the samples")
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        samples = moved(gathered(model, given.calibration, given.images, given.task), device)
+        samples = map_tensors(samples, pixel_by_pixel)
+    if given.example is not None:
+        example = _as_example(model, given.example)
+    elif samples is not None:
+        example = arguments(model, taken(samples, slice(2)))
+    else:
         raise UsageError(
-            "ratios: expected shares by globs over module paths, such as {'layer1.*': 0.5}, "
-            f"got {type(given).__name__} {given!r}"
+            "expected an example to trace, as in prune(model, x, macs=0.5), or samples to calibrate on, as in "
+            "prune(model, calibration=loader, macs=0.5); got neither"
         )
-    return dict(given or {})
+    more = tuple(normalized(model, one) for one in given.more_examples)
+    if samples is not None:
+        _require_running(model, arguments(model, taken(samples, slice(2))))
+    if chart is None:
+        stage("trace")
+        with paused_garbage_collection():
+            chart = trace(model, example, *more)
+    if samples is not None:
+        if "patches" in get_criterion(settings.criterion).needs:
+            stage(f"patch statistics of {count_of(samples)} samples")
+            patches = patch_statistics(model, samples, chart, repairing, settings.ignore, log=stage)
+        stats = stats or statistics(model, samples, settings.criterion)
+    goal = goal_for(model, example, chart, settings, more_examples=more, log=stage)
+
+    def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
+        stage(f"plan by {wanted.criterion}, and try it")
+        return plan_model(
+            model,
+            example,
+            wanted,
+            stats=stats,
+            gradients=given.gradients,
+            patches=patches,
+            seed=given.seed,
+            channel_map=channel_map,
+            more_examples=more,
+            latency=None if goal is None else goal.table,
+        )
+
+    frozen = None if goal is None else freeze(goal, plan, log=stage)
+    planned = plan(settings, chart) if frozen is None else frozen.planned
+    notes = () if samples is None else _notes(settings.criterion, stats, patches)
+    return _Found(planned, example, samples, frozen, notes)
 
 
-def _prune_on(
-    model: nn.Module, images: Any, settings: PruneSettings, given: _Given, repairing: RepairSettings | None
-) -> Pruned:
-    images = map_tensors(images, pixel_by_pixel)
-    example = arguments(model, taken(images, slice(2)))
-    _require_running(model, example)
-    chart = _traced(model, example, given)
-    patches = None
-    if "patches" in get_criterion(settings.criterion).needs:
-        stage(f"patch statistics of {count_of(images)} samples")
-        patches = patch_statistics(model, images, chart, repairing, settings.ignore, log=stage)
-    given = replace(given, stats=given.stats or statistics(model, images, settings.criterion))
-    planned, frozen = _planned(model, example, settings, given, chart, patches)
-    plan, scores, difference = planned.plan, planned.scores, planned.max_relative_difference
-    notes = _notes(settings.criterion, given.stats, patches) + planned.unseen
-    if repairing is None:
-        flushed = without_subnormals(planned.compact, example)
-        difference = max(difference, flushed.max_relative_difference)
-        result = Pruned(flushed.model, plan, scores, difference, notes=notes + _said(flushed))
-        return _timed(frozen, result)
-    masked, report = repair_masked(model, plan, images, repairing, log=stage)
+def _as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
+    try:
+        return normalized(model, given)
+    except ModelError:
+        raise
+    except UsageError as error:
+        raise UsageError(
+            f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
+        ) from None
+
+
+def _as_planned(found: _Found) -> Pruned:
+    """The compact model as the trial left it."""
+    planned = found.planned
+    flushed = without_subnormals(planned.compact, found.example)
+    difference = max(planned.max_relative_difference, flushed.max_relative_difference)
+    notes = found.notes + planned.unseen + _said(flushed)
+    return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
+
+
+def _repaired(model: nn.Module, found: _Found, repairing: RepairSettings) -> Pruned:
+    """The compact model with what stays refitted to what the dense one computes on the samples."""
+    planned = found.planned
+    masked, report = repair_masked(model, planned.plan, found.samples, repairing, log=stage)
     stage("verify: the repaired model and the compact one")
-    small = compact(masked, plan)
-    proof = verify(masked, small, plan, [arguments(model, taken(images, slice(8)))], strict=True)
-    flushed = without_subnormals(small, example)
-    difference = max(difference, proof.max_relative_difference, flushed.max_relative_difference)
-    notes += report.notes + _said(flushed)
-    result = Pruned(flushed.model, plan, scores, difference, masked, report, notes)
-    return _timed(frozen, result)
+    small = compact(masked, planned.plan)
+    proof = verify(masked, small, planned.plan, [arguments(model, taken(found.samples, slice(8)))], strict=True)
+    flushed = without_subnormals(small, found.example)
+    difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
+    notes = found.notes + planned.unseen + report.notes + _said(flushed)
+    return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, notes)
 
 
 def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
@@ -254,16 +439,17 @@ def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
         raise ModelError(
             f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "
             f"{next(model.parameters()).device}: {error}; expected a device that has its operators in this precision; "
-            "or prune it in full precision, prune(model.float(), images.float(), ...), and call .half() on the result"
+            "or prune it in full precision, prune(model.float(), calibration=images.float(), ...), and call .half() on "
+            "the result"
         ) from error
 
 
-def _timed(frozen: Frozen | None, result: Pruned) -> Pruned:
+def _timed(found: _Found, result: Pruned) -> Pruned:
     """The result with what it was measured to take, where a budget is one of time."""
-    if frozen is None:
+    if found.frozen is None:
         return result
-    found = delivered(frozen, result.model, log=stage)
-    return replace(result, delivered=found, notes=result.notes + tuple(found.shortfalls))
+    took = delivered(found.frozen, result.model, log=stage)
+    return replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
 
 
 def _said(flushed: Flushed) -> tuple[str, ...]:
@@ -274,41 +460,3 @@ def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats
     """What to say of the evidence that a criterion looked at."""
     moments = stats.too_few_samples() if stats is not None and "moments" in get_criterion(criterion).needs else ()
     return (*moments, *(() if patches is None else (*too_few_rows(patches), *dead_inputs(patches))))
-
-
-def _traced(model: nn.Module, example: tuple[Any, ...], given: _Given) -> ChannelMap:
-    stage("trace")
-    with paused_garbage_collection():
-        return trace(model, example, *given.more_examples)
-
-
-def _planned(
-    model: nn.Module,
-    example: tuple[Any, ...],
-    settings: PruneSettings,
-    given: _Given,
-    chart: ChannelMap,
-    patches: PatchStats | None = None,
-) -> tuple[Planned, Frozen | None]:
-    """A plan that meets the budgets; with how it was found, where one is of time."""
-    goal = goal_for(model, example, chart, settings, more_examples=given.more_examples, log=stage)
-
-    def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
-        stage(f"plan by {wanted.criterion}, and try it")
-        return plan_model(
-            model,
-            example,
-            wanted,
-            stats=given.stats,
-            gradients=given.gradients,
-            patches=patches,
-            seed=given.seed,
-            channel_map=channel_map,
-            more_examples=given.more_examples,
-            latency=None if goal is None else goal.table,
-        )
-
-    if goal is None:
-        return plan(settings, chart), None
-    frozen = freeze(goal, plan, log=stage)
-    return frozen.planned, frozen

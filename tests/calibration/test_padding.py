@@ -129,7 +129,7 @@ def test_patches_and_gains_know_nothing_of_padding(tokens: bool) -> None:
 def test_a_repair_is_the_same_with_more_padding(tokens: bool) -> None:
     model = net(tokens=tokens)
     done = [
-        prunekit.prune(model, texts(*how), channels=0.6, repair=RepairSettings(joint_steps=0))
+        prunekit.prune(model, calibration=texts(*how), channels=0.6, repair=RepairSettings(joint_steps=0))
         for how in ((8, 0), (13, 17))
     ]
     assert (done[0].plan.keep == done[1].plan.keep).all()
@@ -159,7 +159,7 @@ def test_samples_with_padding_are_spread_over_all_batches() -> None:
     batches = [{name: part[order[i : i + 4]] for name, part in some.items()} for i in range(0, 16, 4)]
     _, mask = gathered(model, batches, 16)
     assert [bool(part.all()) for part in mask.split(2)] == [False] * 8
-    found = prunekit.prune(model, batches, channels=0.6, repair=RepairSettings(joint_steps=0)).repair
+    found = prunekit.prune(model, calibration=batches, channels=0.6, repair=RepairSettings(joint_steps=0)).repair
     assert found is not None
     assert found.after < 0.8 * found.before
 
@@ -183,7 +183,7 @@ def test_what_a_cache_holds_of_padding_judges_nothing() -> None:
     torch.manual_seed(3)
     model = Caching(tokens=True).double().eval()
     reports = [
-        prunekit.prune(model, texts(*how), channels=0.6, repair=RepairSettings(joint_steps=0)).repair
+        prunekit.prune(model, calibration=texts(*how), channels=0.6, repair=RepairSettings(joint_steps=0)).repair
         for how in ((8, 0), (13, 17))
     ]
     assert reports[0] is not None

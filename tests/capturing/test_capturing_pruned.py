@@ -23,7 +23,7 @@ def test_layers_of_a_channel_group_in_dense_masked_and_compact_models() -> None:
     torch.manual_seed(0)
     model = Net().eval()
     nn.init.uniform_(model.norm.running_mean)
-    plan = prunekit.plan_model(model, (IMAGES,), prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, (IMAGES,), channels=0.5)
     small = prunekit.compact(model, plan).eval()
     group = next(group for group in plan.channel_map.groups if group.name == "conv1")
     with torch.no_grad():

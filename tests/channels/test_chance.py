@@ -94,7 +94,9 @@ def test_noise_in_the_dense_model_is_the_noise_in_the_pruned_one_that_a_repair_i
         return torch.as_tensor(net.b(net.a(x).relu()) + 100 * torch.as_tensor(np.random.rand(len(x), 1)).to(x.dtype))
 
     model = randomized(Net(forward, a=nn.Linear(6, 32), b=nn.Linear(32, 3)))
-    found = prunekit.prune(model, torch.randn(64, 6, generator=torch.Generator().manual_seed(1)), macs=0.5).repair
+    found = prunekit.prune(
+        model, calibration=torch.randn(64, 6, generator=torch.Generator().manual_seed(1)), macs=0.5
+    ).repair
     assert found is not None
     assert found.kept
     assert found.after < found.before

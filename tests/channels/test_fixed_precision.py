@@ -157,7 +157,7 @@ def test_operators_that_are_not_there_in_half_precision() -> None:
     assert pruned.plan.widths()["a"][0] < 24
     assert {tensor.dtype for tensor in pruned.model.parameters()} == {torch.float16}
     with pytest.raises(ModelError, match=r"Boxes does not run on the images in float16 on cpu: .*\.half\(\)"):
-        prunekit.prune(model, images, macs=0.6)
+        prunekit.prune(model, calibration=images, macs=0.6)
 
 
 def test_a_kernel_for_one_type_in_a_model_of_another() -> None:
@@ -172,7 +172,7 @@ def test_a_kernel_for_one_type_in_a_model_of_another() -> None:
     experts = nn.Parameter(torch.randn(2, 16, 16))
     net = Net(forward, a=nn.Linear(6, 16), experts=experts, b=nn.Linear(16, 40), c=nn.Linear(40, 3))
     images = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
-    pruned = prunekit.prune(randomized(net), images, params=0.8)
+    pruned = prunekit.prune(randomized(net), calibration=images, params=0.8)
     assert pruned.masked is not None
     assert pruned.plan.widths()["b"][0] < 40
     assert verify(pruned.masked, pruned.model, pruned.plan, [(images,)]).dtype == "bfloat16"

@@ -57,4 +57,4 @@ def test_a_backward_operator_without_a_rule_is_named_and_locks_what_it_reads() -
 def test_what_runs_a_model_in_pieces_says_that_it_cannot() -> None:
     images = torch.randn(32, 4)
     with pytest.raises(ModelError, match=r"takes gradients inside its forward, which the criterion 'elimination'"):
-        prunekit.prune(Potential(own=False), images, macs=0.5)
+        prunekit.prune(Potential(own=False), calibration=images, macs=0.5)

@@ -53,7 +53,7 @@ def test_a_repair_is_proven_and_never_makes_a_net_worse(program: Program, seed: 
     model = randomized(RandomNet([("conv", 0, seed), *program]), seed).eval()
     seen, others = images(48, seed), images(16, seed + 100)
     try:
-        result = prunekit.prune(model, seen, macs=0.75)
+        result = prunekit.prune(model, calibration=seen, macs=0.75)
     except PlanError:  # next to nothing is free
         return
     assert result.masked is not None

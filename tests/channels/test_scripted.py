@@ -70,7 +70,7 @@ def test_what_is_in_a_scripted_module_is_followed_and_cut(part: type[nn.Module],
 def test_everything_that_hooks_modules_takes_scripted_ones() -> None:
     model = net(scripted(randomized(Gated()))).eval()
     images = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    done = prunekit.prune(model, images, macs=0.7)
+    done = prunekit.prune(model, calibration=images, macs=0.7)
     assert done.max_relative_difference <= 1e-9
     assert done.repair is not None
     assert done.repair.after <= done.repair.before

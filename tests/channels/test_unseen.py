@@ -10,11 +10,12 @@ import torch
 from equivalence import TOLERANCE, difference, doubled, parity, random_keep, randomized
 from torch import Tensor, nn
 
-from prunekit import PruneSettings, load, plan_model, prune
+from prunekit import PruneSettings, load, prune
 from prunekit.channels import trace
 from prunekit.channels.trial import Settled, settle, with_unseen_sizes
 from prunekit.compaction import compact, save
 from prunekit.planning import BudgetSettings, Plan
+from prunekit.workflow import plan_model
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 

@@ -64,7 +64,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     exec(CODE, names)
     model, example = names["Net"](), torch.rand(1, 3, 16, 16)
     settings = prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))
-    plan = prunekit.plan_model(model, (example,), settings).plan
+    plan = prunekit.plan(model, (example,), settings=settings)
     folder = tmp_path / "run"
     save_weights(folder / "checkpoints" / "dense.safetensors", model)
     prunekit.save(folder / "model", compact(model, plan), plan, input_shapes=[[1, 3, 16, 16]])

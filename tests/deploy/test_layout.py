@@ -35,7 +35,7 @@ def test_weights_lie_channels_last_and_outputs_too() -> None:
 
 def test_a_folder_keeps_the_layout(tmp_path: Path) -> None:
     model = net()
-    plan = prunekit.plan_model(model, image(), prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, image(), channels=0.5)
     small = prunekit.compact(model, plan)
     moved = prunekit.channels_last(small, image())
     for name, saved in (("moved", moved), ("plain", small)):

@@ -90,9 +90,7 @@ def test_a_fresh_transformer_whose_head_starts_at_zero(digits: Batches) -> None:
 
 
 def test_masked_channels_are_not_dead(trained: nn.Module, digits: Batches) -> None:
-    plan = prunekit.plan_model(
-        trained, (digits[0][0][:2],), prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.4))
-    ).plan
+    plan = prunekit.plan(trained, (digits[0][0][:2],), channels=0.4)
     optimizer = sgd(trained, 0.001)
     with prunekit.masked(trained, plan, optimizer, restore=True):
         assert not trained[0].weight.flatten(1).any(1).all()  # some are zero

@@ -86,7 +86,7 @@ def test_channels_last_needs_images_and_kernels() -> None:
 def test_masks_are_found_and_a_copy_is_without() -> None:
     model, x = net(), torch.randn(1, 3, 8, 8)
     assert experiments.mask_hooks(model) == 0
-    plan = prunekit.plan_model(model, (x,), prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, (x,), channels=0.5)
     with prunekit.masked(model, plan):
         hooks = count_hooks(model)
         assert experiments.mask_hooks(model) > 0

@@ -22,7 +22,7 @@ from prunekit.criteria import score
 from prunekit.criteria.movement import Movement
 from prunekit.errors import PlanError, UsageError
 from prunekit.masking import GradientMasks, WeightMasks, sparsity
-from prunekit.planning import Plan, PruneSettings, load_plan
+from prunekit.planning import Plan, load_plan
 from prunekit.repair.repairing import repair
 
 
@@ -66,7 +66,7 @@ TAKERS: dict[str, Callable[[nn.Module, Path], Any]] = {
     "repair": lambda model, _: repair(model, PLAN, image(batch=16)[0]),
     "score": lambda model, _: score("l2", model, PLAN.channel_map),
     "movement": lambda model, _: Movement(model, PLAN.channel_map, SGD),
-    "plan_model": lambda m, _: prunekit.plan_model(m, image(), PruneSettings(), channel_map=PLAN.channel_map),
+    "plan": lambda m, _: prunekit.plan(m, image(), macs=0.5, channel_map=PLAN.channel_map),
     "a plan that was loaded": lambda model, folder: (PLAN.save(folder), prunekit.compact(model, load_plan(folder))),
 }
 
@@ -84,8 +84,8 @@ def test_a_longer_model_of_the_same_names_is_refused_and_left_alone(taker: str, 
 NO_PLANS: dict[str, tuple[Any, str]] = {
     "a path": ("kept/plan", r"got the path 'kept/plan'; .*prunekit\.load_plan\('kept/plan'\)"),
     "a folder": (Path("plan"), r"got the path .*prunekit\.load_plan\('plan'\)"),
-    "nothing": (None, r"got None; give prunekit\.plan_model\(model, example_inputs, settings\)"),
-    "a map": (PLAN.channel_map, r"got a ChannelMap, which .* prunekit\.plan_model\("),
+    "nothing": (None, r"got None; give prunekit\.plan\(model, x, macs=0\.5\)"),
+    "a map": (PLAN.channel_map, r"got a ChannelMap, which .* prunekit\.plan\("),
     "a result": (SimpleNamespace(plan=PLAN), r"got SimpleNamespace; give its \.plan"),
 }
 PLAN_TAKERS: dict[str, Callable[[Any, Path], Any]] = {

@@ -48,7 +48,7 @@ def test_outputs_come_nearer_to_those_of_the_dense_model(family: str) -> None:
     torch.manual_seed(0)
     model, images = randomized(FAMILIES[family]()).eval(), torch.randn(64, 3, 32, 32)
     settings = PruneSettings(BudgetSettings(macs=0.6), criterion="random")
-    plan = prunekit.plan_model(model, (images[:2],), settings).plan
+    plan = prunekit.plan(model, (images[:2],), settings=settings)
     repaired, report = repair(model, plan, images, RepairSettings(rows=1024, held_out=0.25))
     assert report.kept
     assert report.after < 0.6 * report.before

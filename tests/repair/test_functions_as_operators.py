@@ -54,7 +54,9 @@ def test_layers_that_can_be_followed_are_repaired(forward: Callable[..., Any]) -
     torch.manual_seed(0)
     model = Net(forward, a=nn.Linear(6, 24), b=nn.Linear(24, 16), c=nn.Linear(16, 3)).eval()
     x = torch.randn(96, 5, 6, generator=torch.Generator().manual_seed(1))
-    result = prunekit.prune(model, x, ratios={"a": 0.5}, macs=0.95, repair=prunekit.RepairSettings(joint_steps=0))
+    result = prunekit.prune(
+        model, calibration=x, ratios={"a": 0.5}, macs=0.95, repair=prunekit.RepairSettings(joint_steps=0)
+    )
     assert result.repair is not None
     assert result.repair.kept, result.repair
     assert result.repair.after < 0.7 * result.repair.before

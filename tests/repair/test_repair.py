@@ -329,4 +329,4 @@ def test_a_model_without_layers_is_masked_and_the_notes_say_so() -> None:
         "repair: no layer was refitted: read by einsum, not by a convolution or linear layer (2 layers)",
     )
     verify(masked, compact(masked, plan), plan, [(x,)])
-    assert report.notes[0] in prune(model, x, macs=0.6).notes
+    assert report.notes[0] in prune(model, calibration=x, macs=0.6).notes

@@ -77,7 +77,7 @@ class ToFinal(Planner):
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     settings = PruneSettings(BudgetSettings(channels=0.5))
-    return prunekit.plan_model(net(), (torch.zeros(2, 3, 8, 8),), settings).plan
+    return prunekit.plan(net(), (torch.zeros(2, 3, 8, 8),), settings=settings)
 
 
 class Stops(Part):

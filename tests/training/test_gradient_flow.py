@@ -112,7 +112,7 @@ def test_records_go_on_from_a_state() -> None:
 def test_pruned_entries_are_the_zeros() -> None:
     model, flow = net(), GradientFlow(records=1)
     settings = prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))
-    plan = prunekit.plan_model(model, (torch.rand(2, 3, 8, 8),), settings).plan
+    plan = prunekit.plan(model, (torch.rand(2, 3, 8, 8),), settings=settings)
     train(model, Within(lambda training: prunekit.masked(model, plan, training.optimizer)), flow)
     mask = plan.mask("0.weight")
     assert mask is not None

@@ -18,7 +18,7 @@ import prunekit
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.masking import ClampSettings, masked
-from prunekit.planning import BudgetSettings, Plan, PruneSettings
+from prunekit.planning import Plan
 from prunekit.training import History, TrainSettings, Within, fit, loop
 
 HALF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,7 +63,7 @@ def checked(model: nn.Module, plan: Plan, optimizer: Optimizer, steps: list[int]
 def test_pruned_weights_are_exactly_zero_after_every_step(optimizer: Any, precision: Any, accumulate: int) -> None:
     model, steps = net(), list[int]()
     example = (torch.rand(2, 3, 8, 8),)
-    plan = prunekit.plan_model(model, example, PruneSettings(BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, example, channels=0.5)
     settings = replace(SETTINGS, optimizer=optimizer, precision=precision, accumulate=accumulate)
     before = model[5].weight.detach().clone()
     train(model, settings, parts=[Within(lambda training: checked(model, plan, training.optimizer, steps))])
@@ -98,7 +98,7 @@ def test_half_precision_stays_near_full_precision() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_steps_that_overflow_are_skipped_and_are_no_error(overflowing: torch.amp.GradScaler, optimizer: Any) -> None:
     model, steps = net(), list[int]()
-    plan = prunekit.plan_model(model, (torch.rand(2, 3, 8, 8),), PruneSettings(BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, (torch.rand(2, 3, 8, 8),), channels=0.5)
     settings = replace(SETTINGS, epochs=5, optimizer=optimizer, precision="fp16", clamp_weight_grad=ClampSettings(1e-3))
     before = model[5].weight.detach().clone()
     history = train(model, settings, parts=[Within(lambda training: checked(model, plan, training.optimizer, steps))])

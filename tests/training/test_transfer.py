@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import prunekit
-from prunekit import BudgetSettings, Plan, PruneSettings
+from prunekit import Plan
 from prunekit.errors import PlanError
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -50,7 +50,7 @@ def made(build: Callable[[], nn.Module] = Residual, size: int = 8) -> tuple[nn.M
     torch.manual_seed(0)
     model = build().double()
     images = torch.randn(6, 3, size, size, dtype=torch.float64)
-    plan = prunekit.plan_model(model.float(), (images[:2].float(),), PruneSettings(BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model.float(), (images[:2].float(),), channels=0.5)
     return model.double().train(), plan, images
 
 

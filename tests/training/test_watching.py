@@ -16,7 +16,7 @@ from torch import nn
 from training_models import CPU, net, splits
 
 import prunekit
-from prunekit import BudgetSettings, Plan, PruneSettings
+from prunekit import Plan
 from prunekit.masking import ClampSettings
 from prunekit.training import (
     AverageSettings,
@@ -51,9 +51,7 @@ def read(folder: Path) -> EventAccumulator:
 
 def pruned() -> tuple[nn.Sequential, Plan]:
     model = net()
-    return model, prunekit.plan_model(
-        model, (torch.zeros(2, 3, 8, 8),), PruneSettings(BudgetSettings(channels=0.5))
-    ).plan
+    return model, prunekit.plan(model, (torch.zeros(2, 3, 8, 8),), channels=0.5)
 
 
 class Seen(Part):

@@ -157,8 +157,8 @@ def test_dense_masked_and_compact_models() -> None:
     torch.manual_seed(0)
     model, x = build_model(ModelSettings("resnet20", "cifar"), num_classes=4).double().eval(), images(16)
     settings = prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5), criterion="l2")
-    planned = prunekit.plan_model(model, (x[:1],), settings)
-    plan, small = planned.plan, planned.compact.double()
+    plan = prunekit.plan(model, x[:1], settings=settings)
+    small = prunekit.compact(model, plan).double()
     for method in ("cam", "grad_cam", "grad_cam_pp", "layer_cam", "eigen_cam"):
         dense = class_activation_map(model, x, method=method, target=1)
         with prunekit.masked(model, plan, restore=True):

@@ -29,7 +29,7 @@ class Net(nn.Module):
 @pytest.fixture(scope="module")
 def sides() -> tuple[dict[str, nn.Module], prunekit.Plan]:
     model = Net().eval()
-    plan = prunekit.plan_model(model, (IMAGE,), prunekit.PruneSettings(prunekit.BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, (IMAGE,), channels=0.5)
     return {"dense": model, "pruned": prunekit.compact(model, plan)}, plan
 
 

@@ -28,7 +28,7 @@ def net() -> nn.Sequential:
 
 def test_an_explanation_of_a_compact_model() -> None:
     dense = net()
-    small = prunekit.compact(dense, prunekit.plan_model(dense, X, HALF).plan)
+    small = prunekit.compact(dense, prunekit.plan(dense, X, settings=HALF))
     small.train()
     said: list[str] = []
     found = prunekit.explain(dense, small, X, threads=1, rounds=5, log=said.append)
@@ -54,7 +54,7 @@ def test_an_explanation_of_a_compact_model() -> None:
 
 def test_a_masked_model_is_told_to_be_compacted() -> None:
     dense, model = net(), net()
-    plan = prunekit.plan_model(model, X, HALF).plan
+    plan = prunekit.plan(model, X, settings=HALF)
     with prunekit.masked(model, plan):
         hooks = count_hooks(model)
         found = prunekit.explain(dense, model, X, threads=1, rounds=5)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 import prunekit
-from prunekit import BudgetSettings, PruneSettings
 from prunekit.workflow.model_graph import model_graph
 
 
@@ -26,7 +25,7 @@ class Shortcut(nn.Module):
 
 def test_edges_are_the_tensors_that_operators_read() -> None:
     model, example = Shortcut().eval(), (torch.zeros(2, 3, 4, 4),)
-    plan = prunekit.plan_model(model, example, PruneSettings(BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, example, channels=0.5)
     graph = model_graph(prunekit.trace(model, example), plan)
     assert {node.name: list(node.input) for node in graph.node} == {
         "input": [],
@@ -59,7 +58,7 @@ class Branches(nn.Module):
 
 def test_every_operator_hangs_together_with_the_inputs_and_keeps_their_order() -> None:
     model, example = Branches().eval(), (torch.zeros(1, 5, 8), torch.ones(1))
-    plan = prunekit.plan_model(model, example, PruneSettings(BudgetSettings(channels=0.5))).plan
+    plan = prunekit.plan(model, example, channels=0.5)
     graph = model_graph(prunekit.trace(model, example), plan)
     known = {"input"}
     for node in graph.node[1:]:

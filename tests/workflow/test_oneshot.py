@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import prunekit
 from prunekit.errors import DataError, PlanError, UsageError
 from prunekit.measure import count_memory
-from prunekit.planning import cumulated
+from prunekit.planning import BudgetSettings, PruneSettings, cumulated
 from prunekit.repair import RepairSettings
 from prunekit.settings.pruning import Target
 
@@ -54,7 +54,7 @@ def test_a_second_input_of_one_number_a_sample(form: str) -> None:
         pruned = prunekit.prune(model, (images[:4], steps[:4]), macs=0.5)
     else:
         batches = [((images[i : i + 16], steps[i : i + 16]), None) for i in range(0, 64, 16)]
-        pruned = prunekit.prune(model, batches if form == "list" else iter(batches), macs=0.5)
+        pruned = prunekit.prune(model, calibration=batches if form == "list" else iter(batches), macs=0.5)
         assert pruned.repair is not None
         assert pruned.repair.after < pruned.repair.before
     assert pruned.max_relative_difference <= 1e-9
@@ -64,7 +64,7 @@ def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
     model = randomized(Net()).eval()
     images = torch.randn(128, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     others = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    done = prunekit.prune(model, images, macs=0.6, repair=RepairSettings(rows=4096))
+    done = prunekit.prune(model, calibration=images, macs=0.6, repair=RepairSettings(rows=4096))
     plain = prunekit.prune(model, (images[:2],), macs=0.6, criterion="l2", scope="global")
     chart = done.plan.channel_map
     assert chart.macs(done.plan.keep) <= 0.6 * chart.macs()
@@ -95,7 +95,7 @@ def test_a_budget_is_met_with_less_damage_than_by_magnitude() -> None:
 )
 def test_images_that_are_too_few_or_none(images: Any, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
-        prunekit.prune(Net().eval(), images, macs=0.5)
+        prunekit.prune(Net().eval(), calibration=images, macs=0.5)
     assert isinstance(caught.value, UsageError)
 
 
@@ -123,15 +123,15 @@ def test_memory_is_that_of_the_model_that_is_returned() -> None:
 def test_a_budget_out_of_reach_and_a_glob_of_nothing() -> None:
     model, images = randomized(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(PlanError):
-        prunekit.prune(model, images, macs=1e-6)
+        prunekit.prune(model, calibration=images, macs=1e-6)
     with pytest.raises(PlanError, match="conv9"):
-        prunekit.prune(model, images, macs=0.5, ignore=("conv9",))
+        prunekit.prune(model, calibration=images, macs=0.5, ignore=("conv9",))
 
 
 def test_the_model_given_stays_as_it_is() -> None:
     model, images = randomized(Net()).train(), torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    done = prunekit.prune(model, images, macs=0.6, ignore=["stem"])
+    done = prunekit.prune(model, calibration=images, macs=0.6, ignore=["stem"])
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert done.plan.widths()["stem"] == (8, 8)
@@ -147,7 +147,7 @@ def test_models_of_any_precision(dtype: torch.dtype, images: bool) -> None:
         model.conv1.weight.mul_(1e-4)  # type: ignore[union-attr, operator]
         model.bn1.running_var.mul_(1e-6)  # type: ignore[union-attr, operator]
     data = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    done = prunekit.prune(model, data if images else (data,), macs=0.6)
+    done = prunekit.prune(model, None if images else data, calibration=data if images else None, macs=0.6)
     assert done.max_relative_difference <= 1e-9
     assert {parameter.dtype for parameter in done.model.parameters()} == {dtype}
     assert not any("set to 0" in note for note in done.notes)
@@ -157,7 +157,8 @@ def test_a_bias_of_subnormal_numbers_alone_is_proven_before_it_goes() -> None:
     model = randomized(Net()).eval()
     with torch.no_grad():
         model.bn1.bias.fill_(1e-41)  # type: ignore[union-attr, operator]
-    done = prunekit.prune(model, torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)), macs=0.6)
+    images = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    done = prunekit.prune(model, calibration=images, macs=0.6)
     assert done.max_relative_difference <= 1e-9
     assert any(note.endswith("in 1 tensors set to 0; outputs change by 0.0e+00") for note in done.notes)
 
@@ -179,7 +180,7 @@ def test_dead_channels_are_said_and_go_first() -> None:
         model.bn1.weight[3], model.bn1.bias[3] = 0.0, -1.0
         read = F.relu(model.bn1(model.conv1(F.relu(model.bn(model.stem(images))))))
     dead = (read == 0).all(3).all(2).all(0)
-    done = prunekit.prune(model, images, macs=0.8, ignore=["stem"])
+    done = prunekit.prune(model, calibration=images, macs=0.8, ignore=["stem"])
     assert dead[3]
     assert done.notes == (
         "channels that are zero on all calibration images, and so go first and cost nothing: "
@@ -191,14 +192,14 @@ def test_dead_channels_are_said_and_go_first() -> None:
 def test_layers_that_the_repair_cannot_fit_are_said() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(3, 16, 3), nn.ReLU(), nn.ConvTranspose1d(16, 12, 3), nn.ReLU(), nn.Conv1d(12, 4, 3))
-    pruned = prunekit.prune(model, torch.randn(32, 3, 12), channels=0.6, criterion="l2")
+    pruned = prunekit.prune(model, calibration=torch.randn(32, 3, 12), channels=0.6, criterion="l2")
     assert "repair: 2 not refitted: read by conv_transpose1d, not by a convolution or linear layer" in pruned.notes
 
 
 def test_a_loader_is_the_same_as_its_images() -> None:
     model, images = randomized(Net()).eval(), torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, torch.zeros(48)), batch_size=10)
-    one, other = (prunekit.prune(model, data, macs=0.6, images=40) for data in (images[:40], loader))
+    one, other = (prunekit.prune(model, calibration=data, macs=0.6, images=40) for data in (images[:40], loader))
     assert (one.plan.keep == other.plan.keep).all()
     for name, tensor in one.model.state_dict().items():
         assert torch.equal(tensor, other.model.state_dict()[name]), name
@@ -207,8 +208,8 @@ def test_a_loader_is_the_same_as_its_images() -> None:
 @pytest.mark.parametrize("criterion", ["l2", "wanda", "obs", "hrank", "random"])
 def test_images_serve_every_criterion_that_needs_no_labels(criterion: Any) -> None:
     model, images = randomized(Net()).eval(), torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    plain = prunekit.prune(model, images, macs=0.6, criterion=criterion, repair=False)
-    done = prunekit.prune(model, images, macs=0.6, criterion=criterion)
+    plain = prunekit.prune(model, calibration=images, macs=0.6, criterion=criterion, repair=False)
+    done = prunekit.prune(model, calibration=images, macs=0.6, criterion=criterion)
     assert plain.repair is None
     assert plain.masked is None
     assert done.repair is not None
@@ -220,8 +221,71 @@ def test_images_serve_every_criterion_that_needs_no_labels(criterion: Any) -> No
 def test_what_only_labels_give_and_repair_without_images_are_refused() -> None:
     model, images = randomized(Net()).eval(), torch.randn(16, 3, 8, 8)
     with pytest.raises(UsageError, match="'taylor' needs gradients of the loss on labeled calibration images"):
-        prunekit.prune(model, images, macs=0.6, criterion="taylor")
+        prunekit.prune(model, calibration=images, macs=0.6, criterion="taylor")
     with pytest.raises(UsageError, match="'elimination' needs Gram matrices of the patches"):
         prunekit.prune(model, (images,), macs=0.6, criterion="elimination")
-    with pytest.raises(DataError, match=r"repair: expected images to repair from, .* got a tuple of inputs"):
-        prunekit.prune(model, (images,), macs=0.6, repair=RepairSettings())
+    with pytest.raises(DataError, match=r"repair: expected samples to repair from, got none: .*calibration=images"):
+        prunekit.prune(model, images, macs=0.6, repair=RepairSettings())
+
+
+def test_what_is_traced_and_what_is_calibrated_on_are_told_apart_by_name_alone() -> None:
+    model, images = randomized(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    alone = prunekit.prune(model, images, macs=0.6)
+    assert alone.repair is None
+    assert alone.plan.provenance["prune"]["criterion"] == "l2"
+    both = prunekit.prune(model, images[:1], calibration=images, macs=0.6)
+    assert both.repair is not None
+    assert both.plan.digest == prunekit.prune(model, calibration=images, macs=0.6).plan.digest
+    loader = DataLoader(TensorDataset(images), batch_size=8)
+    for call in (prunekit.prune, prunekit.plan):
+        with pytest.raises(UsageError, match=r"prune\(model, x, macs=0\.5\), .*calibration=loader.*; got neither"):
+            call(model, macs=0.6)
+        with pytest.raises(UsageError, match=r"expected an example: .* got DataLoader; .*calibration=data"):
+            call(model, loader, macs=0.6)
+
+
+def plan_of(*given: Any, **named: Any) -> str:
+    return prunekit.plan(*given, **named).digest
+
+
+def pruned_of(*given: Any, **named: Any) -> str:
+    return prunekit.prune(*given, **named, repair=False).plan.digest
+
+
+def test_a_plan_is_that_of_the_same_words_to_prune() -> None:
+    model, images = randomized(Net()).eval(), torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    for how in ({"calibration": images}, {"calibration": images, "criterion": "wanda", "scope": "global"}):
+        assert plan_of(model, macs=0.6, **how) == pruned_of(model, macs=0.6, **how)
+    assert plan_of(model, images, macs=0.6) == pruned_of(model, images, macs=0.6)
+    settings = PruneSettings(BudgetSettings(macs=0.6), round_to=4)
+    assert plan_of(model, images, settings=settings) == plan_of(model, images, macs=0.6, round_to=4)
+    with pytest.raises(UsageError, match=r"settings: expected no macs, round_to beside them"):
+        prunekit.plan(model, images, settings=settings, macs=0.6, round_to=8)
+    with pytest.raises(UsageError, match=r"mac: there is no such argument and no such budget; did you mean 'macs'"):
+        prunekit.plan(model, images, mac=0.6)
+    with pytest.raises(UsageError, match=r"budget: expected at least one of channels, macs, .* got none"):
+        prunekit.plan(model, images)
+
+
+def test_what_stays_is_given_as_globs_modules_or_classes() -> None:
+    model, images = randomized(Net()).eval(), torch.randn(2, 3, 8, 8)
+    for ignore in ("conv1", ["conv1"], model.conv1, [model.conv1, nn.Embedding], ("conv1", nn.BatchNorm3d)):
+        widths = prunekit.plan(model, images, channels=0.6, ignore=ignore).widths()  # type: ignore[arg-type]
+        assert widths["conv1"] == (16, 16), ignore
+        assert widths["stem"][0] < widths["stem"][1]
+    with pytest.raises(PlanError, match="all are locked or excluded"):
+        prunekit.plan(model, images, channels=0.6, ignore=model)  # all that is in it
+    half = prunekit.plan(model, images, channels=0.9, ratios={model.conv1: 0.5}).widths()
+    assert half["conv1"] == (8, 16)
+    for wrong, said in (
+        (
+            nn.Linear(2, 2),
+            "ignore: expected modules of the Net that is pruned, got a Linear that is none of its",
+        ),
+        ([3], "ignore: expected globs over module paths, .* or classes of modules; got int 3"),
+        (int, "got the class int"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            prunekit.plan(model, images, channels=0.6, ignore=wrong)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"ignore: 'conv9\*' matches no module path; did you mean"):
+        prunekit.plan(model, images, channels=0.6, ignore="conv9*")

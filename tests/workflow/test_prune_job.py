@@ -102,7 +102,7 @@ def test_the_job_is_what_prune_makes_of_its_images(output: Path) -> None:
     prepared = prepare(settings)
     dense = train_baseline(prepared, log=lambda _: None, progress=False).model
     images = calibration_images(prepared)
-    same = prunekit.prune(dense, images, macs=0.6, repair=RepairSettings(rows=2048))
+    same = prunekit.prune(dense, calibration=images, macs=0.6, repair=RepairSettings(rows=2048))
     loaded = prunekit.load(result.folder / "model").eval()
     assert [tensor.shape for tensor in loaded.state_dict().values()] == [
         tensor.shape for tensor in same.model.state_dict().values()

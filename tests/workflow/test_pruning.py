@@ -61,7 +61,7 @@ def test_the_journey_step_by_step(tmp_path: Path) -> None:
     model = torchvision.models.resnet18(num_classes=10)
     stats = prunekit.calibrate(model, images, torch.device("cpu"))
     settings = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="activation")
-    plan = prunekit.plan_model(model, EXAMPLE, settings, stats=stats).plan
+    plan = prunekit.plan(model, EXAMPLE, settings=settings, stats=stats)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     with prunekit.masked(model, plan, optimizer):
         for x, y in images:
@@ -132,4 +132,4 @@ def test_branches_that_only_further_examples_take() -> None:
     assert pruned.model(*many).shape == (5, 3)
     settings = PruneSettings(budget=BudgetSettings(channels=0.5))
     with pytest.raises(UsageError, match="traced on 2 examples, got 1"):
-        prunekit.plan_model(model, few, settings, channel_map=prunekit.trace(model, few, many))
+        prunekit.plan(model, few, settings=settings, channel_map=prunekit.trace(model, few, many))

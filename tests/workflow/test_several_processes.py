@@ -177,7 +177,7 @@ def plans() -> tuple[str, int, str]:
     made: Plan | None = None
     if rank() == 0:
         settings = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="l2")
-        made = prunekit.plan_model(net, (torch.zeros(1, 3, 9, 9),), settings).plan
+        made = prunekit.plan(net, (torch.zeros(1, 3, 9, 9),), settings=settings)
     plan = share_plan(made)
     kept = int(prunekit.compact(net, plan)[0].out_channels)
     other = plan if rank() < 1 else replace(plan, keep=~plan.keep | (plan.keep.cumsum() == 1))

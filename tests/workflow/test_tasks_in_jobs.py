@@ -198,13 +198,15 @@ def test_one_call_and_calibration_on_batches_of_several_inputs(texts: Any) -> No
     last = [layer for key, layer in stats.items() if (key.module, key.side) == (LAST, "output")]
     assert last[0].mean == pytest.approx(hidden.double().mean(0).numpy(), abs=1e-5)
 
-    found = prunekit.prune(model, loader, channels=0.6, task=task, images=64, repair=RepairSettings(joint_steps=0))
+    found = prunekit.prune(
+        model, calibration=loader, channels=0.6, task=task, images=64, repair=RepairSettings(joint_steps=0)
+    )
     assert found.max_relative_difference < 1e-9
     assert found.repair is not None
     assert found.repair.after < found.repair.before
     assert found.model.bert.encoder.layer[0].intermediate.dense.out_features < 64
     with pytest.raises(DataError, match=r"got dict \{labels: .*; say how it comes apart: task="):
-        prunekit.prune(nn.Sequential(nn.Linear(16, 4)), loader, channels=0.6)
+        prunekit.prune(nn.Sequential(nn.Linear(16, 4)), calibration=loader, channels=0.6)
 
 
 RECIPE = """

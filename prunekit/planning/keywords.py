@@ -1,0 +1,124 @@
+"""The keyword arguments that say what of a model may go, as `PruneSettings`: for all functions that take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from prunekit.errors import UsageError, nearest
+from prunekit.settings.pruning import BudgetSettings, Criterion, PruneSettings, Scope, Target
+
+Where = str | nn.Module | type[nn.Module]
+"""A glob over module paths, a module, which stands for all that is in it, or a class of modules."""
+DEFAULT = PruneSettings()
+
+
+def prune_settings(
+    model: nn.Module,
+    settings: PruneSettings | None = None,
+    *,
+    by_default: Criterion = "l2",
+    target: Target | None = None,
+    criterion: Criterion | None = None,
+    scope: Scope | None = None,
+    round_to: int = 1,
+    min_channels: int = 1,
+    ignore: Where | Iterable[Where] = (),
+    ratios: Mapping[Any, float] | None = None,
+    plain_classes: bool = False,
+    **budgets: float | None,
+) -> PruneSettings:
+    """Makes settings from keyword arguments, which are explained at `prunekit.prune`; or takes them as they are.
+
+    Args:
+        model: whose modules `ignore` and `ratios` may be given as.
+        settings: in place of all keywords.
+        by_default: criterion where none is given.
+
+    Raises:
+        UsageError: a value is out of range, names nothing of the model, or is given beside the settings.
+    """
+    given: dict[str, Any] = {
+        "criterion": criterion,
+        "scope": scope,
+        "target": target,
+        "round_to": None if round_to == DEFAULT.round_to else round_to,
+        "min_channels": None if min_channels == DEFAULT.min_channels else min_channels,
+        "ignore": tuple(globs_in(model, ignore, "ignore")) or None,
+        "ratios": _ratios(model, ratios) or None,
+        "plain_classes": plain_classes or None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    budgets = {name: value for name, value in budgets.items() if value is not None}
+    if settings is not None:
+        if named := [*budgets, *given]:
+            raise UsageError(
+                f"settings: expected no {', '.join(named)} beside them; give all in the settings, such as "
+                "dataclasses.replace(settings, round_to=8)"
+            )
+        return settings
+    known = [field.name for field in fields(BudgetSettings)]
+    unknown = next((name for name in budgets if name not in known), None)
+    if unknown is not None:
+        raise UsageError(f"{unknown}: there is no such argument and no such budget; {nearest(unknown, known)}")
+    if not budgets:
+        raise UsageError(f"budget: expected at least one of {', '.join(known)}, such as macs=0.5; got none")
+    budget = BudgetSettings(**budgets)
+    criterion = criterion or by_default
+    spent_where_least = criterion == "elimination" or budget.measured
+    default_scope: Scope = "per_mac" if spent_where_least else "uniform"
+    return PruneSettings(**({"scope": default_scope} | given | {"budget": budget, "criterion": criterion}))
+
+
+def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iterator[str]:
+    """Globs over module paths for what was given as globs, modules or classes, one or several.
+
+    A module stands for every module with parameters inside it. A class may match none: it says what is meant of any
+    model, where a path or a module means this one.
+
+    Args:
+        key: what they were given for; the message begins with it.
+
+    Raises:
+        UsageError: one is something else, or a module that is not the model's.
+    """
+    single = isinstance(given, (str, type, nn.Module)) or not isinstance(given, Iterable)
+    paths = {module: path for path, module in model.named_modules()}
+    for one in [given] if single else given:  # type: ignore[union-attr]
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, nn.Module):
+            if one not in paths:
+                raise UsageError(
+                    f"{key}: expected modules of the {type(model).__name__} that is pruned, got a {type(one).__name__} "
+                    "that is none of its modules; give the one that it has, or its path, such as 'layer1.*'"
+                )
+            yield from _inside(one, paths)
+        elif isinstance(one, type) and issubclass(one, nn.Module):
+            for module in paths:
+                if isinstance(module, one):
+                    yield from _inside(module, paths)
+        else:
+            got = f"the class {one.__name__}" if isinstance(one, type) else f"{type(one).__name__} {one!r}"
+            expected = "expected globs over module paths, such as 'layer1.*', modules, or classes of modules"
+            raise UsageError(f"{key}: {expected}; got {got}")
+
+
+def _inside(module: nn.Module, paths: Mapping[nn.Module, str]) -> list[str]:
+    """Paths of the modules with parameters in a module; its own where there are none."""
+    owners = [paths[part] for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
+    return owners or [paths[module]]
+
+
+def _ratios(model: nn.Module, given: Mapping[Any, float] | None) -> dict[str, float]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            "ratios: expected shares by globs over module paths, such as {'layer1.*': 0.5}, "
+            f"got {type(given).__name__} {given!r}"
+        )
+    return {path: share for where, share in given.items() for path in globs_in(model, where, "ratios")}
