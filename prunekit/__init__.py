@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         clamp_weight_grad,
         masked,
     )
+    from prunekit.measure.runtimes import Session, register_runtime
     from prunekit.measure.verify import verify
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
@@ -55,6 +56,7 @@ _PLACES = {
     "PrunekitError": "prunekit.errors:PrunekitError",
     "RepairSettings": "prunekit.repair:RepairSettings",
     "ScheduleSettings": "prunekit.planning:ScheduleSettings",
+    "Session": "prunekit.measure.runtimes:Session",
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
@@ -80,6 +82,7 @@ _PLACES = {
     "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
+    "register_runtime": "prunekit.measure.runtimes:register_runtime",
     "saliency": "prunekit.visualize:saliency",
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
@@ -116,6 +119,7 @@ __all__ = [
     "PrunekitError",
     "RepairSettings",
     "ScheduleSettings",
+    "Session",
     "StatsCollector",
     "calibrate",
     "calibrate_thresholds",
@@ -139,6 +143,7 @@ __all__ = [
     "profile",
     "prune",
     "recalibrate_batchnorm",
+    "register_runtime",
     "saliency",
     "save",
     "sensitivity",

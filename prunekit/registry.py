@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prunekit.errors import UsageError, nearest
 from prunekit.user_code import is_reference, load_object, require_object
@@ -97,6 +98,11 @@ class Registry(Generic[Item]):
         """Every name that is known: built-in, registered and installed ones, in this order."""
         return tuple(dict.fromkeys([*self.declared, *self._items, *self.installed]))
 
+    @property
+    def imported(self) -> tuple[Item, ...]:
+        """Those that are here already, without importing any."""
+        return tuple(self._items.values())
+
     def problem(self, name: object) -> str | None:
         """What is wrong with a name or a reference, as "expected ..., got ..."; None if nothing is. Runs no code."""
         if isinstance(name, str) and name in self.names:
@@ -135,6 +141,44 @@ class Registry(Generic[Item]):
     def items(self) -> Iterator[tuple[str, Item]]:
         """Every name with its object; imports what is not yet there."""
         return ((name, self.get(name)) for name in self.names)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What the text of a setting names, as part of its annotation: an object of this registry, or `file.py:object`."""
+
+    registry: Registry[Any]
+
+
+KeyPath = tuple[str | int, ...]
+
+
+def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Registry[Any]]]:
+    """What settings name of registries: key path, text, and the registry.
+
+    Args:
+        hint: a dataclass of settings, or another annotation.
+        value: of it, or the same as plain values.
+        path: of the value.
+    """
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        yield from ((path, value, part.registry) for part in parts[1:] if isinstance(part, Registered))
+        yield from named(parts[0], value, path)
+    elif origin in (UnionType, Union) and not (value is None and type(None) in parts):
+        for part in parts:
+            yield from named(part, value, path)
+    elif is_dataclass(hint):
+        items = value if isinstance(value, Mapping) else vars(value) if isinstance(value, hint) else {}  # type: ignore[arg-type]
+        for key, inner in get_type_hints(hint, include_extras=True).items():
+            if key in items:
+                yield from named(inner, items[key], (*path, key))
+    elif origin is tuple and isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from named(parts[0], item, (*path, index))
+    elif origin is dict and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named(parts[1], item, (*path, key))
 
 
 def _registrations(path: Path, function: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
+from prunekit.registries import RUNTIMES
+from prunekit.registry import Registered
+
 PositiveInt = Annotated[int, Ge(1)]
-RuntimeName = Literal["eager", "compile", "cudagraphs", "onnxruntime", "openvino", "tensorrt"]
+RuntimeName = Annotated[str, Registered(RUNTIMES)]
 DtypeName = Literal["fp32", "bf16", "fp16"]
 MemoryFormat = Literal["contiguous", "channels_last"]

@@ -12,7 +12,8 @@ from prunekit.cli.models import ModelOptions, all_targets, check_recipes
 from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
 from prunekit.cli.output import Console, check_folder, save, table
 from prunekit.errors import nearest
-from prunekit.vocabulary import DtypeName, MemoryFormat, RuntimeName
+from prunekit.registries import RUNTIMES
+from prunekit.vocabulary import DtypeName, MemoryFormat
 
 Callback = Callable[[click.Context, click.Parameter, str], tuple[Any, ...]]
 WHERE = ("device", "runtime", "batch", "threads")
@@ -28,9 +29,20 @@ def _counts(context: click.Context, parameter: click.Parameter, value: str | Non
     return tuple(dict.fromkeys(map(int, parts)))
 
 
+def _parts(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+
+
+def _runtimes(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    for part in _parts(value):
+        if (problem := RUNTIMES.problem(part)) is not None:
+            raise click.BadParameter(problem)
+    return _parts(value)
+
+
 def _names(allowed: tuple[str, ...]) -> Callback:
     def names(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-        parts = tuple(dict.fromkeys(part.strip() for part in value.split(",")))
+        parts = _parts(value)
         for part in parts:
             if part not in allowed:
                 raise click.BadParameter(f"{part!r}: {nearest(part, allowed)}")
@@ -46,7 +58,15 @@ def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, *
 
 @click.command("bench", short_help="Time one or more models beside each other.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL]... [KEY=VALUE]...")
-@_list_option("--runtime", "eager", get_args(RuntimeName), "What runs the models, each in a process of its own")
+@click.option(
+    "--runtime",
+    default="eager",
+    show_default=True,
+    metavar="NAME,...",
+    callback=_runtimes,
+    help="What runs the models, each in a process of its own: names with commas between them "
+    "(prunekit list runtimes), or file.py:object of your own.",
+)
 @click.option("--batch", default=None, callback=_counts, help="Batch sizes.  [default: 1,16; with --max-latency-ms: 1]")
 @click.option("--threads", default="1", show_default=True, callback=_counts, help="CPU thread counts.")
 @click.option("--device", default="auto", metavar="auto|cpu,cuda[:n]", help="Where to run.  [default: auto]")
@@ -65,7 +85,7 @@ def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, *
 @common_options
 def bench_command(
     arguments: tuple[str, ...],
-    runtime: tuple[RuntimeName, ...],
+    runtime: tuple[str, ...],
     batch: tuple[int, ...] | None,
     threads: tuple[int, ...],
     device: str,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from itertools import product
 
 import torch
@@ -11,24 +10,20 @@ import torch
 from prunekit.errors import UsageError
 from prunekit.measure.runtimes import RUNTIMES, Setting
 from prunekit.settings.latency import LatencySettings
-from prunekit.vocabulary import DtypeName, RuntimeName
+from prunekit.vocabulary import DtypeName
 
 DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def require_runtimes(names: Sequence[RuntimeName]) -> None:
+def require_runtimes(names: Sequence[str]) -> None:
     """Checks that what the runtimes need is installed.
 
     Raises:
-        UsageError: it is not; the message names the extra that brings it.
+        UsageError: it is not, and the message says what brings it; or there is no such runtime.
     """
     for name in names:
-        missing = [package for package in RUNTIMES[name].packages if find_spec(package) is None]
-        if missing:
-            raise UsageError(
-                f"runtime {name!r} needs {', '.join(missing)}, not installed here: "
-                f"pip install 'prunekit[{RUNTIMES[name].extra}]'"
-            )
+        if missing := RUNTIMES.get(name).missing():
+            raise UsageError(f"runtime {name!r} {missing}")
 
 
 def choose(settings: LatencySettings, devices: Sequence[torch.device]) -> tuple[list[Setting], list[str]]:
@@ -55,7 +50,7 @@ def choose(settings: LatencySettings, devices: Sequence[torch.device]) -> tuple[
 
 
 def _refusal(setting: Setting, kind: str) -> str:
-    runtime = RUNTIMES[setting.runtime]
+    runtime = RUNTIMES.get(setting.runtime)
     return runtime.refuse(setting) if kind in runtime.devices else f"it runs on {' and '.join(runtime.devices)} here"
 
 

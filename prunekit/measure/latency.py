@@ -132,10 +132,11 @@ def ready(
                 for batch in settings.batches
                 for name, model in copies.items()
             }
-            for _, group in groupby(chosen, lambda setting: setting.runtime):
+            for name, group in groupby(chosen, lambda setting: setting.runtime):
                 sources, able, failed = carriers.of(list(group))
                 parts += [failed] if failed else []
-                parts += [Job(tuple(able), sources, expected, taken, settings.repeats)] if able else []
+                runtime = RUNTIMES.get(name)
+                parts += [Job(runtime, tuple(able), sources, expected, taken, settings.repeats)] if able else []
 
         def measured(repeats: int) -> LatencyReport:
             def apart(job: Job) -> tuple[list[Outcome], str]:
@@ -167,7 +168,7 @@ class _Carriers:
 
     def of(self, settings: Sequence[Setting]) -> tuple[Mapping[str, Source], list[Setting], list[Outcome]]:
         """What a runtime takes, the settings that it can be had in, and those that it cannot, each with the reason."""
-        runtime = RUNTIMES[settings[0].runtime]
+        runtime = RUNTIMES.get(settings[0].runtime)
         if runtime.carrier == "module":
             return {name: Source(model) for name, model in self.models.items()}, list(settings), []
         keys = [runtime.file_key(setting) for setting in settings]
@@ -205,7 +206,7 @@ def _report(models: Mapping[str, nn.Module], outcomes: list[Outcome], notes: lis
 
 def _setting(models: Mapping[str, nn.Module], name: str, found: Timed) -> Row:
     row = {"model": name} | asdict(found.setting)
-    if RUNTIMES[found.setting.runtime].carrier == "module":
+    if RUNTIMES.get(found.setting.runtime).carrier == "module":
         row["memory_format"] = layout_of(models[name], found.setting.memory_format)
     return row
 

@@ -18,7 +18,7 @@ from prunekit.measure.differing import largest_difference
 from prunekit.measure.evidence import Contention, Times
 from prunekit.measure.machine import Load, clock_mhz
 from prunekit.measure.memory import PeakMemory
-from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
+from prunekit.measure.runtimes import Inputs, Runtime, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
@@ -38,6 +38,7 @@ class Job:
         inputs: what the models take.
     """
 
+    runtime: Runtime
     settings: tuple[Setting, ...]
     sources: Mapping[str, Source]
     expected: Mapping[tuple[str, int], list[Tensor]]
@@ -79,7 +80,7 @@ def measure(job: Job, *, own_process: bool) -> Iterator[Timed | Failed]:
     Args:
         own_process: whether this process does nothing else: only then memory is measured.
     """
-    memory = own_process and RUNTIMES[job.settings[0].runtime].measures_memory
+    memory = own_process and job.runtime.measures_memory
     if memory:
         _first_time(job)
     for setting in job.settings:
@@ -88,7 +89,7 @@ def measure(job: Job, *, own_process: bool) -> Iterator[Timed | Failed]:
                 yield _timed(job, setting, memory)
         except Exception as error:  # a runtime's own errors, and whatever a model's code makes of another dtype
             yield Failed(setting, line_of(error))
-        RUNTIMES[setting.runtime].forget()
+        job.runtime.forget()
         gc.collect()
 
 
@@ -98,7 +99,7 @@ def _first_time(job: Job) -> None:
     try:
         with with_threads(setting.threads), on_device(setting.device), torch.inference_mode():
             source = next(iter(job.sources.values()))
-            RUNTIMES[setting.runtime].open(source, job.inputs.sample(setting.batch), setting).run()
+            job.runtime.open(source, job.inputs.sample(setting.batch), setting).run()
     except Exception:  # the same happens again where it is reported
         return
 
@@ -108,7 +109,7 @@ def _timed(job: Job, setting: Setting, memory: bool) -> Timed:
     sessions, taken = [], []
     for name, source in job.sources.items():
         peak = PeakMemory(setting.device) if memory else None
-        session = RUNTIMES[setting.runtime].open(source, sample, setting)
+        session = job.runtime.open(source, sample, setting)
         check(name, session, setting, job.expected[name, setting.batch])
         sessions.append(session)
         taken.append(peak.of(session.run) if peak is not None else None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
+from prunekit.registries import RUNTIMES
 from prunekit.settings.data import DataSettings
 from prunekit.settings.pruning import WITH_REPAIR, BudgetSettings, clashes
 from prunekit.settings.repair import FEWEST_IMAGES
@@ -28,8 +29,6 @@ GOES_WITH = {
     "columns": ("huggingface",),
 }
 ROOTLESS = {"digits": "come with the package", "own": "are given as --data file.py:factory"}
-LAID_OUT = ("eager", "compile", "cudagraphs")
-"""Runtimes that keep a model's layout."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -134,8 +133,9 @@ def _deploy(values: Mapping[str, Any]) -> Iterator[Finding]:
     if deploy.get("channels_last") is not True:
         return
     runtimes, formats = latency.get("runtimes", ["eager"]), latency.get("memory_formats", [])
-    if isinstance(runtimes, list) and not set(map(str, runtimes)) & set(LAID_OUT):
-        text = f"expected one of {', '.join(map(repr, LAID_OUT))} among them, because deploy.channels_last is true"
+    laid_out = [name for name, declared in RUNTIMES.declared.items() if declared.facts.get("carrier") != "onnx"]
+    if isinstance(runtimes, list) and set(map(str, runtimes)) <= RUNTIMES.declared.keys() - set(laid_out):
+        text = f"expected one of {', '.join(map(repr, laid_out))} among them, because deploy.channels_last is true"
         yield ("latency", "runtimes"), f"{text}, and other runtimes choose layouts themselves"
     if isinstance(formats, list) and "channels_last" in formats:
         text = "expected contiguous alone, because deploy.channels_last is true: that model is timed with channels last"

@@ -18,6 +18,7 @@ from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.recipe.overrides import apply_override
 from prunekit.recipe.packaged import located, recipe_names
 from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
+from prunekit.registry import named
 from prunekit.settings.job import JobSettings
 
 
@@ -112,6 +113,9 @@ def _findings(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, bool]]:
     """Key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
     yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
     yield from ((path, text, False) for path, text in consistency(values))
+    for path, name, registry in named(JobSettings, values):
+        if (problem := registry.problem(name)) is not None:
+            yield path, problem, False
     try:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
         TypeAdapter(JobSettings).validate_json(json.dumps(values), strict=True)

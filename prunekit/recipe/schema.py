@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from prunekit.recipe.document import KeyPath
+from prunekit.registry import Registered
 from prunekit.settings.job import JobSettings
 
 PLAIN = {
@@ -85,6 +86,9 @@ def describe(hint: Any) -> str:
         return ", or ".join(describe(part) for part in get_args(hint))
     if get_origin(hint) is Annotated:
         kind, *constraints = get_args(hint)
+        named = next((one.registry for one in constraints if isinstance(one, Registered)), None)
+        if named is not None:
+            return f"the name of a {named.kind}, or file.py:object"
         return " ".join([describe(kind), *_bounds(constraints)])
     if get_origin(hint) is Literal:
         values = [repr(value) for value in get_args(hint)]

@@ -85,7 +85,7 @@ def _named(names: str, settings: LatencySettings) -> list[torch.device]:
     if names != "auto":
         return list(dict.fromkeys(resolve_device(name.strip()) for name in names.split(",")))
     found = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
-    kinds = {kind for name in settings.runtimes for kind in RUNTIMES[name].devices}
+    kinds = {kind for name in settings.runtimes for kind in RUNTIMES.get(name).devices}
     return [device for device in found if device.type in kinds] or found[:1]
 
 

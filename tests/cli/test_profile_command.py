@@ -79,7 +79,7 @@ def test_noisy_networks_are_told_and_measured_again(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("prune.target.runtime=tflite", "prune.target.runtime: expected one of"),
+        ("prune.target.runtime=tflite", "prune.target.runtime: expected the name of a runtime, or file.py:object"),
         ("prune.target.device=cuda:9", "cuda"),
         ("prune.target.dtype=fp8", "prune.target.dtype"),
         ("prune.budget.speedup=0.5", "prune.budget.speedup"),
@@ -94,7 +94,7 @@ def test_bad_input_is_refused_with_what_was_expected(recipe: Path, override: str
 
 
 def test_a_runtime_that_is_not_installed_names_its_extra(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.measure.choosing.find_spec", lambda name: None)
+    monkeypatch.setattr("prunekit.measure.runtimes.registry.find_spec", lambda name: None)
     found = invoke(recipe, "prune.target.runtime=onnxruntime")
     assert found.exit_code == 2
     assert "pip install 'prunekit[export]'" in found.output

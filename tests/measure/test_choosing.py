@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import get_args
 
 import pytest
 import torch
 
 from prunekit.errors import UsageError
-from prunekit.measure import choosing
 from prunekit.measure.choosing import choose
-from prunekit.measure.runtimes import RUNTIMES
-from prunekit.settings.latency import LatencySettings, RuntimeName
+from prunekit.measure.runtimes import RUNTIMES, Session, registry
+from prunekit.settings.latency import LatencySettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_every_runtime_that_settings_name_is_there() -> None:
-    assert tuple(RUNTIMES) == get_args(RuntimeName)
+    assert {"compile", "cudagraphs", "eager", "onnxruntime", "openvino", "tensorrt"} <= set(RUNTIMES.names)
+    assert all(runtime.name == name and runtime.about for name, runtime in RUNTIMES.items())
+
+
+def test_why_a_runtime_is_unusable_here() -> None:
+    assert RUNTIMES.get("eager").unusable() == ""
+    if not torch.cuda.is_available():
+        assert RUNTIMES.get("cudagraphs").unusable() == "runs on cuda, and there is none here"
+    own = registry.Runtime("own", lambda *_: Session(lambda: None), packages=("prunekit", "not_here.at_all"))
+    assert own.unusable() == "needs not_here.at_all, not installed here: pip install not_here.at_all"
 
 
 def test_the_product_is_timed_as_far_as_it_goes_together() -> None:
@@ -61,7 +68,7 @@ def test_a_runtime_that_is_not_installed_names_its_extra(monkeypatch: pytest.Mon
     def without(name: str) -> object:
         return None if name in ("onnxruntime", "openvino", "tensorrt") else find_spec(name)
 
-    monkeypatch.setattr(choosing, "find_spec", without)
+    monkeypatch.setattr(registry, "find_spec", without)
     for name, extra in (("onnxruntime", "export"), ("openvino", "openvino"), ("tensorrt", "tensorrt")):
         with pytest.raises(UsageError, match=rf"needs {name}, not installed here: pip install 'prunekit\[{extra}\]'"):
             choose(LatencySettings((1,), runtimes=("eager", name)), [CPU])  # type: ignore[arg-type]

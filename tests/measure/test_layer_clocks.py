@@ -22,7 +22,7 @@ from prunekit.measure.runtimes.onnx_runtime import by_module
 from prunekit.measure.runtimes.open_vino import undisturbed
 from prunekit.measure.runtimes.places import Places
 
-CLOCKS = [name for name in RUNTIMES if RUNTIMES[name].times_layers]
+CLOCKS = [name for name, runtime in RUNTIMES.items() if runtime.times_layers]
 
 
 class Odd(nn.Module):
@@ -134,9 +134,9 @@ def test_names_of_runtimes_lead_back_to_the_file(tmp_path: Path) -> None:
 
 def clock_of(runtime: str, model: nn.Module, folder: Path) -> LayerClock:
     setting, shape = Setting(runtime, "cpu", 1, 1), (3, 12, 12)
-    module = RUNTIMES[runtime].carrier == "module"
+    module = RUNTIMES.get(runtime).carrier == "module"
     source = Source(model) if module else exported(model, inputs_of(shape), [(1, "float32")], folder / "files")
-    session = RUNTIMES[runtime].open(source, inputs_of(shape).sample(1), setting)
+    session = RUNTIMES.get(runtime).open(source, inputs_of(shape).sample(1), setting)
     assert session.layers is not None
     return session.layers()
 

@@ -93,4 +93,4 @@ def test_runtimes_that_lay_weights_out_themselves_are_left_alone(runtime: str, m
     assert len(calls) == (2 * 3 if moves else 0)
     if moves:
         setting = Setting(runtime, "cpu", 2, 1)
-        assert RUNTIMES[runtime].open(Source(Net()), (X,), setting).move is not None
+        assert RUNTIMES.get(runtime).open(Source(Net()), (X,), setting).move is not None

@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from math import isfinite
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from prunekit.errors import ArtifactError
 from prunekit.layout import lies_channels_last
 from prunekit.measure.machine import cpu_name
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting
+from prunekit.measure.runtimes import RUNTIMES, Inputs, Runtime, Setting
 
 WAY, WAY_MOVED = 4, 5
 """Of measuring, the second where weights are moved; raised whenever the same network would be measured otherwise."""
@@ -40,7 +41,7 @@ def cache_folder() -> Path:
 
 def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]:
     """What every network of a profile has in common: setting, machine, versions, inputs and repeats."""
-    runtime, device = RUNTIMES[setting.runtime], torch.device(setting.device)
+    runtime, device = RUNTIMES.get(setting.runtime), torch.device(setting.device)
     packages = ("torch", *runtime.packages)
     return asdict(setting) | {
         "way": WAY_MOVED if runtime.moves_weights(setting) else WAY,
@@ -48,8 +49,26 @@ def conditions(setting: Setting, inputs: Inputs, repeats: int) -> dict[str, Any]
         "repeats": repeats,
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: _version(name) for name in packages},
+        **_own_code(runtime),
     }
+
+
+def _own_code(runtime: Runtime) -> dict[str, str]:
+    """The code around a runtime that others wrote, which may change from one run to the next."""
+    module = inspect.getmodule(runtime.open)
+    if module is None or module.__name__.partition(".")[0] in OF_LIBRARIES:
+        return {}
+    return {"runtime_code": hashlib.sha256(_source(module).encode()).hexdigest()}
+
+
+def _version(package: str) -> str:
+    """The version of a package, or of what brings it under another name; empty for a module of the user's own."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        brought_by = packages_distributions().get(package, [])
+        return version(brought_by[0]) if brought_by else ""
 
 
 def structure(network: nn.Module) -> str:
@@ -68,7 +87,7 @@ def _code(network: nn.Module) -> Iterator[str]:
 
 
 @cache
-def _source(kind: type) -> str:
+def _source(kind: type | ModuleType) -> str:
     try:
         return f"\n{inspect.getsource(kind)}"
     except (OSError, TypeError):  # typed into a console

@@ -44,7 +44,7 @@ class Network:
 
 def has_layer_clock(runtime: str) -> bool:
     """Whether a runtime, by its name, can tell how long each layer took; the others can be profiled in eager."""
-    return RUNTIMES[runtime].times_layers
+    return RUNTIMES.get(runtime).times_layers
 
 
 def time_networks(
@@ -79,7 +79,7 @@ def time_networks(
         RunError: a network cannot be exported, computes something else in the runtime, or fails there.
     """
     if not has_layer_clock(setting.runtime):
-        able = ", ".join(name for name in RUNTIMES if has_layer_clock(name))
+        able = ", ".join(name for name, runtime in RUNTIMES.items() if runtime.times_layers)
         raise UsageError(f"runtime {setting.runtime!r} cannot tell how long each layer takes; these can: {able}")
     taken = inputs_of(inputs)
     common, dense_structure = conditions(setting, taken, repeats), structure(dense)
@@ -121,14 +121,14 @@ class _Bench(ExitStack):
     def __init__(self, dense: nn.Module, inputs: Inputs, setting: Setting, repeats: int, log: Log) -> None:
         super().__init__()
         self.dense, self.inputs, self.setting, self.repeats, self.log = dense, inputs, setting, repeats, log
+        self.runtime = RUNTIMES.get(setting.runtime)
         self.ask: Callable[[Ready], LayerTimes | Failed] | None = None
 
     def measure(self, name: str, network: nn.Module) -> LayerTimes:
         if self.ask is None:
             self.folder = Path(self.enter_context(TemporaryDirectory(prefix="prunekit-")))
-            self.pair = Pair(
-                self._ready("dense", self.dense, "dense"), self.inputs, self.setting, self.repeats, LEAST_MS
-            )
+            dense = self._ready("dense", self.dense, "dense")
+            self.pair = Pair(self.runtime, dense, self.inputs, self.setting, self.repeats, LEAST_MS)
             self.ask = self._start()
         try:
             found = self._asked(self._ready(name, network, "network"))
@@ -164,9 +164,7 @@ class _Bench(ExitStack):
                 expected = plain_tensors(plain(*self.inputs.sample(self.setting.batch)))
         except Exception as error:  # the model's own code, at another batch or other widths than it was tried at
             raise RunError(f"{name}: does not run in eager: {line_of(error)}") from error
-        runtime = RUNTIMES[self.setting.runtime]
-        if runtime.carrier == "module":
+        if self.runtime.carrier == "module":
             return Ready(name, Source(plain), expected)
-        return Ready(
-            name, exported(plain, self.inputs, [runtime.file_key(self.setting)], self.folder / folder), expected
-        )
+        keys = [self.runtime.file_key(self.setting)]
+        return Ready(name, exported(plain, self.inputs, keys, self.folder / folder), expected)

@@ -19,7 +19,7 @@ from prunekit.measure.evidence import Contention, Times, doubts
 from prunekit.measure.machine import Load
 from prunekit.measure.measuring import Failed, check, laid_out_anew, line_of
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.runtimes import RUNTIMES, Inputs, Session, Setting, Source
+from prunekit.measure.runtimes import Inputs, Runtime, Session, Setting, Source
 from prunekit.measure.timing import Timer, alternate, warm_up
 
 Pass = Mapping[str | None, float]
@@ -42,6 +42,7 @@ class Pair:
         repeats: rounds, at least; as many more as it takes to measure for `least_ms` milliseconds.
     """
 
+    runtime: Runtime
     dense: Ready
     inputs: Inputs
     setting: Setting
@@ -79,7 +80,7 @@ class Pair:
 
     def _open(self, network: Ready) -> Session:
         sample = self.inputs.sample(self.setting.batch)
-        session = RUNTIMES[self.setting.runtime].open(network.source, sample, self.setting)
+        session = self.runtime.open(network.source, sample, self.setting)
         check(network.name, session, self.setting, network.expected)
         return session
 

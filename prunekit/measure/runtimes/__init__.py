@@ -1,13 +1,11 @@
-"""What runs models: one entry for each runtime, by the name that rows of results have."""
+"""What runs models: each runtime registers itself in a file of its own here."""
 
 from prunekit.measure.runtimes.exporting import exported
-from prunekit.measure.runtimes.onnx_runtime import onnx_runtime
-from prunekit.measure.runtimes.open_vino import open_vino
+from prunekit.measure.runtimes.registry import RUNTIMES, Runtime, register_runtime
 from prunekit.measure.runtimes.setting import (
     FileKey,
     Inputs,
     LayerClock,
-    Runtime,
     Sample,
     Session,
     Setting,
@@ -16,17 +14,7 @@ from prunekit.measure.runtimes.setting import (
     inputs_of,
     sample_of,
 )
-from prunekit.measure.runtimes.tensor_rt import tensor_rt
-from prunekit.measure.runtimes.torch_modules import compiled, cuda_graphs, eager
-
-RUNTIMES: dict[str, Runtime] = {
-    "eager": eager(),
-    "compile": compiled(),
-    "cudagraphs": cuda_graphs(),
-    "onnxruntime": onnx_runtime(),
-    "openvino": open_vino(),
-    "tensorrt": tensor_rt(),
-}
+from prunekit.measure.runtimes.torch_modules import placed
 
 __all__ = [
     "RUNTIMES",
@@ -41,5 +29,7 @@ __all__ = [
     "exported",
     "inputs_like",
     "inputs_of",
+    "placed",
+    "register_runtime",
     "sample_of",
 ]

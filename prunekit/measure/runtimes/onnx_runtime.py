@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 
 from prunekit.measure.runtimes.places import Places
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source
+from prunekit.measure.runtimes.registry import register_runtime
+from prunekit.measure.runtimes.setting import LayerClock, Sample, Session, Setting, Source
 
 KERNEL, FORWARD = "_kernel_time", "model_run"
 """How the profiler names the time of a node, and that of all of them, which it writes after them."""
 CUT_OFF_US = 0.5
 """The profiler cuts off fractions of microseconds."""
-
-
-def onnx_runtime() -> Runtime:
-    """ONNX Runtime's CPU provider, on the exported file; one session has one pool of `threads` threads."""
-    return Runtime(
-        _start, "onnx", ("cpu",), ("onnx", "onnxscript", "onnxruntime"), "export", _refuse, times_layers=True
-    )
 
 
 def _refuse(setting: Setting) -> str:
@@ -33,7 +27,18 @@ def _refuse(setting: Setting) -> str:
     return "" if setting.memory_format == "contiguous" else "it chooses layouts itself"
 
 
-def _start(source: Source, sample: Sample, setting: Setting) -> Session:
+@register_runtime(
+    "onnxruntime",
+    about="ONNX Runtime's CPU provider, on the exported file",
+    carrier="onnx",
+    devices=("cpu",),
+    packages=("onnx", "onnxscript", "onnxruntime"),
+    install="pip install 'prunekit[export]'",
+    refuse=_refuse,
+    times_layers=True,
+)
+def onnx_runtime(source: Source, sample: Sample, setting: Setting) -> Session:
+    """Opens a session that has one pool of `threads` threads."""
     import onnxruntime
 
     file = source.files[setting.batch, "float32"]

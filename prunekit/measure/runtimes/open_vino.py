@@ -13,18 +13,14 @@ import torch
 from prunekit.errors import RunError
 from prunekit.measure.evidence import Times
 from prunekit.measure.runtimes.places import Places
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source
+from prunekit.measure.runtimes.registry import register_runtime
+from prunekit.measure.runtimes.setting import LayerClock, Sample, Session, Setting, Source
 
 HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 
 CUT_OFF_US = 0.5
 """The counters cut off fractions of microseconds."""
-
-
-def open_vino() -> Runtime:
-    """OpenVINO's CPU plug-in tuned for latency, on the exported file; `dtype` is the precision of its kernels."""
-    return Runtime(_start, "onnx", ("cpu",), ("onnx", "onnxscript", "openvino"), "openvino", _refuse, times_layers=True)
 
 
 @cache
@@ -47,7 +43,18 @@ def _refuse(setting: Setting) -> str:
     return "" if CAPABILITIES[setting.dtype] in able else f"it has no {setting.dtype} kernels for this CPU"
 
 
-def _start(source: Source, sample: Sample, setting: Setting) -> Session:
+@register_runtime(
+    "openvino",
+    about="OpenVINO's CPU plug-in tuned for latency, on the exported file",
+    carrier="onnx",
+    devices=("cpu",),
+    packages=("onnx", "onnxscript", "openvino"),
+    install="pip install 'prunekit[openvino]'",
+    refuse=_refuse,
+    times_layers=True,
+)
+def open_vino(source: Source, sample: Sample, setting: Setting) -> Session:
+    """Compiles the file; the setting's dtype is the precision of the kernels."""
     file, arrays = source.files[setting.batch, "float32"], [one.numpy() for one in sample]
     compiled = _compile(file, setting)
     request = compiled.create_infer_request()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -148,42 +148,6 @@ class Session:
     tensors: Callable[[Any], Any] = lambda output: output
     layers: Callable[[], LayerClock] | None = None
     move: Callable[[], object] | None = None
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Something that runs models.
-
-    Attributes:
-        open: a session from a source, a sample and a setting. It is called, and its sessions run, with the setting's
-            number of torch threads, in inference mode, and with its device as the current one.
-        carrier: what it makes sessions from.
-        devices: kinds of device that it runs on here.
-        packages: that it needs, besides torch.
-        extra: of prunekit, which brings them.
-        refuse: why it cannot run a setting on these devices; empty where it can.
-        forget: drops what is kept of sessions, once a setting is done.
-        times_layers: whether its sessions have a layer clock.
-        moves_weights: whether its sessions in a setting have a `move`.
-        measures_memory: whether the growth of the process is the model's: not where building leaves more behind.
-        typed_files: whether it computes in the dtype of its file; others take files in float32.
-    """
-
-    open: Callable[[Source, Sample, Setting], Session]
-    carrier: Literal["module", "onnx"]
-    devices: tuple[str, ...]
-    packages: tuple[str, ...] = ()
-    extra: str = ""
-    refuse: Callable[[Setting], str] = lambda setting: ""
-    times_layers: bool = False
-    moves_weights: Callable[[Setting], bool] = lambda setting: False
-    measures_memory: bool = True
-    typed_files: bool = False
-    forget: Callable[[], object] = lambda: None
-
-    def file_key(self, setting: Setting) -> FileKey:
-        """The file that a session in this setting is made from."""
-        return setting.batch, setting.dtype if self.typed_files else "float32"
 
 
 def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:

@@ -9,24 +9,31 @@ import torch
 from torch import Tensor
 
 from prunekit.errors import RunError
-from prunekit.measure.runtimes.setting import Runtime, Sample, Session, Setting, Source, in_dtype
-
-
-def tensor_rt() -> Runtime:
-    """TensorRT, from a file with numbers of the setting's dtype; its engine is built as part of starting the session.
-
-    The network is strongly typed: it computes in the dtypes of the file, as TensorRT 11 always does, but with TF32 in
-    float32, as torch's convolutions do. Memory is not torch's, and is not measured.
-    """
-    needs = ("onnx", "onnxscript", "tensorrt")
-    return Runtime(_start, "onnx", ("cuda",), needs, "tensorrt", _refuse, measures_memory=False, typed_files=True)
+from prunekit.measure.runtimes.registry import register_runtime
+from prunekit.measure.runtimes.setting import Sample, Session, Setting, Source, in_dtype
 
 
 def _refuse(setting: Setting) -> str:
     return "" if setting.memory_format == "contiguous" else "it chooses layouts itself"
 
 
-def _start(source: Source, sample: Sample, setting: Setting) -> Session:
+@register_runtime(
+    "tensorrt",
+    about="TensorRT, on the exported file in the setting's dtype",
+    carrier="onnx",
+    devices=("cuda",),
+    packages=("onnx", "onnxscript", "tensorrt"),
+    install="pip install 'prunekit[tensorrt]'",
+    refuse=_refuse,
+    measures_memory=False,
+    typed_files=True,
+)
+def tensor_rt(source: Source, sample: Sample, setting: Setting) -> Session:
+    """Builds an engine from the file.
+
+    The network is strongly typed: it computes in the dtypes of the file, as TensorRT 11 always does, but with TF32 in
+    float32, as torch's convolutions do. Memory is not torch's, and is not measured.
+    """
     device = torch.device(setting.device)
     engine = _Engine(source.files[setting.batch, setting.dtype], device)
     engine.bind([one.to(device) for one in in_dtype(sample, setting.torch_dtype)])

@@ -1,9 +1,6 @@
-"""Runtimes of torch itself: eager, `torch.compile`, and CUDA graphs."""
+"""Where runtimes of torch itself run a module: on the setting's device, in its dtype and memory format."""
 
 from __future__ import annotations
-
-from collections import defaultdict
-from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,85 +9,9 @@ from prunekit.channels.copying import copied
 from prunekit.context import set_mode
 from prunekit.layout import lies_channels_last
 from prunekit.measure.placing import Placement
-from prunekit.measure.runtimes.setting import LayerClock, Runtime, Sample, Session, Setting, Source, in_dtype
+from prunekit.measure.runtimes.setting import Sample, Setting, Source, in_dtype
 
-CAPTURE_RUNS = 3
-"""Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
-MOST_MODELS = 64
-"""Of one class that are compiled beside each other."""
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-
-
-def eager() -> Runtime:
-    """The module as it is; its layers by their ATen operators."""
-
-    def start(source: Source, sample: Sample, setting: Setting) -> Session:
-        module, placed = _placed(source, sample, setting)
-        return Session(lambda: module(*placed), layers=lambda: _layers(module, placed), move=_move(module, setting))
-
-    return Runtime(start, "module", ("cpu", "cuda", "mps"), times_layers=True, moves_weights=_on_cpu)
-
-
-def _on_cpu(setting: Setting) -> bool:
-    return setting.device == "cpu"
-
-
-def _move(module: nn.Module, setting: Setting) -> Placement | None:
-    return Placement(module) if _on_cpu(setting) else None
-
-
-def _layers(module: nn.Module, placed: Sample) -> LayerClock:
-    from prunekit.measure.operators import OperatorTimer, floor  # which other measurements start without
-
-    device = placed[0].device
-    timer = OperatorTimer(module, placed, device, floor(device).clock_ms)
-
-    def passes(count: int) -> list[dict[str | None, float]]:
-        return [_by_module(times) for times in timer.passes[-count:]]
-
-    return LayerClock(timer, passes)
-
-
-def _by_module(times: Mapping[tuple[str, str], float]) -> dict[str | None, float]:
-    found: dict[str | None, float] = defaultdict(float)
-    for (path, _), ms in times.items():
-        found[path] += ms
-    return dict(found)
-
-
-def compiled() -> Runtime:
-    """`torch.compile` with its defaults and fixed shapes; compiling is part of starting the session."""
-
-    def start(source: Source, sample: Sample, setting: Setting) -> Session:
-        module, placed = _placed(source, sample, setting)
-        compiled = torch.compile(module, dynamic=False)
-        # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
-        with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
-            compiled(*placed)
-        return Session(lambda: compiled(*placed), move=_move(module, setting))
-
-    forget, devices = torch.compiler.reset, ("cpu", "cuda")
-    return Runtime(start, "module", devices, measures_memory=False, moves_weights=_on_cpu, forget=forget)
-
-
-def cuda_graphs() -> Runtime:
-    """The eager kernels of one forward, captured as a CUDA graph and replayed."""
-
-    def start(source: Source, sample: Sample, setting: Setting) -> Session:
-        module, placed = _placed(source, sample, setting)
-        side = torch.cuda.Stream(placed[0].device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(placed[0].device))
-        with torch.cuda.stream(side):
-            for _ in range(CAPTURE_RUNS):
-                module(*placed)
-        torch.cuda.current_stream(placed[0].device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = module(*placed)
-        return Session(graph.replay, lambda _: output)
-
-    # Activations lie in the graph's pool from when it is captured: a replay allocates nothing that could be counted.
-    return Runtime(start, "module", ("cuda",), measures_memory=False)
 
 
 def layout_of(module: nn.Module, asked: str) -> str:
@@ -98,7 +19,8 @@ def layout_of(module: nn.Module, asked: str) -> str:
     return "channels_last" if lies_channels_last(module) else asked
 
 
-def _placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module, Sample]:
+def placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module, Sample]:
+    """A copy of the module in eval mode and the sample, as a setting asks for them."""
     assert source.module is not None
     form = FORMATS[layout_of(source.module, setting.memory_format)]
     device, dtype = torch.device(setting.device), setting.torch_dtype
@@ -108,3 +30,13 @@ def _placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module
         one.to(device, memory_format=form if one.dim() == 4 else torch.preserve_format)
         for one in in_dtype(sample, dtype)
     )
+
+
+def on_cpu(setting: Setting) -> bool:
+    """Whether a setting is one of the CPU, where modules are laid out anew while they are timed."""
+    return setting.device == "cpu"
+
+
+def move(module: nn.Module, setting: Setting) -> Placement | None:
+    """What moves the weights of a module in a setting; None on another device than the CPU."""
+    return Placement(module) if on_cpu(setting) else None

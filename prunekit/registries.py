@@ -1,0 +1,24 @@
+"""The registries, by which settings and the command line know names without importing what bears them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from prunekit.registry import Registry
+
+
+def _by(place: str) -> Callable[[str, Any], Any]:
+    """A function of a module that is imported once it is called."""
+    module, _, name = place.rpartition(".")
+    return lambda reference, found: getattr(import_module(module), name)(reference, found)
+
+
+RUNTIMES: Registry[Any] = Registry(
+    "runtime",
+    "runtimes",
+    "prunekit.measure.runtimes",
+    "register_runtime",
+    _by("prunekit.measure.runtimes.registry.accept"),
+)
