@@ -9,12 +9,14 @@ from html import escape
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any
 
+from prunekit.numbers import NOTHING
+
 if TYPE_CHECKING:
     import pandas as pd
 
 MOST = 40
 """Rows of a table that are shown."""
-CELL = 60
+CELL = 100
 """Characters of a cell that are shown."""
 LINE = 160
 """Characters of a result at the prompt."""
@@ -108,6 +110,16 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collecti
     return "\n".join(_line(line, widths, left) for line in cells)
 
 
+def changes(pairs: Iterable[tuple[int | None, int | None]]) -> list[str]:
+    """A column of counts before and after, such as `64 -> 44`, aligned at the arrow; the count where it stays."""
+    given = list(pairs)
+    width = max((len(str(after)) for before, after in given if before != after), default=0)
+    return [
+        (f"{before} -> {after:>{width}}" if before != after else str(before)) if before is not None else NOTHING
+        for before, after in given
+    ]
+
+
 def _left(headings: Sequence[str], text: Collection[str]) -> list[bool]:
     """Which columns are flush left."""
     return [index == 0 or heading in text for index, heading in enumerate(headings)]
@@ -138,15 +150,15 @@ def _short(row: Sequence[Any]) -> list[str]:
 def _as_html(part: str | Table) -> str:
     """HTML, in which end tags that may be left out are: a table of 40 rows is half as long."""
     if isinstance(part, str):
-        return f"<p>{escape(part).replace(chr(10), '<br>')}</p>"
+        return f"<p>{escape(part, quote=False).replace(chr(10), '<br>')}</p>"
     left = " ".join(f"l{index + 1}" for index, flush in enumerate(_left(part.headings, part.text)) if flush)
-    caption = f"<caption>{escape(part.title)}</caption>" if part.title else ""
+    caption = f"<caption>{escape(part.title, quote=False)}</caption>" if part.title else ""
     more = part.left_out(part.most)
     body = "".join(_html_rows(part))
-    return f'<table class="{left}">{caption}{body}</table>' + (f"<p>{escape(more)}</p>" if more else "")
+    return f'<table class="{left}">{caption}{body}</table>' + (f"<p>{escape(more, quote=False)}</p>" if more else "")
 
 
 def _html_rows(part: Table) -> Iterator[str]:
-    yield "<thead><tr>" + "".join(f"<th>{escape(heading)}" for heading in part.headings) + "<tbody>"
+    yield "<thead><tr>" + "".join(f"<th>{escape(heading, quote=False)}" for heading in part.headings) + "<tbody>"
     for row in part.rows[: part.most]:
-        yield "<tr>" + "".join(f"<td>{escape(cell)}" for cell in _short(row))
+        yield "<tr>" + "".join(f"<td>{escape(cell, quote=False)}" for cell in _short(row))

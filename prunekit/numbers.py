@@ -35,6 +35,11 @@ def count(value: Any) -> str:
     return digits(value) if isinstance(value, float) and not value.is_integer() else str(int(value))
 
 
+def plural(number: int, word: str) -> str:
+    """A count with its word, e.g. 2 layers."""
+    return f"{number:,} {word}{'s'[: number != 1]}"
+
+
 def size(value: Any) -> str:
     """Bytes in decimal units, e.g. 85.3 MB."""
     text = count(value)

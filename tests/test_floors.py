@@ -47,6 +47,7 @@ WITHIN = {
     ("vocabulary", "registry"),
     ("registry", "errors"),
     ("registry", "user_code"),
+    ("display", "numbers"),
     ("tasks", "models"),
     ("data", "tasks"),
     ("calibration", "tasks"),

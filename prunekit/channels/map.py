@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,9 @@ from prunekit.channels.joint import NOT_JOINT, deciders
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace
+from prunekit.display import Displayed, Table
 from prunekit.errors import ModelError
+from prunekit.numbers import NOTHING, count, plural
 
 Keep = NDArray[np.bool_]
 Slot = tuple[str, int]
@@ -80,8 +83,8 @@ class SizeAttribute:
         return left
 
 
-@dataclass(frozen=True, eq=False)
-class ChannelMap:
+@dataclass(frozen=True, eq=False, repr=False)
+class ChannelMap(Displayed):
     """Labels of every parameter and buffer axis; the one thing that knows how channels hang together.
 
     Attributes:
@@ -210,6 +213,56 @@ class ChannelMap:
         """Final labels of a field that the trace recorded."""
         return self.traced.final[field.labels]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Every channel group, in the order of the model's parameters: its name, how many channels, which layers make
+        them, and which read them; those inside a layer, such as heads, are both.
+        """
+        made, read, inside = self._users("output"), self._users("input"), defaultdict[int, list[str]](list)
+        for term in self.mac_terms:
+            for index in self._groups_on(*term.factors):
+                if term.module not in inside[index]:
+                    inside[index].append(term.module)
+        return [
+            {
+                "group": group.name,
+                "channels": group.labels.size,
+                "made_by": made[index] or inside[index],
+                "read_by": read[index] or inside[index],
+            }
+            for index, group in enumerate(self.groups)
+        ]
+
+    def _users(self, side: Literal["input", "output"]) -> defaultdict[int, list[str]]:
+        """By a group's index the layers that have multiply-accumulates, and the group on a side."""
+        found = defaultdict[int, list[str]](list)
+        for module in dict.fromkeys(term.module for term in self.mac_terms):
+            if (module, side, 0) in self.activations:
+                for index in self._groups_on(self.activations[module, side, 0]):
+                    found[index].append(module)
+        return found
+
+    def _groups_on(self, *labels: Labels) -> set[int]:
+        """Indices of the groups that decide on labels."""
+        deciding = [choice for each in labels for choice in self.deciding(each)]
+        return set(self.group_of[np.concatenate(deciding, axis=None)].tolist()) - {-1} if deciding else set()
+
+    def _headline(self) -> str:
+        channels, locked = sum(group.labels.size for group in self.groups), sum(lock.channels for lock in self.locks)
+        groups, places = plural(len(self.groups), "group"), plural(len(self.locks), "place")
+        macs = f"{count(self.macs())} MACs for one sample"
+        return f"{plural(channels, 'channel')} in {groups}, {locked:,} more locked in {places}; {macs}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Channel map: {self._headline()}"
+        rows = self.rows()
+        if rows:
+            cells = [(row["group"], row["channels"], _few(row["made_by"]), _few(row["read_by"])) for row in rows]
+            yield Table(("group", "channels", "made by", "read by"), cells, text=("made by", "read by"), most=30)
+        if self.locks:
+            locks = [(lock.module or "(root)", lock.channels, lock.operator, lock.reason) for lock in self.locks]
+            headings = ("locked at", "channels", "operator", "reason")
+            yield Table(headings, locks, text=("operator", "reason"), most=10, all_in=".locks")
+
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
@@ -259,6 +312,11 @@ def group_labels(
         unique = name if taken[name] == 1 else f"{name}#{taken[name]}"
         result.append(ChannelGroup(unique, np.flatnonzero(group == which).astype(np.int64), on))
     return tuple(result)
+
+
+def _few(modules: list[str]) -> str:
+    """The first of several modules, and how many more there are."""
+    return (modules[0] if modules else NOTHING) + (f", {len(modules) - 1} more" if len(modules) > 1 else "")
 
 
 def _group_name(slots: tuple[Slot, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 Times = np.ndarray[Any, Any]
 RESAMPLES = 2000

@@ -24,7 +24,7 @@ from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.measuring import Failed, Job, Timed, plain_tensors
 from prunekit.measure.runtimes import RUNTIMES, FileKey, Inputs, Setting, Source, exported, inputs_of
 from prunekit.measure.runtimes.torch_modules import layout_of
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 from prunekit.settings.latency import LatencySettings
 
 Row = dict[str, Any]

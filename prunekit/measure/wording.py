@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from prunekit.numbers import plural
+
 Row = Mapping[str, Any]
-
-
-def plural(count: int, word: str) -> str:
-    """A count with its word, e.g. 2 layers."""
-    return f"{count:,} {word}{'s'[: count != 1]}"
 
 
 def computed(row: Row) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,16 @@ from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.norms import Norm
 from prunekit.channels.slicing import blank, kept_indices, masked_indices
+from prunekit.display import Displayed, Table, changes
 from prunekit.errors import ArtifactError, PlanError, UsageError
+from prunekit.numbers import count, digits, factor, plural, share, size
+from prunekit.settings.pruning import LATENCIES
 
 FORMAT = 1
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Displayed):
     """What is kept of a model.
 
     Attributes:
@@ -152,6 +156,65 @@ class Plan:
             for group in self.channel_map.groups
         }
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Every layer that computes, in order of execution: its channels, and its MACs for one sample, dense and kept.
+
+        `in_dense`, `in_kept`, `out_dense` and `out_kept` are None of what has no channels of the model, such as images.
+        """
+        chart = self.channel_map
+        dense, kept = chart.layer_macs(), chart.layer_macs(self.keep)
+        rows = []
+        for layer, macs in dense.items():
+            row: dict[str, Any] = {"layer": layer}
+            for side in ("input", "output"):
+                labels = chart.activations.get((layer, side, 0))
+                name = side.removesuffix("put")
+                row[f"{name}_dense"] = None if labels is None else labels.size
+                row[f"{name}_kept"] = None if labels is None else int(np.count_nonzero(self.keep[labels]))
+            rows.append(row | {"macs_dense": macs, "macs_kept": kept[layer]})
+        return rows
+
+    def _headline(self) -> str:
+        chart, asked = self.channel_map, self.provenance.get("prune", {})
+        parameters = [name for name, stored in chart.stored.items() if stored.parameter]
+        held = sum(prod(chart.shapes[name]) for name in parameters)
+        channels = sum(group.labels.size for group in chart.groups)
+        figures = {
+            "MACs": (chart.macs(), chart.macs(self.keep)),
+            "parameters": (held, chart.parameters_kept(self.keep, parameters)),
+            "channels": (channels, channels - self.removed),
+        }
+        left = [
+            f"{name} {count(dense)} -> {count(kept)} ({share(kept / (dense or 1))})"
+            for name, (dense, kept) in figures.items()
+        ]
+        how = ", ".join(f"{key} {asked[key]}" for key in ("criterion", "scope") if key in asked)
+        return ", ".join(left) + (f"; {how}" if how else "")
+
+    def _parts(self) -> Iterator[str | Table]:
+        masks = plural(len(self.element_masks), "tensor")
+        yield f"Plan: {self._headline()}" + (f"; single weights of {masks} masked" if self.element_masks else "")
+        budgets = self.provenance.get("budgets", {})
+        if budgets:
+            yield Table(("budget", "dense", "asked for", "left", ""), [self._budget(name) for name in budgets])
+        rows = self.rows()
+        columns = (
+            [row["layer"] or "(root)" for row in rows],
+            changes((row["in_dense"], row["in_kept"]) for row in rows),
+            changes((row["out_dense"], row["out_kept"]) for row in rows),
+            [count(row["macs_dense"]) for row in rows],
+            [count(row["macs_kept"]) for row in rows],
+            [share(row["macs_kept"] / (row["macs_dense"] or 1)) for row in rows],
+        )
+        headings = ("layer", "inputs", "outputs", "MACs", "left", "share")
+        yield Table(headings, list(zip(*columns, strict=True)))
+
+    def _budget(self, name: str) -> tuple[str, ...]:
+        """What a budget asked for and what is left of it."""
+        found, binds = self.provenance["budgets"][name], name == self.provenance.get("binding")
+        said = [word for word, holds in (("predicted", name in LATENCIES), ("binds", binds)) if holds]
+        return (name, *(_amount(name, found[key]) for key in ("dense", "asked", "left")), ", ".join(said))
+
     def save(self, folder: StrPath) -> None:
         """Writes `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""
         folder = Path(folder)
@@ -188,6 +251,15 @@ class Plan:
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
+
+
+def _amount(budget: str, value: float) -> str:
+    """A figure of a budget with its unit; a share of the dense model where it has none."""
+    if budget == "speedup":
+        return factor(value)
+    if budget == "latency_ms":
+        return f"{digits(value)} ms"
+    return size(1e6 * value) if budget.endswith("_mb") else share(value, 2)
 
 
 def require_plan(plan: Any, model: nn.Module | None = None) -> None:

@@ -9,7 +9,7 @@ from prunekit.measure.causes.cause import Cause, worth_naming
 from prunekit.measure.causes.widths import text
 from prunekit.measure.evidence import Estimate
 from prunekit.measure.layers import Widths
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 CLEARLY = 0.9
 """Share of the dense layer's speed below which one is slower, its whole interval."""

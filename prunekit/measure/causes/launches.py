@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prunekit.measure.breakdown import Breakdown
 from prunekit.measure.causes.cause import Cause
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 MUCH = 0.15
 """Share of the pruned model's time."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import OperatorRow
 from prunekit.measure.causes.cause import LEAST, Cause, Ran, some
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 COPIES = frozenset({"clone", "contiguous", "_to_copy", "copy_", "_reshape_copy", "permute_copy", "transpose_copy"})
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prunekit.measure.beside import Beside
 from prunekit.measure.causes.cause import LEAST, Cause, some
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 
 def masks_attached(

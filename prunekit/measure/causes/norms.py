@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prunekit.measure.beside import Beside
 from prunekit.measure.breakdown import OperatorRow
 from prunekit.measure.causes.cause import LEAST, Cause, Ran
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 NORMS = frozenset(
     {"native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "miopen_batch_norm"}

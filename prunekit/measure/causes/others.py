@@ -8,7 +8,7 @@ from prunekit.measure.breakdown import OperatorRow, Side
 from prunekit.measure.causes.cause import LEAST, Cause, Ran
 from prunekit.measure.causes.layouts import COPIES
 from prunekit.measure.causes.norms import NORMS
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 
 def without_macs(rows: Iterable[OperatorRow], macs_ratio: float, pruned_ms: float) -> Cause | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prunekit.measure.beside import Beside
 from prunekit.measure.causes.cause import LEAST, Cause
 from prunekit.measure.evidence import Contention
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 
 def too_many_threads(contention: Contention, fewer: Mapping[int, Beside]) -> Cause | None:

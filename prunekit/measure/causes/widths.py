@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prunekit.measure.causes.cause import Cause, worth_naming
 from prunekit.measure.evidence import Estimate
 from prunekit.measure.layers import Widths
-from prunekit.measure.wording import plural
+from prunekit.numbers import plural
 
 SLACK = 1.01
 """Up to here a ratio of times counts as no slower."""
