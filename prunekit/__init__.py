@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prunekit.capturing.intervene import intervene
     from prunekit.channels import ChannelMap, trace
     from prunekit.compaction import compact, load, save
+    from prunekit.criteria import Evidence, register_criterion
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
     from prunekit.diagnosis import diagnose
     from prunekit.errors import PrunekitError
@@ -48,6 +49,7 @@ _PLACES = {
     "ChangingMasks": "prunekit.masking:ChangingMasks",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
+    "Evidence": "prunekit.criteria:Evidence",
     "GradientFlow": "prunekit.training:GradientFlow",
     "ModelSettings": "prunekit.models:ModelSettings",
     "ModelSummary": "prunekit.report.model_summary:ModelSummary",
@@ -82,6 +84,7 @@ _PLACES = {
     "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
+    "register_criterion": "prunekit.criteria:register_criterion",
     "register_runtime": "prunekit.measure.runtimes:register_runtime",
     "saliency": "prunekit.visualize:saliency",
     "save": "prunekit.compaction:save",
@@ -111,6 +114,7 @@ __all__ = [
     "ChangingMasks",
     "ChannelMap",
     "ChannelStats",
+    "Evidence",
     "GradientFlow",
     "ModelSettings",
     "ModelSummary",
@@ -143,6 +147,7 @@ __all__ = [
     "profile",
     "prune",
     "recalibrate_batchnorm",
+    "register_criterion",
     "register_runtime",
     "saliency",
     "save",

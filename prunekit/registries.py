@@ -15,6 +15,13 @@ def _by(place: str) -> Callable[[str, Any], Any]:
     return lambda reference, found: getattr(import_module(module), name)(reference, found)
 
 
+CRITERIA: Registry[Any] = Registry(
+    "criterion",
+    "criteria",
+    "prunekit.criteria",
+    "register_criterion",
+    _by("prunekit.criteria.registry.accept"),
+)
 RUNTIMES: Registry[Any] = Registry(
     "runtime",
     "runtimes",

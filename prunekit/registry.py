@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -57,20 +57,28 @@ class Registry(Generic[Item]):
     ) -> None:
         self.kind, self.plural, self.package, self.registers, self.accept = kind, plural, package, registers, accept
         self._items: dict[str, Item] = {}
+        self._homes: dict[str, tuple[str, str]] = {}
 
-    def add(self, name: str, item: Item) -> None:
+    def add(self, name: str, item: Item, defined: object = None) -> None:
         """Registers an object.
+
+        Args:
+            defined: the function or class that it is of. The same one, run anew (a notebook's cell, a file that was
+                edited), takes the place of what it was before.
 
         Raises:
             ValueError: the name is taken, or holds a colon, which is what `file.py:object` is known by.
         """
         if ":" in name:
             raise ValueError(f"{self.kind} {name!r}: a name must not hold a colon")
-        declared = self.declared.get(name)
+        home, declared = _home(defined), self.declared.get(name)
         elsewhere = declared is not None and declared.module not in sys.modules
-        if name in self._items or elsewhere:
+        again = home is not None and self._homes.get(name) == home
+        if (name in self._items and not again) or elsewhere:
             raise ValueError(f"{self.kind} {name!r} is registered already; choose another name")
         self._items[name] = item
+        if home is not None:
+            self._homes[name] = home
 
     @cached_property
     def declared(self) -> dict[str, Declaration]:
@@ -96,7 +104,13 @@ class Registry(Generic[Item]):
     @property
     def names(self) -> tuple[str, ...]:
         """Every name that is known: built-in, registered and installed ones, in this order."""
-        return tuple(dict.fromkeys([*self.declared, *self._items, *self.installed]))
+        registered = [name for name in self._items if not is_reference(name)]
+        return tuple(dict.fromkeys([*self.declared, *registered, *self.installed]))
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What registrations say of each name, for lists; of an installed one, the package that it is from."""
+        installed = {name: {"measures": f"from {point.module}"} for name, point in self.installed.items()}
+        return installed | {name: dict(declared.facts) for name, declared in self.declared.items()}
 
     @property
     def imported(self) -> tuple[Item, ...]:
@@ -134,9 +148,20 @@ class Registry(Generic[Item]):
         elif name in self.installed:
             self._items[name] = self.accept(name, self.installed[name].load())
         else:
-            self._items[name] = self.accept(name, load_object(name, UsageError))
+            self.renew(name)
         if name not in self._items:  # its registration is in the source, and did not run
             raise UsageError(f"{self.kind} {name!r}: importing {self.declared[name].module} did not register it")
+
+    def renew(self, name: str) -> None:
+        """Reads `file.py:object` as the file is now; nothing for a name. Each job does so once, when it begins.
+
+        In between, `get` returns what it was: an edit must not change a job that runs.
+
+        Raises:
+            UsageError: there is no such file or object, its code raises, or it is none of this kind.
+        """
+        if is_reference(name):
+            self._items[name] = self.accept(name, load_object(name, UsageError))
 
     def items(self) -> Iterator[tuple[str, Item]]:
         """Every name with its object; imports what is not yet there."""
@@ -179,6 +204,26 @@ def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, 
     elif origin is dict and isinstance(value, Mapping):
         for key, item in value.items():
             yield from named(parts[1], item, (*path, key))
+
+
+def changed(settings: Any, path: KeyPath, value: Any) -> Any:
+    """Settings with another value at a key path."""
+    if not path:
+        return value
+    key, *rest = path
+    if isinstance(settings, tuple):
+        return tuple(changed(item, tuple(rest), value) if i == key else item for i, item in enumerate(settings))
+    if isinstance(settings, Mapping):
+        return {**settings, key: changed(settings[key], tuple(rest), value)}
+    return replace(settings, **{str(key): changed(getattr(settings, str(key)), tuple(rest), value)})
+
+
+def _home(defined: object) -> tuple[str, str] | None:
+    """Where a function or class is defined: its file, else its module, and its name there."""
+    module = getattr(defined, "__module__", None)
+    if module is None:
+        return None
+    return str(getattr(sys.modules.get(module), "__file__", None) or module), getattr(defined, "__qualname__", "")
 
 
 def _registrations(path: Path, function: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""The user's own code: a function in a Python file that the user names on the command line."""
+"""The user's own code: an object in a Python file that the user names, or allows a recipe to name."""
 
 from __future__ import annotations
 
@@ -45,8 +45,37 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
         raise error(f"{reference}: the factory raised {_raised(raised, path)}") from raised
 
 
-def is_reference(text: str) -> bool:
-    """Whether a text names an object in a user's file or module, `file.py:object` or `python:module:object`."""
+class Unallowed(str):
+    """A reference that a recipe names, and that nobody has allowed to run: `load_object` refuses it.
+
+    Attributes:
+        where: place of the recipe that names it, for messages.
+    """
+
+    where: str
+
+    def __new__(cls, reference: str, where: str) -> Unallowed:
+        made = super().__new__(cls, reference)
+        made.where = where
+        return made
+
+    def __reduce__(self) -> tuple[type[Unallowed], tuple[str, str]]:
+        return Unallowed, (str(self), self.where)
+
+
+def not_allowed(reference: str) -> str:
+    """Why a reference in a recipe is not run, and what to do about it."""
+    return (
+        f"{str(reference)!r} is code, and a recipe runs none unless it is allowed: if you trust it, add --allow-code "
+        "(from Python: allow_code=True)"
+    )
+
+
+def is_reference(text: object) -> bool:
+    """Whether a value is text that names an object in a user's file or module, `file.py:object` or
+    `python:module:object`."""
+    if not isinstance(text, str):
+        return False
     file, colon, name = text.rpartition(":")
     return bool(colon and name) and (file.endswith(".py") or file.startswith(_INSTALLED))
 
@@ -55,8 +84,11 @@ def load_object(reference: str, error: type[UsageError]) -> Any:
     """Runs the user's file and returns what a reference names in it; see `run_factory`, which also calls it.
 
     Raises:
-        UsageError: of the type `error`: no such file, module or name, or the code raises.
+        UsageError: of the type `error`: no such file, module or name, the code raises, or a recipe names it and nobody
+            has allowed that.
     """
+    if isinstance(reference, Unallowed):
+        raise error(f"{reference.where}: {not_allowed(reference)}")
     file, path, name = _parts(reference, error)
     installed = file.startswith(_INSTALLED)
     module = _import(file.removeprefix(_INSTALLED), path, error) if installed else _run(path.resolve(), error)

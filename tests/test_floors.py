@@ -12,7 +12,7 @@ import prunekit
 ROOT = Path(prunekit.__file__).parent
 FLOORS = {
     "errors": 0, "nested": 0, "hooks": 0, "context": 0, "artifacts": 0, "states": 0, "globs": 0, "user_code": 0,
-    "catalog": 0, "settings": 0, "inputs": 0, "vocabulary": 0, "progress": 0, "distributed": 0, "layout": 0,
+    "settings": 0, "inputs": 0, "vocabulary": 0, "progress": 0, "distributed": 0, "layout": 0,
     "wrappers": 0, "registry": 0, "registries": 0, "numbers": 0, "display": 0,
     "channels": 1,
     "data": 2, "models": 2, "calibration": 2, "tasks": 2,
@@ -42,6 +42,8 @@ WITHIN = {
     ("wrappers", "errors"),
     ("wrappers", "hooks"),
     ("inputs", "nested"),
+    ("settings", "registries"),
+    ("settings", "registry"),
     ("registries", "registry"),
     ("vocabulary", "registries"),
     ("vocabulary", "registry"),

@@ -35,6 +35,7 @@ def calibrate_command(
     data: str | None,
     task: str | None,
     optimizer: str | None,
+    allow_code: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -45,7 +46,7 @@ def calibrate_command(
     """
     console = Console(as_json)
     given = (*overrides, f"calibration.moments={moments}") if moments else overrides
-    job = load_job(recipe, given, factory=factory, data=data, task=task, **options)
+    job = load_job(recipe, given, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     check_folder(job.output)
     from prunekit.workflow import Own
     from prunekit.workflow import calibrate as run

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.models import ModelOptions, one_target, recipe_of_data, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, job_to_read, one_target, recipe_of_data, refuse_idle_overrides
 from prunekit.cli.options import (
     common_options,
     device_option,
     is_recipe,
-    load_job,
     model_options,
     output_option,
     seed_option,
@@ -65,7 +64,8 @@ def diagnose_command(
     refuse_idle_overrides(overrides, [data_recipe])
     whole, given = any(map(is_recipe, targets)), ModelOptions(**options)
     code = {"factory": given.factory if whole else None, "data": given.data}
-    job = None if data_recipe is None else load_job(data_recipe, overrides, **code, device=device, seed=given.seed)
+    where = {"device": device, "seed": given.seed}
+    job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, **code, **where)
     from prunekit.context import resolve_device
     from prunekit.data import DataSettings
     from prunekit.workflow import Own

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from prunekit.cli.models import ModelOptions, one_target, recipe_of_data, refuse_idle_overrides
+from prunekit.cli.models import ModelOptions, job_to_read, one_target, recipe_of_data, refuse_idle_overrides
 from prunekit.cli.options import (
     common_options,
     device_option,
     is_recipe,
-    load_job,
     model_options,
     output_option,
     seed_option,
@@ -78,9 +77,8 @@ def evaluate_command(
 def _job(recipe: str, overrides: list[str], given: ModelOptions, device: str | None, whole: bool) -> JobSettings:
     """The job of the recipe, `whole` when its model is meant and not its images alone."""
     factory = given.factory if whole else None
-    return load_job(
-        recipe, overrides, factory=factory, data=given.data, task=given.task, device=device, seed=given.seed
-    )
+    code = {"factory": factory, "data": given.data, "task": given.task}
+    return job_to_read(recipe, overrides, given, **code, device=device, seed=given.seed)
 
 
 def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, console: Console) -> InputModel:

@@ -81,6 +81,7 @@ def run_recipe(
     data: str | None,
     task: str | None,
     optimizer: str | None,
+    allow_code: bool,
     as_json: bool,
     resume: str | None,
     find_batch_size: bool = False,
@@ -95,7 +96,7 @@ def run_recipe(
         other = "--dry-run" if dry_run else "--resume"
         raise click.UsageError(f"--find-batch-size runs no job: expected it without {other}, got both")
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     from prunekit.workflow import Own
 
     own = Own(factory, data, optimizer, task)

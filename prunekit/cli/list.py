@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from prunekit.catalog import CRITERIA
 from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, table
+from prunekit.registries import CRITERIA
 
 
 @click.command("list", short_help="Show the criteria, and what each needs.")
@@ -19,24 +19,24 @@ def list_command(what: str, as_json: bool) -> None:
     """
     criteria = [
         {
-            "name": facts.name,
-            "needs": list(facts.needs),
-            "label_free": "labels" not in facts.needs,
-            "comparable": facts.comparable,
-            "measures": facts.measures,
-            "paper": facts.paper,
+            "name": name,
+            "needs": list(facts.get("needs", ())),
+            "label_free": "labels" not in facts.get("needs", ()),
+            "comparable": facts.get("comparable", False),
+            "measures": facts.get("measures", ""),
+            "paper": facts.get("paper", ""),
         }
-        for facts in CRITERIA.values()
+        for name, facts in CRITERIA.facts().items()
     ]
     headings = ("criterion", "labels", "needs", "measures", "paper")
     rows = [
         (
-            facts.name,
-            "needed" if "labels" in facts.needs else "no",
-            ", ".join(need for need in facts.needs if need != "labels") or "nothing",
-            facts.measures,
-            facts.paper,
+            row["name"],
+            "no" if row["label_free"] else "needed",
+            ", ".join(need for need in row["needs"] if need != "labels") or "nothing",
+            row["measures"],
+            row["paper"],
         )
-        for facts in CRITERIA.values()
+        for row in criteria
     ]
     Console(as_json).result({"criteria": criteria}, table(headings, rows, text=headings))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prunekit.cli.options import Zoo, is_recipe, load_job
 from prunekit.errors import UsageError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelOptions:
-    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data`, `--task` and `--zoo`.
+    """`--model`, `--weights`, `--input-shape`, `--seed`, `--data`, `--task`, `--zoo` and `--allow-code`.
 
     Raises:
         UsageError: the zoo is a factory, and so is the model.
@@ -31,6 +31,7 @@ class ModelOptions:
     data: str | None = None
     zoo: Zoo | None = None
     task: str | None = None
+    allow_code: bool = False
 
     def __post_init__(self) -> None:
         if self.zoo is not None and self.zoo.startswith("python:"):
@@ -83,7 +84,12 @@ def _job(recipe: str, overrides: Sequence[str], options: ModelOptions) -> JobSet
     if options.zoo is not None:
         raise UsageError(f"--zoo goes with the name of a model, and {recipe} is a recipe: set model.zoo={options.zoo}")
     code = {"factory": options.factory, "data": options.data, "task": options.task}
-    return load_job(recipe, overrides, **code, seed=options.seed)
+    return job_to_read(recipe, overrides, options, **code, seed=options.seed)
+
+
+def job_to_read(recipe: str, overrides: Sequence[str], options: ModelOptions, **given: Any) -> JobSettings:
+    """The job of a recipe for what runs only parts of it: code that is not allowed is in the way only if it is met."""
+    return load_job(recipe, overrides, **given, allow_code=options.allow_code, runs_code=False)
 
 
 def check_recipes(names: Iterable[str | None], overrides: Sequence[str], options: ModelOptions) -> None:

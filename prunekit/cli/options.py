@@ -61,6 +61,12 @@ task_option = click.option(
     help="Your own task: FACTORY() returns the prunekit.tasks.Task that says loss, metrics and how batches come apart.",
 )
 
+allow_code_option = click.option(
+    "--allow-code",
+    is_flag=True,
+    help="Run code that a recipe's file names, as in criterion: mine.py:score; what KEY=VALUE names runs in any case.",
+)
+
 
 def output_option(what: str) -> Callable[[Decorated], Decorated]:
     """`--output DIR`, with what goes there."""
@@ -79,9 +85,11 @@ class _Zoos(click.Choice[str]):
 
 
 def model_options(function: Decorated) -> Decorated:
-    """`--model`, `--weights`, `--input-shape`, `--zoo`, `--data` and `--task`: one's own, or changes to a zoo's."""
+    """`--model`, `--weights`, `--input-shape`, `--zoo`, `--data`, `--task` and `--allow-code`: one's own, or changes
+    to a zoo's."""
     zoos = _Zoos(get_args(Zoo))
     for option in (
+        allow_code_option,
         task_option,
         data_option,
         click.option("--zoo", type=zoos, help=ZOO),
@@ -94,8 +102,9 @@ def model_options(function: Decorated) -> Decorated:
 
 
 def own_options(function: Decorated) -> Decorated:
-    """`--model`, `--data`, `--task` and `--optimizer`: the user's own code in the place of a recipe's."""
-    return own_model_option(data_option(task_option(optimizer_option(function))))
+    """`--model`, `--data`, `--task` and `--optimizer`: the user's own code in the place of a recipe's; and
+    `--allow-code`."""
+    return own_model_option(data_option(task_option(optimizer_option(allow_code_option(function)))))
 
 
 def common_options(function: Decorated) -> Decorated:
@@ -129,9 +138,15 @@ def load_job(
     factory: str | None = None,
     data: str | None = None,
     task: str | None = None,
+    allow_code: bool = False,
+    runs_code: bool = True,
     **options: Any,
 ) -> JobSettings:
-    """The job of a recipe; options that were given on the command line count as overrides after all others."""
+    """The job of a recipe; options that were given on the command line count as overrides after all others.
+
+    Args:
+        allow_code, runs_code: see `prunekit.recipe.load`.
+    """
     from prunekit.recipe import load
 
     given = [f"{key}={_yaml(value)}" for key, value in options.items() if value is not None]
@@ -140,7 +155,7 @@ def load_job(
     if data is not None:
         given += ["data.source=own", "data.root=null", "data.name=null", "data.columns=null", "data.download=false"]
     given += [] if task is None else ["task=own"]
-    return load(recipe, [*overrides, *given])
+    return load(recipe, [*overrides, *given], allow_code=allow_code, runs_code=runs_code)
 
 
 def _yaml(value: Any) -> str:

@@ -31,6 +31,7 @@ def profile_command(
     data: str | None,
     task: str | None,
     optimizer: str | None,
+    allow_code: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -44,7 +45,7 @@ def profile_command(
     KEY=VALUE changes the recipe, for example: prune.target.runtime=onnxruntime.
     """
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     check_folder(job.output)
     from prunekit.workflow import Own, profile_job
 

@@ -34,6 +34,7 @@ def sensitivity_command(
     data: str | None,
     task: str | None,
     optimizer: str | None,
+    allow_code: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -44,7 +45,7 @@ def sensitivity_command(
     and top-1 lose when the group is masked and nothing is fitted. Curves as CSV and JSON, and a report.
     """
     console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, task=task, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     check_folder(job.output)
     from prunekit.workflow import Own, analyze
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from prunekit.cli.models import ModelOptions, check_recipes, one_target, refuse_idle_overrides
-from prunekit.cli.options import is_recipe, load_job, split_overrides
+from prunekit.cli.models import ModelOptions, check_recipes, job_to_read, one_target, refuse_idle_overrides
+from prunekit.cli.options import is_recipe, split_overrides
 from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
 
@@ -59,7 +59,7 @@ def find_sides(arguments: Sequence[str], options: ModelOptions, console: Console
         raise UsageError(f"{folder}: a folder says what its models are; leave out --weights, --input-shape and --zoo")
     recipe = sides.recipe_beside(folder)
     refuse_idle_overrides(overrides, [None if recipe is None else str(recipe)])
-    job = None if recipe is None else load_job(str(recipe), overrides, data=options.data)
+    job = None if recipe is None else job_to_read(str(recipe), overrides, options, data=options.data)
     data = None if job is None else job.data
     found = replace(sides.both_sides(folder, data, factory=options.factory, own_data=options.data), job=job)
     for note in found.notes:
@@ -93,7 +93,8 @@ def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOption
     if len(names) != 1 or not is_recipe(names[0]):
         found = sides_of(one_target(names, overrides, options))
     else:
-        job = load_job(names[0], overrides, factory=options.factory, data=options.data, seed=options.seed)
+        code = {"factory": options.factory, "data": options.data}
+        job = job_to_read(names[0], overrides, options, **code, seed=options.seed)
         own = Own(options.factory, options.data)
         target = trained_target(job, log=console.log, progress=console.progress, own=own)
         found = replace(sides_of(target, job.data, options.data), job=job)

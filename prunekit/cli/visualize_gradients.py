@@ -37,6 +37,7 @@ def gradients_command(
     factory: str | None,
     data: str | None,
     optimizer: str | None,
+    allow_code: bool,
     output: Path | None,
     as_json: bool,
     **options: Any,
@@ -48,7 +49,7 @@ def gradients_command(
     """
     console, folder = Console(as_json), output or Path(FOLDER)
     check_folder(folder)
-    job = load_job(recipe, overrides, factory=factory, data=data, **options)
+    job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **options)
     import pandas as pd
 
     from prunekit.report.flow import write_flow

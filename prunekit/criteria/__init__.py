@@ -1,36 +1,18 @@
-"""Criteria: how important a channel is."""
+"""Criteria: how important a channel is. A file with a `register_criterion` in this folder is found by itself."""
 
-from prunekit.catalog import CRITERIA, CriterionFacts, Need
-from prunekit.criteria import (  # registers the criteria
-    activation,
-    chance,
-    consumed,
-    distance,
-    elimination,
-    magnitude,
-    norms,
-    taylor,
-)
-from prunekit.criteria.registry import Criterion, Evidence, criterion, criterion_names, get_criterion
+from prunekit.criteria.registry import Criterion, Evidence, Need, Scores, get_criterion, register_criterion
 from prunekit.criteria.scoring import normalize, score
+from prunekit.criteria.slices import LabelMean, mean_over_slices
 
 __all__ = [
-    "CRITERIA",
     "Criterion",
-    "CriterionFacts",
     "Evidence",
+    "LabelMean",
     "Need",
-    "activation",
-    "chance",
-    "consumed",
-    "criterion",
-    "criterion_names",
-    "distance",
-    "elimination",
+    "Scores",
     "get_criterion",
-    "magnitude",
+    "mean_over_slices",
     "normalize",
-    "norms",
+    "register_criterion",
     "score",
-    "taylor",
 ]

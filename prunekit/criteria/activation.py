@@ -10,9 +10,8 @@ import numpy.typing as npt
 from torch import nn
 
 from prunekit.calibration import ChannelStats, LayerStats, MapRanks, StatsKey
-from prunekit.catalog import CRITERIA
 from prunekit.criteria.norms import NORMS
-from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.registry import Evidence, Scores, register_criterion
 from prunekit.criteria.slices import FloatArray, IntArray, LabelMean
 from prunekit.errors import UsageError
 
@@ -51,7 +50,9 @@ TIES = 1e-3
 """What the size of activations that are never zero may add to a share of 1."""
 
 
-@criterion(CRITERIA["activation"])
+@register_criterion(
+    "activation", needs=("stats",), measures="mean |activation|", paper="Molchanov et al. 2017, Pruning CNNs"
+)
 def activation(evidence: Evidence) -> Scores:
     """Mean |activation| of a label's channels, mean over the outputs of norms and activation functions that carry it.
 
@@ -65,7 +66,12 @@ def activation(evidence: Evidence) -> Scores:
     return _of_outputs(evidence, "activation", lambda layer: layer.mean_abs)
 
 
-@criterion(CRITERIA["activation_rms"])
+@register_criterion(
+    "activation_rms",
+    needs=("stats",),
+    measures="root mean square of activations",
+    paper="Molchanov et al. 2017, Pruning CNNs",
+)
 def activation_rms(evidence: Evidence) -> Scores:
     """Root mean square of a label's channels, over the same outputs as `activation`.
 
@@ -78,7 +84,12 @@ def activation_rms(evidence: Evidence) -> Scores:
     return _of_outputs(evidence, "activation_rms", lambda layer: layer.rms)
 
 
-@criterion(CRITERIA["apoz"])
+@register_criterion(
+    "apoz",
+    needs=("stats",),
+    measures="share of activations that are not zero",
+    paper="Hu et al. 2016, Network trimming",
+)
 def apoz(evidence: Evidence) -> Scores:
     """1 - APoZ: the share of a label's activations that are not zero, in 0..1 (Hu et al. 2016, "Network trimming").
 
@@ -112,7 +123,7 @@ def _never_zero(layer: LayerStats) -> FloatArray:
     return 1 - layer.zero_fraction + TIES * size / (size.max() or 1)
 
 
-@criterion(CRITERIA["hrank"])
+@register_criterion("hrank", needs=("ranks",), measures="mean rank of feature maps", paper="Lin et al. 2020, HRank")
 def hrank(evidence: Evidence) -> Scores:
     """Mean rank of a channel's feature maps (Lin et al. 2020, "HRank: filter pruning using high-rank feature map").
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from prunekit.calibration import Consumer, InputMoments, StatsKey
 from prunekit.calibration.moments import RAISED
-from prunekit.catalog import CRITERIA
 from prunekit.criteria.inverse import inverse_factors
 from prunekit.criteria.nuclear import NuclearNorm
-from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.registry import Evidence, Scores, register_criterion
 from prunekit.criteria.slices import FloatArray, IntArray, LabelMean, require_all, require_finite
 from prunekit.errors import UsageError
 
@@ -35,7 +34,9 @@ class Read:
         return columns
 
 
-@criterion(CRITERIA["wanda"])
+@register_criterion(
+    "wanda", needs=("weights", "stats"), measures="|w| times the norm of what it reads", paper="Sun et al. 2024, Wanda"
+)
 def wanda(evidence: Evidence) -> Scores:
     """Mean |w| of what reads a channel times the channel's root mean square, mean over the layers that read it.
 
@@ -52,7 +53,12 @@ def wanda(evidence: Evidence) -> Scores:
     return require_all(found, evidence, "wanda", NOTHING_SEEN, otherwise=_made(evidence, squared=False))
 
 
-@criterion(CRITERIA["obs"])
+@register_criterion(
+    "obs",
+    needs=("weights", "moments"),
+    measures="output error once the other channels make up for it",
+    paper="Frantar & Alistarh 2023, SparseGPT; Hassibi & Stork 1993, OBS",
+)
 def obs(evidence: Evidence) -> Scores:
     """Squared error of a layer's outputs where channels go and the others make up for them as well as they can.
 
@@ -85,7 +91,9 @@ def obs(evidence: Evidence) -> Scores:
     return require_all(found, evidence, "obs", NOTHING_SEEN, otherwise=_made(evidence, squared=True))
 
 
-@criterion(CRITERIA["chip"])
+@register_criterion(
+    "chip", needs=("moments",), measures="nuclear norm lost with the channel", paper="Sui et al. 2021, CHIP"
+)
 def chip(evidence: Evidence) -> Scores:
     """Channel independence: what the nuclear norm of a layer's input loses with the channel, mean over the layers.
 

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from prunekit.catalog import CRITERIA
 from prunekit.criteria.magnitude import l2
-from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.registry import Evidence, Scores, register_criterion
 from prunekit.criteria.slices import LabelMean, require_finite
 
 COLUMNS = 4096
 """Columns of a weight multiplied at a time, in its own precision; their products are added in float64."""
 
 
-@criterion(CRITERIA["fpgm"])
+@register_criterion(
+    "fpgm", needs=("weights",), measures="distance to the layer's other filters", paper="He et al. 2019, FPGM"
+)
 def fpgm(evidence: Evidence) -> Scores:
     """Distance to the geometric median (He et al. 2019, FPGM): how far a filter lies from the others of its layer.
 

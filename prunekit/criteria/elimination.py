@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from prunekit.calibration.gains import relative_scale, with_ridge
 from prunekit.calibration.patch_stats import LayerMoments, PatchStats
-from prunekit.catalog import CRITERIA
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.labels import Labels
-from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.registry import Evidence, Scores, register_criterion
 from prunekit.criteria.slices import FloatArray, IntArray
 from prunekit.progress import tracked
 
@@ -217,7 +216,13 @@ def outputs_reading(group: ChannelGroup, channel_map: ChannelMap, stats: PatchSt
     return float(sum(len(moments.variance) * moments.output_gain**TRUST for moments in reading))
 
 
-@criterion(CRITERIA["elimination"])
+@register_criterion(
+    "elimination",
+    needs=("weights", "patches"),
+    measures="output error that it adds, with all that stays fitted anew, as channels go one after another",
+    paper="Hassibi & Stork 1993, OBS, by channels; Frantar & Alistarh 2023, SparseGPT",
+    comparable=True,
+)
 def elimination(evidence: Evidence) -> Scores:
     """What each label adds to its group's error as it goes: the slope of the lower convex hull of the group's curve.
 

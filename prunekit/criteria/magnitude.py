@@ -6,24 +6,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prunekit.catalog import CRITERIA
-from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.registry import Evidence, Scores, register_criterion
 from prunekit.criteria.slices import IntArray, LabelMean, mean_over_slices, require_finite
 
 
-@criterion(CRITERIA["l1"])
+@register_criterion(
+    "l1", needs=("weights",), measures="mean |w|", paper="Li et al. 2017, Pruning filters for efficient ConvNets"
+)
 def l1(evidence: Evidence) -> Scores:
     """Mean |w| of a label's slices (Li et al. 2017, "Pruning filters for efficient ConvNets")."""
     return _mean_power(evidence, 1)
 
 
-@criterion(CRITERIA["l2"])
+@register_criterion(
+    "l2",
+    needs=("weights",),
+    measures="root mean square of w",
+    paper="Li et al. 2017, Pruning filters for efficient ConvNets",
+)
 def l2(evidence: Evidence) -> Scores:
     """Root mean square of a label's slices (the l2 norm that Li et al. 2017 compare with)."""
     return _mean_power(evidence, 2)
 
 
-@criterion(CRITERIA["lamp"])
+@register_criterion(
+    "lamp", needs=("weights",), measures="w^2 over what ranks above it", paper="Lee et al. 2021, LAMP", comparable=True
+)
 def lamp(evidence: Evidence) -> Scores:
     """Layer-adaptive magnitude (Lee et al. 2021), carried from weights to channels.
 

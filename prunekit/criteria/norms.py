@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
-from prunekit.catalog import CRITERIA
 from prunekit.criteria.magnitude import l2
-from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.registry import Evidence, Scores, register_criterion
 from prunekit.criteria.slices import LabelMean, require_finite
 
 NORMS = (
@@ -19,7 +18,9 @@ NORMS = (
 )
 
 
-@criterion(CRITERIA["bn_scale"])
+@register_criterion(
+    "bn_scale", needs=("weights",), measures="|scale| of norms", paper="Liu et al. 2017, Network slimming"
+)
 def bn_scale(evidence: Evidence) -> Scores:
     """|gamma| of the norms that carry a label (Liu et al. 2017, "Network slimming"), mean over them.
 

@@ -1,10 +1,10 @@
-"""Importance scores by name, each with what it needs. Filled at import, by `criterion`."""
+"""Importance scores by name, each with what it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,18 +12,32 @@ from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
-from prunekit.catalog import CriterionFacts, Need
 from prunekit.errors import UsageError, nearest
+from prunekit.registries import CRITERIA
 
 if TYPE_CHECKING:
     from prunekit.channels import ChannelMap
 
 Scores = npt.NDArray[np.float64]
+Need = Literal["weights", "stats", "moments", "patches", "ranks", "gradients", "curvature", "labels"]
+"""What an importance score looks at: the weights; statistics of activations; Gram matrices of layers' inputs, of
+channels or of patches; ranks of feature maps; gradients of a loss; products of its Hessian; and labels, without which
+there is no loss."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """All that an importance score may look at."""
+    """All that an importance score may look at.
+
+    Attributes:
+        channel_map: which label every index of every parameter axis has, and the channel groups.
+        modules: of the model, by path.
+        parameters: of the model, by name, detached.
+        stats: channel statistics of activations; None unless they are needed or were given.
+        gradients: of a loss on labeled images; likewise.
+        seed: of what is random.
+        patches: Gram matrices of the patches that layers read; likewise.
+    """
 
     channel_map: ChannelMap
     modules: Mapping[str, nn.Module]
@@ -34,55 +48,100 @@ class Evidence:
     patches: PatchStats | None = None
 
 
+Score = Callable[[Evidence], Scores]
+
+
 @dataclass(frozen=True)
 class Criterion:
-    """An importance score: a pure function from the evidence to one score for each label, shape (n_labels,)."""
+    """An importance score: a pure function from the evidence to one score for each label, shape (n_labels,).
 
-    facts: CriterionFacts
-    function: Callable[[Evidence], Scores]
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        """What it looks at."""
-        return self.facts.needs
-
-    @property
-    def comparable(self) -> bool:
-        """Whether scores of different channel groups can be ranked together as they are."""
-        return self.facts.comparable
-
-
-_CRITERIA: dict[str, Criterion] = {}
-
-
-def criterion(facts: CriterionFacts) -> Callable[[Callable[[Evidence], Scores]], Callable[[Evidence], Scores]]:
-    """Registers an importance score.
-
-    Raises:
-        ValueError: the name is taken.
+    Attributes:
+        name: as recipes and functions call it.
+        function: that computes it.
+        needs: what it looks at; label-free without "labels".
+        measures: in a few words.
+        paper: whose it is; empty for a baseline.
+        comparable: whether scores of different channel groups can be ranked together as they are; others are
+            normalized first.
     """
 
-    def register(function: Callable[[Evidence], Scores]) -> Callable[[Evidence], Scores]:
-        name = facts.name
-        if name in _CRITERIA:
-            raise ValueError(f"criterion {name!r} is registered already, as {_CRITERIA[name].function.__qualname__}")
-        _CRITERIA[name] = Criterion(facts, function)
+    name: str
+    function: Score
+    needs: tuple[Need, ...]
+    measures: str = ""
+    paper: str = ""
+    comparable: bool = False
+
+
+def register_criterion(
+    name: str,
+    *,
+    needs: tuple[Need, ...] = ("weights",),
+    measures: str = "",
+    paper: str = "",
+    comparable: bool = False,
+) -> Callable[[Score], Score]:
+    """Registers an importance score under a name that Python, recipes and commands take from then on.
+
+    Args:
+        name: as in `prune.criterion`.
+        needs: what the function looks at, see `Need`; a job collects it, and a call from Python asks for it. Weights
+            are there in any case.
+        measures: in a few words, for `prunekit list criteria`.
+        paper: whose it is, and the year.
+        comparable: whether scores of different channel groups can be ranked together as they are; else they are
+            normalized first where that is needed.
+
+    Returns:
+        A decorator of the function, which gets `Evidence` and returns one score for each label, (n_labels,) float64;
+        the lowest go first. `prunekit.criteria.mean_over_slices` turns what is known of a weight's slices into scores.
+
+    Raises:
+        ValueError: the name is taken, or there is no such need.
+
+    Example:
+        >>> import torch
+        >>> import prunekit as pk
+        >>> from prunekit.criteria import mean_over_slices
+        >>> @pk.register_criterion("largest", measures="largest |w|")
+        ... def largest(evidence):
+        ...     def measure(found, name, weight, labels_of_axes):
+        ...         for axis, labels in labels_of_axes.items():
+        ...             found.add(labels, weight.abs().movedim(axis, 0).flatten(1).amax(1).numpy())
+        ...     return mean_over_slices(evidence, measure)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> small = pk.prune(model, (torch.randn(1, 4),), channels=0.5, criterion="largest").model
+        >>> small[0].out_features
+        4
+    """
+    unknown = [need for need in needs if need not in get_args(Need)]
+    if unknown:
+        raise ValueError(f"criterion {name!r}: needs: {unknown[0]!r} is none; {nearest(unknown[0], get_args(Need))}")
+
+    def register(function: Score) -> Score:
+        CRITERIA.add(name, Criterion(name, function, needs, measures, paper, comparable), function)
         return function
 
     return register
 
 
 def get_criterion(name: str) -> Criterion:
-    """The criterion of that name.
+    """The criterion of that name, or of `file.py:function`.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none; names the nearest.
     """
-    if name not in _CRITERIA:
-        raise UsageError(f"no criterion is called {name!r}; {nearest(name, _CRITERIA)}")
-    return _CRITERIA[name]
+    return cast(Criterion, CRITERIA.get(name))
 
 
-def criterion_names() -> tuple[str, ...]:
-    """Every registered name, sorted."""
-    return tuple(sorted(_CRITERIA))
+def accept(reference: str, given: Any) -> Criterion:
+    """What a file names as a criterion: a function that it has registered, or one that looks at the weights alone.
+
+    Raises:
+        UsageError: it is no function.
+    """
+    if not callable(given):
+        text = "expected a function of prunekit.criteria.Evidence that returns one score for each label"
+        raise UsageError(f"criterion {reference}: {text}, got {type(given).__name__}")
+    known = (each for each in CRITERIA.imported if each.function is given)
+    return next(known, None) or Criterion(reference, given, ("weights",))

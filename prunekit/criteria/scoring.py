@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,11 +11,11 @@ from torch import nn
 
 from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
-from prunekit.catalog import Need
 from prunekit.channels import ChannelMap
 from prunekit.channels.belonging import require_model
-from prunekit.criteria.registry import Criterion, Evidence, Scores, get_criterion
+from prunekit.criteria.registry import Criterion, Evidence, Need, Scores, get_criterion
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.inputs import described
 
 
 def score(
@@ -30,7 +31,7 @@ def score(
     """Importance of every label: the lowest go first.
 
     Args:
-        criterion: a registered name; `catalog.CRITERIA` says of each what it measures and needs.
+        criterion: a registered name, or `file.py:function`; `prunekit list criteria` says what each measures and needs.
         model: the model that `channel_map` was traced from; only read.
         channel_map: its labels.
         stats: channel statistics of that model, from `calibration.collect`; for "moments" with its `moments="full"`,
@@ -44,7 +45,8 @@ def score(
         (n_labels,) float64; label 0, the locked channels, scores +inf.
 
     Raises:
-        UsageError: an unknown criterion, missing statistics or gradients.
+        UsageError: an unknown criterion, missing statistics or gradients, or a criterion that returns anything but one
+            number for each label.
         PlanError: the map is that of another model.
         NonFiniteError: weights or statistics hold NaN or Inf; the message says where.
 
@@ -60,10 +62,22 @@ def score(
     with torch.no_grad():
         modules = dict(model.named_modules())
         scores = chosen.function(Evidence(channel_map, modules, parameters, stats, gradients, seed, patches))
-    scores = scores.astype(np.float64)
+    scores = _checked(scores, channel_map, criterion)
     scores[0] = np.inf
     _require_numbers(scores, channel_map, criterion)
     return scores
+
+
+def _checked(scores: Any, channel_map: ChannelMap, criterion: str) -> Scores:
+    """A copy of what a criterion returned, float64."""
+    count = channel_map.n_labels
+    expected = f"criterion {criterion!r}: expected a NumPy array with one number for each label, ({count},)"
+    if not isinstance(scores, np.ndarray):
+        hint = "; return it as .double().cpu().numpy()" if isinstance(scores, torch.Tensor) else ""
+        raise UsageError(f"{expected}, got {described(scores)}{hint}")
+    if scores.shape != (count,) or scores.dtype.kind not in "fiub":
+        raise UsageError(f"{expected}, got {scores.dtype} of shape {scores.shape}")
+    return scores.astype(np.float64)
 
 
 def normalize(scores: Scores, channel_map: ChannelMap) -> Scores:
@@ -119,7 +133,7 @@ def _require_evidence(
     needed = [missing[need] for need in reversed(criterion.needs) if need in missing]
     for lacking, what, how in needed:
         if lacking:
-            raise UsageError(f"criterion {criterion.facts.name!r} needs {what}: pass {how}")
+            raise UsageError(f"criterion {criterion.name!r} needs {what}: pass {how}")
 
 
 def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) -> None:

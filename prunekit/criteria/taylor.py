@@ -8,13 +8,18 @@ import numpy as np
 from torch import Tensor
 
 from prunekit.calibration.gradients import Axis
-from prunekit.catalog import CRITERIA
-from prunekit.criteria.registry import Evidence, Scores, criterion
+from prunekit.criteria.registry import Evidence, Scores, register_criterion
 from prunekit.criteria.slices import FloatArray, IntArray, LabelMean, mean_over_slices
 from prunekit.errors import UsageError
 
 
-@criterion(CRITERIA["taylor"])
+@register_criterion(
+    "taylor",
+    needs=("weights", "gradients", "labels"),
+    measures="(w dL/dw)^2",
+    paper="Molchanov et al. 2019, order 1",
+    comparable=True,
+)
 def taylor(evidence: Evidence) -> Scores:
     """First-order Taylor: the mean over batches of (sum over a label's slice of w * dL/dw) squared.
 
@@ -28,7 +33,13 @@ def taylor(evidence: Evidence) -> Scores:
     return _of_slices(evidence, evidence.gradients.terms, _mean_square)
 
 
-@criterion(CRITERIA["taylor2"])
+@register_criterion(
+    "taylor2",
+    needs=("weights", "gradients", "curvature", "labels"),
+    measures="(w dL/dw - w H w / 2)^2",
+    paper="Molchanov et al. 2019, order 2",
+    comparable=True,
+)
 def taylor2(evidence: Evidence) -> Scores:
     """Second-order Taylor: the mean over batches of (sum over a label's slice of w * dL/dw - w * (H w) / 2) squared.
 
@@ -46,7 +57,13 @@ def taylor2(evidence: Evidence) -> Scores:
     return _of_slices(evidence, terms, _mean_square)
 
 
-@criterion(CRITERIA["obd"])
+@register_criterion(
+    "obd",
+    needs=("weights", "gradients", "curvature", "labels"),
+    measures="H_ii w^2 / 2",
+    paper="LeCun et al. 1990, Optimal brain damage",
+    comparable=True,
+)
 def obd(evidence: Evidence) -> Scores:
     """Optimal brain damage: half the sum over a label's slice of H_kk * w_k^2, the mean over batches, at least 0.
 

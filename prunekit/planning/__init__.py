@@ -4,11 +4,10 @@ from prunekit.planning.curves import MeasuredPoint, SensitivityCurve, cumulated
 from prunekit.planning.plan import Plan, load_plan, require_plan
 from prunekit.planning.select import free_parts, labels_matching
 from prunekit.planning.solve import make_plan
-from prunekit.settings.pruning import BudgetSettings, Criterion, PruneSettings, ScheduleSettings
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, ScheduleSettings
 
 __all__ = [
     "BudgetSettings",
-    "Criterion",
     "MeasuredPoint",
     "Plan",
     "PruneSettings",

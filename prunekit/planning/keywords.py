@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from prunekit.errors import UsageError, nearest
-from prunekit.settings.pruning import BudgetSettings, Criterion, PruneSettings, Scope, Target
+from prunekit.registries import CRITERIA
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, Target
 
 Where = str | nn.Module | type[nn.Module]
 """A glob over module paths, a module, which stands for all that is in it, or a class of modules."""
@@ -20,9 +21,9 @@ def prune_settings(
     model: nn.Module,
     settings: PruneSettings | None = None,
     *,
-    by_default: Criterion = "l2",
+    by_default: str = "l2",
     target: Target | None = None,
-    criterion: Criterion | None = None,
+    criterion: str | None = None,
     scope: Scope | None = None,
     round_to: int = 1,
     min_channels: int = 1,
@@ -53,6 +54,7 @@ def prune_settings(
     }
     given = {name: value for name, value in given.items() if value is not None}
     budgets = {name: value for name, value in budgets.items() if value is not None}
+    CRITERIA.renew(criterion or (settings.criterion if settings is not None else ""))
     if settings is not None:
         if named := [*budgets, *given]:
             raise UsageError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
-from prunekit.registries import RUNTIMES
+from prunekit.registries import CRITERIA, RUNTIMES
 from prunekit.settings.data import DataSettings
 from prunekit.settings.pruning import WITH_REPAIR, BudgetSettings, clashes
 from prunekit.settings.repair import FEWEST_IMAGES
@@ -117,9 +117,11 @@ def _images(values: Mapping[str, Any]) -> Iterator[Finding]:
     """Statistics of patches, and repair, need some images to fit on and others to judge by."""
     calibration, prune = _section(values, "calibration") or {}, _section(values, "prune") or {}
     images = calibration.get("images", FEWEST_IMAGES)
+    criterion = str(prune.get("criterion"))
+    known = CRITERIA.declared.get(criterion)
     reasons = {
         "repair is given": isinstance(values.get("repair"), Mapping),
-        "prune.criterion is 'elimination'": prune.get("criterion") == "elimination",
+        f"prune.criterion is {criterion!r}": known is not None and "patches" in known.facts["needs"],
     }
     because = " and ".join(reason for reason, holds in reasons.items() if holds)
     if because and isinstance(images, int) and 0 < images < FEWEST_IMAGES:

@@ -18,20 +18,27 @@ from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.recipe.overrides import apply_override
 from prunekit.recipe.packaged import located, recipe_names
 from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
-from prunekit.registry import named
+from prunekit.registry import changed, named
 from prunekit.settings.job import JobSettings
+from prunekit.user_code import Unallowed, is_reference, not_allowed
 
 
-def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:
+def load(
+    path: StrPath, overrides: Sequence[str] = (), *, allow_code: bool = False, runs_code: bool = True
+) -> JobSettings:
     """Reads a recipe, lays overrides over it, and checks all of it before anything runs.
 
     Args:
         path: a YAML 1.2 file, whose keys are the fields of `JobSettings` and of the settings inside it; where there is
             no such file, the name of a recipe that comes with the package.
         overrides: `a.b=value` each, the value in YAML; later ones win.
+        allow_code: whether code that the file names as `file.py:object`, in the place of a registered name, may run.
+            What an override names always may. Loading runs none.
+        runs_code: whether what the job is for runs everything that it names. Else code that is not allowed is a
+            problem only once something wants to run it.
 
-    Relative paths are relative to the working directory. Data and weights that the file names and that are not there
-    are taken from beside the file, where they are there: their paths come back absolute.
+    Relative paths are relative to the working directory. Data, weights and code that the file names and that are not
+    there are taken from beside the file, where they are there: their paths come back absolute.
 
     Returns:
         The job, with the defaults filled in.
@@ -48,7 +55,31 @@ def load(path: StrPath, overrides: Sequence[str] = ()) -> JobSettings:
         document = Document(None, places=document.places, problems=(Problem(document.place(()), (), text),))
     if document.values is not None:
         document = reduce(apply_override, overrides, document)
-    return _beside(_validated(document, str(path)), document, file.absolute().parent)
+    folder = file.absolute().parent
+    refused = not allow_code
+    job = _beside(_validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder)
+    for key, name, _ in named(JobSettings, job):
+        if is_reference(name) and (place := document.place(key)).line:
+            there = _reference(name, folder)
+            job = changed(job, key, Unallowed(there, f"{place}: {'.'.join(map(str, key))}") if refused else there)
+    return job
+
+
+def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
+    """What is wrong with the names of registered objects, and code that must not run."""
+    found = []
+    for path, name, registry in named(JobSettings, document.values):
+        written = is_reference(name) and document.place(path).line
+        problem = registry.problem(_reference(name, folder) if written else name)
+        if problem is not None or (written and refused):
+            found.append((path, problem or not_allowed(name)))
+    return found
+
+
+def _reference(name: str, folder: Path) -> str:
+    """A reference that a recipe's file has, with the path of a file that only the recipe's folder has."""
+    file, colon, of_file = name.rpartition(":")
+    return f"{folder / file}{colon}{of_file}" if file.endswith(".py") and _only_in(folder, Path(file)) else name
 
 
 def _beside(job: JobSettings, document: Document, folder: Path) -> JobSettings:
@@ -98,24 +129,22 @@ def _near(path: Path) -> str:
     return f"; {hint}" if hint.startswith("did you mean") else ""
 
 
-def _validated(document: Document, name: str) -> JobSettings:
+def _validated(document: Document, name: str, code: Iterable[Finding]) -> JobSettings:
     if document.values is None:
         raise _error(document.problems, name)
     problems = {problem.path or str(problem): problem for problem in document.problems}
-    for path, text, at_key in _findings(document.values):
+    for path, text, at_key in _findings(document.values, code):
         problems.setdefault(path, Problem(document.place(path, key=at_key), path, text))
     if problems:
         raise _error(problems.values(), name)
     return TypeAdapter(JobSettings).validate_json(json.dumps(document.values), strict=True)
 
 
-def _findings(values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, str, bool]]:
+def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tuple[KeyPath, str, bool]]:
     """Key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
     yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
+    yield from ((path, text, False) for path, text in code)
     yield from ((path, text, False) for path, text in consistency(values))
-    for path, name, registry in named(JobSettings, values):
-        if (problem := registry.problem(name)) is not None:
-            yield path, problem, False
     try:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
         TypeAdapter(JobSettings).validate_json(json.dumps(values), strict=True)

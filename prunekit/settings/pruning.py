@@ -8,28 +8,13 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
+from prunekit.registries import CRITERIA
+from prunekit.registry import Registered
 from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
 Share = Annotated[float, Gt(0), Le(1)]
-Criterion = Literal[
-    "l1",
-    "l2",
-    "lamp",
-    "fpgm",
-    "bn_scale",
-    "activation",
-    "activation_rms",
-    "apoz",
-    "wanda",
-    "obs",
-    "elimination",
-    "chip",
-    "hrank",
-    "taylor",
-    "taylor2",
-    "obd",
-    "random",
-]
+CriterionName = Annotated[str, Registered(CRITERIA)]
+"""As `prunekit list criteria` shows them, or `file.py:function`."""
 Megabytes = Annotated[float, Gt(0)]
 Milliseconds = Annotated[float, Gt(0)]
 Speedup = Annotated[float, Gt(1)]
@@ -129,7 +114,7 @@ class PruneSettings:
     """Which channels go."""
 
     budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
-    criterion: Criterion = "l2"
+    criterion: CriterionName = "l2"
     scope: Scope = "uniform"
     round_to: PositiveInt = 1
     """Channel counts of every pruned axis are multiples of this where the axis allows it."""

@@ -23,7 +23,6 @@ from prunekit.nested import gather, map_tensors
 from prunekit.planning.select import labels_matching
 from prunekit.repair import RepairSettings, require_images
 from prunekit.settings.calibration import Moments
-from prunekit.settings.pruning import Criterion
 from prunekit.tasks import BATCH, Pairs, Task, joined_inputs
 
 AT_ONCE = 4096
@@ -76,12 +75,12 @@ def in_batches(inputs: Any, size: int = BATCH) -> list[Any]:
     return parts if isinstance(inputs, Tensor) else [(part,) for part in parts]
 
 
-def needs_activations(criterion: Criterion) -> bool:
+def needs_activations(criterion: str) -> bool:
     """Whether a criterion looks at activations."""
     return not {"stats", "moments", "ranks"}.isdisjoint(get_criterion(criterion).needs)
 
 
-def statistics(model: nn.Module, images: Any, criterion: Criterion) -> ChannelStats | None:
+def statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | None:
     """The activation statistics that a criterion needs; None where it needs none."""
     needs = get_criterion(criterion).needs
     if not needs_activations(criterion):

@@ -30,7 +30,7 @@ from prunekit.planning.select import Scores
 from prunekit.progress import reporting, stage
 from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
-from prunekit.settings.pruning import Criterion, Scope, Target
+from prunekit.settings.pruning import Scope, Target
 from prunekit.tasks import Task
 from prunekit.workflow.delivered import Delivered, Frozen
 from prunekit.workflow.delivering import delivered, freeze
@@ -87,7 +87,7 @@ def prune(
     speedup: float | None = None,
     memory_mb: float | None = None,
     target: Target | None = None,
-    criterion: Criterion | None = None,
+    criterion: str | None = None,
     scope: Scope | None = None,
     round_to: int = 1,
     min_channels: int = 1,
@@ -223,7 +223,7 @@ def plan(
     speedup: float | None = None,
     memory_mb: float | None = None,
     target: Target | None = None,
-    criterion: Criterion | None = None,
+    criterion: str | None = None,
     scope: Scope | None = None,
     round_to: int = 1,
     min_channels: int = 1,
@@ -456,7 +456,7 @@ def _said(flushed: Flushed) -> tuple[str, ...]:
     return (*flushed.notes, *remarks(flushed.model))
 
 
-def _notes(criterion: Criterion, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:
+def _notes(criterion: str, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:
     """What to say of the evidence that a criterion looked at."""
     moments = stats.too_few_samples() if stats is not None and "moments" in get_criterion(criterion).needs else ()
     return (*moments, *(() if patches is None else (*too_few_rows(patches), *dead_inputs(patches))))

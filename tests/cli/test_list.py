@@ -5,12 +5,13 @@ import json
 from click.testing import CliRunner
 
 from prunekit.cli import cli
-from prunekit.criteria import criterion_names, get_criterion
+from prunekit.criteria import get_criterion
+from prunekit.registries import CRITERIA
 
 
 def test_criteria_are_listed_with_what_they_need() -> None:
     listed = json.loads(CliRunner().invoke(cli, ["list", "criteria", "--json"]).stdout)["criteria"]
-    assert {row["name"] for row in listed} == set(criterion_names())
+    assert {row["name"] for row in listed} == set(CRITERIA.declared)
     for row in listed:
         assert tuple(row["needs"]) == get_criterion(row["name"]).needs
         assert row["label_free"] == ("gradients" not in row["needs"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +13,11 @@ from torchvision.models.resnet import BasicBlock
 
 from prunekit.calibration import ChannelStats, StatsKey, collect, collect_gradients
 from prunekit.calibration.patch_stats import collect_patches
-from prunekit.catalog import CRITERIA, CriterionFacts
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.map import group_labels
-from prunekit.criteria import Evidence, criterion, criterion_names, get_criterion, normalize, score
-from prunekit.criteria.registry import _CRITERIA
+from prunekit.criteria import Evidence, get_criterion, normalize, register_criterion, score
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.registries import CRITERIA
 
 CPU = torch.device("cpu")
 
@@ -188,7 +188,9 @@ def test_the_model_and_the_random_state_are_left_alone() -> None:
 
 
 def test_unknown_criteria_and_models_that_do_not_fit() -> None:
-    with pytest.raises(UsageError, match=r"no criterion is called 'L2'; .*'l2'"):
+    with pytest.raises(
+        UsageError, match=r"criterion: expected the name of a criterion, .* got 'L2'; did you mean 'l2'"
+    ):
         score("L2", net(), handmade_map())
     other = net()
     other.conv = nn.Conv2d(3, 6, 3)
@@ -211,21 +213,57 @@ def test_weights_and_statistics_that_are_not_finite_are_named(value: float) -> N
 
 
 def test_registering() -> None:
-    assert set(criterion_names()) >= {"l1", "l2", "activation", "random"}
-    assert {name: get_criterion(name).facts for name in criterion_names()} == CRITERIA
+    assert {"l1", "l2", "activation", "elimination", "random"} <= set(CRITERIA.declared)
+    for name, declared in CRITERIA.declared.items():
+        found = get_criterion(name)
+        facts = {key: getattr(found, key) for key in ("needs", "measures", "paper", "comparable")}
+        assert (found.name, facts) == (name, {"paper": "", "comparable": False, **declared.facts})
+        assert found.function.__module__ == declared.module
     with pytest.raises(ValueError, match="'l2' is registered already"):
-        criterion(CRITERIA["l2"])(lambda evidence: np.zeros(1))
+        register_criterion("l2")(lambda evidence: np.zeros(1))
+    with pytest.raises(ValueError, match="criterion 'mine': needs: 'statistics' is none; did you mean 'stats'"):
+        register_criterion("mine", needs=("statistics",))  # type: ignore[arg-type]
 
 
-def test_a_criterion_of_ones_own_must_give_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prunekit.criteria.registry._CRITERIA", dict(_CRITERIA))
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (np.array([0, 1, np.nan, 1, 1]), NonFiniteError, r"criterion 'broken': 1 of 4 scores of group 'conv' are NaN"),
+        (
+            np.ones(4),
+            UsageError,
+            r"criterion 'broken': expected a NumPy array with one number .*\(5,\), got float64 of shape",
+        ),
+        (np.array(["a"] * 5), UsageError, r"criterion 'broken': expected .*, got <U1 of shape \(5,\)"),
+        (
+            torch.ones(5),
+            UsageError,
+            r"criterion 'broken': .* got float32 \(5,\); return it as \.double\(\)\.cpu\(\)\.numpy",
+        ),
+        (None, UsageError, r"criterion 'broken': expected a NumPy array .*, got NoneType"),
+    ],
+)
+def test_a_criterion_of_ones_own_must_give_numbers(
+    returned: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CRITERIA, "_items", dict(CRITERIA._items))
 
-    @criterion(CriterionFacts("broken", (), "nothing"))
-    def broken(evidence: Evidence) -> np.ndarray:
-        return np.array([0, 1, np.nan, 1, 1])
+    @register_criterion("broken", needs=())
+    def broken(evidence: Evidence) -> Any:
+        return returned
 
-    with pytest.raises(NonFiniteError, match=r"criterion 'broken': 1 of 4 scores of group 'conv' are NaN"):
+    with pytest.raises(error, match=message):
         score("broken", net(), handmade_map())
+
+
+def test_a_cell_that_runs_again_registers_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CRITERIA, "_items", dict(CRITERIA._items))
+    cell = "@register_criterion('cell', needs=())\ndef {}(evidence): return {} * np.ones(5)"
+    for name, value in (("first", 1), ("first", 2)):
+        exec(cell.format(name, value), {**globals(), "__name__": "__main__"})
+        assert score("cell", net(), handmade_map())[1] == value
+    with pytest.raises(ValueError, match="'cell' is registered already"):
+        exec(cell.format("second", 3), {**globals(), "__name__": "__main__"})
 
 
 def test_normalize_divides_by_the_mean_of_each_group() -> None:
@@ -261,7 +299,7 @@ def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:
     patches = collect_patches(model, [x], norms=chart.norms, images=2, memory_bytes=2**21)  # wide ones by channels
     left_out = set() if smooth else {"taylor2", "obd"}
     left_out |= set() if name == "resnet" else {"apoz"}  # the others have linear bottlenecks
-    for kind in set(criterion_names()) - left_out:
+    for kind in set(CRITERIA.declared) - left_out:
         found = score(kind, model, chart, stats=stats, gradients=gradients, patches=patches)
         assert found.shape == (chart.n_labels,)
         assert np.isfinite(found[1:]).all()

@@ -10,9 +10,10 @@ from criteria_nets import Scores, SmallNet, data, scored, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prunekit.criteria import criterion_names, get_criterion
+from prunekit.criteria import get_criterion
+from prunekit.registries import CRITERIA
 
-LEARNED = [name for name in criterion_names() if get_criterion(name).needs and name != "elimination"]
+LEARNED = [name for name in CRITERIA.declared if get_criterion(name).needs and name != "elimination"]
 quick = settings(max_examples=6)
 
 
