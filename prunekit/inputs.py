@@ -110,49 +110,27 @@ def inputs_in(batch: Any) -> Any:
 
 
 def arguments(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """The positional arguments of a model's `forward`, which everything that runs models works with.
-
-    Args:
-        model: what is to be called.
-        inputs: a tuple or list of all of them; or a mapping by their names, where those left out in between get their
-            defaults; anything else is the only one.
+    """Return the inputs of a batch as an example: a list is a tuple in it, other objects are the only argument.
 
     Raises:
-        ModelError: `forward` has no arguments of these names, wants others too, or takes them by name alone.
+        ModelError: as for `example`.
     """
     if isinstance(inputs, (tuple, list)):
-        return tuple(inputs)
-    if not isinstance(inputs, Mapping):
-        return (inputs,)
-    signature = inspect.signature(model.forward)
-    names, reason = list(signature.parameters), "some are taken by name alone"
-    try:
-        bound = signature.bind(**inputs)
-        bound.apply_defaults()
-        last = max((names.index(name) for name in inputs), default=-1)
-        if last < len(bound.args):
-            return tuple(bound.args[: last + 1])
-    except (TypeError, ValueError) as error:  # of no such name, or one that only `**` takes
-        reason = str(error)
-    raise ModelError(
-        f"{type(model).__name__}: expected a forward that takes {', '.join(map(str, inputs))} as positional arguments, "
-        f"got {signature}: {reason}; wrap the model, or let the task's `unpack` return a tuple"
-    )
+        return example(model, tuple(inputs))
+    return example(model, inputs) if isinstance(inputs, Mapping) else (inputs,)
 
 
-def advice(model: nn.Module, examples: Sequence[Any]) -> str:
-    """What to give a model that does not run on examples, each a tuple of positional arguments."""
-    found = _parameters(model)
-    alone = [one.name for one in found if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
-    if alone:
-        calls = ", ".join(f"{name}={name}" for name in alone)
-        return (
-            f"its forward takes {', '.join(alone)} by name alone, and examples are positional: wrap it in a module "
-            f"whose forward takes them by position and returns model({calls})"
-        )
-    if any(isinstance(value, np.ndarray) for example in examples for value in leaves(example)):
+def advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
+    """Return what to give a model that does not run on examples."""
+    named = set().union(*(split(one)[1] for one in examples))
+    kinds = inspect.Parameter
+    alone = [one.name for one in _parameters(model) if one.kind is kinds.KEYWORD_ONLY and one.default is one.empty]
+    if missing := [name for name in alone if name not in named]:
+        given = ", ".join(f'"{name}": {name}' for name in missing)
+        return f"its forward takes {', '.join(missing)} by name alone: give a mapping, {{{given}}}"
+    if any(isinstance(value, np.ndarray) for one in examples for value in leaves(one)):
         return "expected tensors, got NumPy arrays; give torch.from_numpy(array)"
-    return "expected the positional arguments of its forward, as one tuple for each example"
+    return "expected the arguments of its forward: a tensor, a tuple of them by position, or a mapping of them by name"
 
 
 def moved(values: Any, device: torch.device) -> Any:
@@ -183,7 +161,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def parameter_names(model: nn.Module) -> list[str]:
-    """Names of the arguments of a model's `forward`, in their order; none where its code does not tell."""
+    """Return the names of the arguments of a model's `forward`, in their order; none where its code does not tell."""
     return [parameter.name for parameter in _parameters(model)]
 
 
@@ -194,27 +172,23 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
         return []
 
 
-def padding_mask(model: nn.Module, given: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
-    """What a model is given as `attention_mask`; None where that is nothing.
-
-    Args:
-        given: positional arguments of `forward`.
-        named: arguments by name.
-    """
-    if named and MASK in named:
-        return named[MASK]
-    names = parameter_names(model)
-    at = names.index(MASK) if MASK in names else len(given)
-    return given[at] if at < len(given) else None
+def by_name(model: nn.Module, example: tuple[Any, ...]) -> dict[str | int, Any]:
+    """Return what an example gives the arguments of `forward`, by name; by its position what has none."""
+    positional, named = split(example)
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    keys: list[str | int] = [one.name for one in _parameters(model) if one.kind in kinds]
+    keys += range(len(keys), len(positional))
+    found = dict(zip(keys, positional, strict=False))
+    found.update(named.items())
+    return found
 
 
-def counted_positions(model: nn.Module, given: Sequence[Any], named: Mapping[str, Any] | None = None) -> Tensor | None:
+def counted_positions(model: nn.Module, example: tuple[Any, ...]) -> Tensor | None:
     """(B, T) bool: which positions of each sample are no padding, by the model's `attention_mask`; None: all count.
 
     A mask of zeros and ones (B, T) with a one for each sample is understood, as tokenizers of transformers give it.
-    Arguments are those of `padding_mask`.
     """
-    mask = padding_mask(model, given, named)
+    mask = by_name(model, example).get(MASK)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_complex():
         return None
     counted = mask != 0
@@ -222,15 +196,10 @@ def counted_positions(model: nn.Module, given: Sequence[Any], named: Mapping[str
     return counted if plain and not bool(counted.all()) else None
 
 
-def sequence_shape(
-    model: nn.Module, given: Sequence[Any], named: Mapping[str, Any] | None = None
-) -> tuple[int, int] | None:
-    """(B, T) of samples that are sequences: by their `attention_mask`, or as numbers of tokens; None: they are others.
-
-    Arguments are those of `padding_mask`.
-    """
-    mask = padding_mask(model, given, named)
-    first = mask if isinstance(mask, Tensor) else next(iter(gather((given, named or {}))), None)
+def sequence_shape(model: nn.Module, example: tuple[Any, ...]) -> tuple[int, int] | None:
+    """(B, T) of samples that are sequences: by their `attention_mask`, or as numbers of tokens; None of others."""
+    mask = by_name(model, example).get(MASK)
+    first = mask if isinstance(mask, Tensor) else next(iter(gather(example)), None)
     if first is None or first.dim() != 2 or (first is not mask and first.is_floating_point()):
         return None
     return first.shape[0], first.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import ModelError, UsageError
-from prunekit.inputs import Keywords, arguments, call, count_of, described, example, inputs_in, joined, taken
+from prunekit.inputs import (
+    Keywords,
+    arguments,
+    by_name,
+    call,
+    count_of,
+    counted_positions,
+    described,
+    example,
+    inputs_in,
+    joined,
+    sequence_shape,
+    taken,
+)
 
 
 class Net(nn.Module):
@@ -29,36 +43,32 @@ class ByName(nn.Module):
 A, B = torch.arange(6).view(3, 2), torch.ones(3, 2)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "expected"),
-    [
-        (A, (A,)),
-        ((A, B), (A, B)),
-        ([A, B], (A, B)),
-        ({"mask": B, "ids": A}, (A, None, B)),
-        ({"ids": A}, (A,)),
-        ({"kinds": B, "ids": A}, (A, B)),
-    ],
-)
-def test_arguments_in_the_order_of_forward(inputs: Any, expected: tuple[Any, ...]) -> None:
-    given = arguments(Net(), inputs)
-    assert len(given) == len(expected)
-    assert all(one is other for one, other in zip(given, expected, strict=True))
+def test_inputs_of_a_batch_as_an_example() -> None:
+    assert arguments(Net(), A)[0] is A
+    assert arguments(Net(), [A, B]) == (A, B)  # as a data loader collates tuples
+    assert arguments(Net(), {"mask": B, "ids": A}) == ({"ids": A, "mask": B},)
+    holder = SimpleNamespace(ids=A)
+    assert arguments(Net(), holder) == (holder,)
+
+
+def test_arguments_by_name() -> None:
+    assert by_name(Net(), (A, B)) == {"ids": A, "kinds": B}
+    assert by_name(Net(), (A, Keywords(mask=B))) == {"ids": A, "mask": B}
+    assert by_name(nn.DataParallel(Net()), (A, B)) == {0: A, 1: B}
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "why"),
-    [
-        (Net(), {"mask": B}, "missing a required argument: 'ids'"),
-        (Net(), {"ids": A, "pixels": B}, "'pixels' is not in list"),
-        (ByName(), {"ids": A, "mask": B}, "taken by name alone"),
-        (ByName(), {"ids": A, "other": B}, "required"),
-    ],
+    "given", [(A, A != 0), {"attention_mask": A != 0, "ids": A}, (A, Keywords(attention_mask=A != 0))]
 )
-def test_what_forward_does_not_take_by_position_is_refused(model: nn.Module, inputs: Any, why: str) -> None:
-    with pytest.raises(ModelError, match=why) as raised:
-        arguments(model, inputs)
-    assert f"expected a forward that takes {', '.join(inputs)}" in str(raised.value)
+def test_padding_is_found_by_position_and_by_name(given: Any) -> None:
+    class Masked(nn.Module):
+        def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return ids
+
+    counted = counted_positions(Masked(), example(Masked(), given))
+    assert counted is not None
+    assert counted.tolist() == (A != 0).tolist()
+    assert sequence_shape(Masked(), example(Masked(), given)) == (3, 2)
 
 
 class OfOneMapping(nn.Module):

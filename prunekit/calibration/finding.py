@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from prunekit.calibration.layers import Call, CallWatch, Layer, Operands
 from prunekit.calibration.patches import laid_like, reading
+from prunekit.inputs import call
 from prunekit.nested import gather
 
 _SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
@@ -323,7 +324,7 @@ def survey(model: nn.Module, inputs: Tensor | tuple[Any, ...], norms: Iterable[s
     """
     finder = Finder(model, norms)
     with finder.watching():
-        model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+        call(model, inputs if isinstance(inputs, tuple) else (inputs,))
     calls = {name: len(readers) for name, readers in finder.readers.items()}
     pairs = [(draft, draft.finished(calls[draft.layer.weight])) for draft in finder.drafts]
     plain = [layer.rectified and layer.total is None and layer.calls == 1 for _, layer in pairs]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from prunekit.calibration.finding import Finder
 from prunekit.calibration.layers import Call, CallWatch
 from prunekit.channels.storages import plain_in
-from prunekit.inputs import count_of, rows_of, taken
+from prunekit.inputs import call, count_of, rows_of, taken
 
 FEW = 2
 """Samples, and one more, that show which outputs have samples first."""
@@ -68,7 +68,7 @@ class Judge:
         """
         watch = _Outputs(model, frozenset(self.weights), counted)
         with watch.watching():
-            tensors = plain_in(model(*inputs))
+            tensors = plain_in(call(model, inputs))
         found: list[tuple[int | str, Tensor]] = [
             (place, rows_of(tensors[place], counted).double()) for place in self.outputs
         ]
@@ -77,7 +77,7 @@ class Judge:
 
 def _returned(model: nn.Module, inputs: tuple[Any, ...], finder: Finder) -> list[Tensor]:
     with finder.watching():
-        return plain_in(model(*inputs))
+        return plain_in(call(model, inputs))
 
 
 class _Outputs(CallWatch):

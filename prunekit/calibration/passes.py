@@ -14,7 +14,7 @@ from prunekit.channels.storages import is_plain
 from prunekit.context import training_mode, without_gradients
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
-from prunekit.inputs import arguments, counted_positions, inputs_in, moved, rows_of, sequence_shape
+from prunekit.inputs import Keywords, arguments, call, counted_positions, inputs_in, moved, rows_of, sequence_shape
 from prunekit.progress import tracked
 
 
@@ -112,8 +112,9 @@ class PassHooks(HookOwner):
     def _enter(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._depth == 0:
             with torch._C.DisableTorchFunction():  # what is computed here is not the model's
-                self.counted = counted_positions(self._model, given, named)
-                self.sequences = sequence_shape(self._model, given, named)
+                example = (*given, Keywords(named))
+                self.counted = counted_positions(self._model, example)
+                self.sequences = sequence_shape(self._model, example)
             self.begin()
         self._depth += 1  # a model may call itself
 
@@ -138,4 +139,4 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device, *
             entered.enter_context(owner)
         for batch in tracked(batches, "calibration"):
             given = moved(arguments(model, inputs_in(batch)), device)
-            without_gradients(partial(model, *given))
+            without_gradients(partial(call, model, given))

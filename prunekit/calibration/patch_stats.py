@@ -16,7 +16,7 @@ from prunekit.calibration.patches import Reading, gram, gram_bytes, sampled_rows
 from prunekit.channels.copying import named_tensors
 from prunekit.context import training_mode
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.inputs import arguments, count_of, counted_positions, inputs_in, taken
+from prunekit.inputs import arguments, call, count_of, counted_positions, inputs_in, taken
 from prunekit.nested import first_not_finite
 from prunekit.progress import tracked
 
@@ -229,7 +229,7 @@ def collect_patches(
             collector.batch, collector.batch_rows = index, max(samples, round(rows * samples / images))
             collector.batch_samples, collector.counted = samples, counted_positions(model, given)
             with collector.watching():
-                model(*given)
+                call(model, given)
     if collector is None:
         raise UsageError("patch statistics: expected at least one batch, got none")
     found = collector.finished()

@@ -14,6 +14,7 @@ from prunekit.capturing.hooks import LayerHooks, What, Where
 from prunekit.capturing.layers import Layers
 from prunekit.capturing.store import mib
 from prunekit.context import same_random_state, training_mode
+from prunekit.inputs import call
 
 SAMPLE = 32 * 2**20
 """Bytes: more than caches hold, so that the time of more grows with their number."""
@@ -79,6 +80,6 @@ def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], examp
         counted = []
         for side in dict.fromkeys(sides):
             with _Sizes(model, layers, side) as sizes:
-                model(*example)
+                call(model, example)
             counted += [sizes] * sides.count(side)
     return Size(*(sum(getattr(one, name) for one in counted) for name in ("tensors", "bytes", "channels")))

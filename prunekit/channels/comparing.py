@@ -25,6 +25,7 @@ from prunekit.channels.slicing import take
 from prunekit.channels.storages import is_plain, plain_in
 from prunekit.context import same_draws
 from prunekit.errors import ModelError
+from prunekit.inputs import call
 from prunekit.nested import gather
 
 Key = tuple[str, str, int]
@@ -244,7 +245,7 @@ def _forward(
     with same_draws(model), mode_for_trace(model, run.training), stack, gradients, plain_attention(), precision():
         try:
             with watch:
-                output = model(*example)
+                output = call(model, example)
         except _Parted as parted:
             parted.divergence = replace(parted.divergence, after=watch.total)
             raise

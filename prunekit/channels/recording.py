@@ -19,6 +19,7 @@ from prunekit.channels.running import ModuleStack, without_fast_path
 from prunekit.channels.storages import memory_of, parts_of, shape_of, storage_of
 from prunekit.context import paused_garbage_collection, seeded, training_mode
 from prunekit.errors import ModelError
+from prunekit.inputs import call
 from prunekit.nested import gather, map_tensors, tensors_in
 
 Place = tuple[int, int]
@@ -207,7 +208,7 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fa
     stack = ModuleStack(clone)
     recorder = _Recorder(recording, stack, [*own, *taken])
     with training_mode(clone, False), stack, mode if fake else torch.no_grad(), recorder:
-        output = clone(*inputs)
+        output = call(clone, inputs)
     recorder.finish()
     del output
     return recording

@@ -30,7 +30,7 @@ from prunekit.channels.storages import Storages, inner_of
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import same_draws, seeded, takes_gradients
 from prunekit.errors import ModelError, PrunekitError
-from prunekit.inputs import advice
+from prunekit.inputs import advice, call
 from prunekit.nested import gather, map_tensors, tensors_in
 
 ActivationKey = tuple[str, str, int]
@@ -310,7 +310,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
     mode = LabelMode(flow, run, stack, earlier, example)
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
-        output = clone(*example)
+        output = call(clone, example)
     flow.operator, flow.call = "", None
     trace.calls.update({path: max(count, trace.calls.get(path, 0)) for path, count in stack.counts.items()})
     trace.ran |= stack.ran

@@ -37,6 +37,7 @@ from prunekit.channels.sites import definition
 from prunekit.channels.slicing import KeptIndices
 from prunekit.channels.syntax import nodes_of_sizes
 from prunekit.context import seeded, training_mode
+from prunekit.inputs import call
 from prunekit.nested import gather, map_tensors
 
 COMBINATIONS = 64
@@ -200,7 +201,7 @@ class _Search:
                         stack.enter_context(mode)
                     stack.callback(sys.settrace, before)
                     sys.settrace(enter)
-                    running(*example)
+                    call(running, example)
                     break
         for method, code in self._recompiled():
             if code in lines:
@@ -380,7 +381,7 @@ def _calls(model: nn.Module, paths: Iterable[str], example: tuple[Any, ...], run
     with seeded(0), DoubledWhileRunning(model, to_double, borrowed=run.borrowed) as running:
         stack = ModuleStack(running.model, enter, leave)
         with suppress(Exception), _evaluating(running.model), stack:  # of a model that does not run in float64
-            running.model(*example)
+            call(running.model, example)
     return found
 
 

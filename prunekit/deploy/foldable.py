@@ -18,6 +18,7 @@ from prunekit.calibration.layers import Call, CallWatch
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.running import plain_attention
 from prunekit.context import training_mode
+from prunekit.inputs import call
 from prunekit.nested import gather
 
 
@@ -118,7 +119,7 @@ def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
     """
     watch = _Watch(model)
     with training_mode(model, False), plain_attention(), watch.watching():
-        output = model(*example)
+        output = call(model, example)
     returned = {id(tensor) for tensor in gather(output)}
     tensors = {name.rpartition(".")[0]: Counter[str]() for name, _ in named_tensors(model)}
     for name, count in watch.readers.items():

@@ -19,7 +19,7 @@ from prunekit.diagnosis.observation import Failure, Gradients, Observation, Step
 from prunekit.diagnosis.watching import GradientWatch, Running, UnitWatch
 from prunekit.errors import ModelError, PrunekitError
 from prunekit.hooks import refuse_compiled
-from prunekit.inputs import moved, taken
+from prunekit.inputs import call, moved, taken
 from prunekit.models import auxiliary, logits
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -79,7 +79,7 @@ class Observer:
         inputs = moved(batch.inputs, self.device)
         try:
             with torch.enable_grad(), self.units:
-                output = self.model(*inputs)
+                output = call(self.model, inputs)
         except (PrunekitError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model's own code may raise anything
@@ -129,7 +129,7 @@ class Observer:
         with training_mode(self.model, False), torch.no_grad(), collector, self.running:
             self.running.begin()
             try:
-                self.model(*moved(batches[0].inputs, self.device))
+                call(self.model, moved(batches[0].inputs, self.device))
             except (PrunekitError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -159,7 +159,7 @@ class Observer:
 
         def loss() -> Tensor:
             with seeded(0):  # the same dropout each time
-                return self.loss(*self._in_range(self.model(*inputs), labels, classes))
+                return self.loss(*self._in_range(call(self.model, inputs), labels, classes))
 
         with training_mode(self.model, True):
             sharpness = largest_eigenvalue(loss, weights, too_sharp(step))

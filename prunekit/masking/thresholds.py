@@ -17,7 +17,7 @@ from prunekit.channels import channel_axis
 from prunekit.context import training_mode
 from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks import HookOwner
-from prunekit.inputs import moved
+from prunekit.inputs import call, moved
 from prunekit.masking.activations import ActivationMasks, Side, change_activations
 from prunekit.masking.selection import paths_matching
 from prunekit.progress import reporting, stage, tracked
@@ -176,7 +176,7 @@ def _measure(
     with training_mode(model, False), torch.no_grad(), sketches, masks:
         for inputs, _ in tracked(pairs, "threshold search"):
             sketches.batch += 1
-            model(*moved(inputs, device))
+            call(model, moved(inputs, device))
     if not sketches.batch:
         raise DataError("threshold search: expected at least one batch to calibrate on, got none")
     silent = [path for path in thresholds if path not in sketches.found]

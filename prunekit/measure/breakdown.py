@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from prunekit.inputs import call
 from prunekit.measure.evidence import Contention, Estimate, paired_ratio
 from prunekit.measure.machine import Load
 from prunekit.measure.operators import Key, OperatorCalls, OperatorTimer, floor, record
@@ -152,7 +153,7 @@ def break_down(
 
 
 def _forward(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    return lambda: model(*inputs)
+    return lambda: call(model, inputs)
 
 
 def _outside(plain: np.ndarray[Any, Any], operators: np.ndarray[Any, Any]) -> float:
@@ -163,11 +164,11 @@ def _outside(plain: np.ndarray[Any, Any], operators: np.ndarray[Any, Any]) -> fl
 
 def _sides(calls: Mapping[Key, OperatorCalls], passes: Sequence[Mapping[Key, float]], batch: int) -> dict[Key, Side]:
     found = {}
-    for key, call in calls.items():
+    for key, seen in calls.items():
         ms = float(np.median([times.get(key, 0.0) for times in passes]))
-        intensity = call.macs / call.bytes if call.macs and call.bytes else None
-        macs = None if call.macs is None else call.macs / batch
-        found[key] = Side(ms, call.calls, macs, call.bytes, intensity)
+        intensity = seen.macs / seen.bytes if seen.macs and seen.bytes else None
+        macs = None if seen.macs is None else seen.macs / batch
+        found[key] = Side(ms, seen.calls, macs, seen.bytes, intensity)
     return found
 
 

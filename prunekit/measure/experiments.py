@@ -15,6 +15,7 @@ from torch.nn.utils import prune as torch_prune
 from prunekit.channels.copying import copied
 from prunekit.context import threads as with_threads
 from prunekit.hooks import HOOK_TABLES, is_ours
+from prunekit.inputs import call
 from prunekit.measure.beside import Beside, alternately, beside
 from prunekit.measure.causes.kernels import KernelTimes
 from prunekit.measure.causes.widths import WidthTimes, rounded, size
@@ -50,7 +51,7 @@ def with_channels_last(model: nn.Module, inputs: tuple[Any, ...], device: torch.
         return None
     other = copied(model).to(memory_format=torch.channels_last)
     images = map_tensors(inputs, lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x)
-    return beside(lambda: model(*inputs), lambda: other(*images), device)
+    return beside(lambda: call(model, inputs), lambda: call(other, images), device)
 
 
 def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> Beside | None:
@@ -58,7 +59,7 @@ def with_flushing(model: nn.Module, inputs: tuple[Any, ...]) -> Beside | None:
 
     def run(flush: bool) -> None:
         torch.set_flush_denormal(flush)
-        model(*inputs)
+        call(model, inputs)
 
     with _flushing_restored() as possible, with_threads(1):
         if not possible:
@@ -81,7 +82,7 @@ def with_threads_of(counts: Sequence[int], model: nn.Module, inputs: tuple[Any, 
 
     def run(count: int) -> None:
         torch.set_num_threads(count)
-        model(*inputs)
+        call(model, inputs)
 
     with with_threads(now):
         return {count: beside(partial(run, now), partial(run, count), torch.device("cpu")) for count in counts}
@@ -115,7 +116,7 @@ def without_masks(model: nn.Module, inputs: tuple[Any, ...], device: torch.devic
         for table in (getattr(module, name) for name in HOOK_TABLES):
             for key in [key for key, hook in table.items() if is_ours(hook)]:
                 del table[key]
-    return beside(lambda: model(*inputs), lambda: bare(*inputs), device)
+    return beside(lambda: call(model, inputs), lambda: call(bare, inputs), device)
 
 
 def width_times(module: str, row_ms: float, layer: Layer, dense: Widths, device: torch.device) -> Iterator[WidthTimes]:

@@ -13,7 +13,7 @@ from prunekit.channels.storages import plain_in, shape_of, storage_of
 from prunekit.context import seeded, training_mode, without_gradients
 from prunekit.errors import ModelError
 from prunekit.hooks import refuse_compiled
-from prunekit.inputs import count_of, described
+from prunekit.inputs import call, count_of, described
 from prunekit.measure.operator_costs import FlopCounter
 from prunekit.nested import gather
 
@@ -115,7 +115,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
         seen, counter, counted = _Seen(), FlopCounter(), 0
         seen.hold(plain_in([*model.parameters(), *model.buffers(), *example_inputs]))
         with stack, counter:
-            model(*example_inputs)
+            call(model, example_inputs)
 
     def since() -> int:
         """Multiply-accumulates since it was asked the last time."""

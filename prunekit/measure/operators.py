@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.running import ModuleStack
+from prunekit.inputs import call
 from prunekit.measure.layers import Layer, layer_of
 from prunekit.measure.operator_costs import bytes_moved, is_idle, macs_of, subnormals
 from prunekit.measure.timing import Timer
@@ -55,7 +56,7 @@ def record(model: nn.Module, inputs: tuple[Any, ...]) -> dict[Key, OperatorCalls
     stack = ModuleStack(model)
     recorder = _Recorder(stack)
     with torch.no_grad(), stack, recorder:
-        model(*inputs)
+        call(model, inputs)
     return {key: _together(calls) for key, calls in recorder.calls.items()}
 
 
@@ -119,7 +120,7 @@ class OperatorTimer:
             if self.cuda:
                 torch.cuda.synchronize()
                 torch.cuda._sleep(HOLD_CYCLES)  # type: ignore[no-untyped-call]
-            self.model(*self.inputs)
+            call(self.model, self.inputs)
         if self.cuda:
             torch.cuda.synchronize()
         times: dict[Key, float] = defaultdict(float)

@@ -18,7 +18,7 @@ from prunekit.calibration.layers import Call, CallWatch
 from prunekit.calibration.passes import PassHooks
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.storages import storage_of
-from prunekit.inputs import count_of
+from prunekit.inputs import call, count_of
 from prunekit.nested import gather, map_tensors
 
 MEMORY_BYTES = 2**31
@@ -57,7 +57,7 @@ class DensePrefix:
         self.record(inputs)
         for name in self.starts:
             with masked(name):
-                if not _equal(self.run(name, inputs), model(*_copied(inputs))):
+                if not _equal(self.run(name, inputs), call(model, _copied(inputs))):
                     self.starts[name] = WHOLE
 
     def record(self, inputs: Any) -> Any:
@@ -71,7 +71,7 @@ class DensePrefix:
     def run(self, name: str, inputs: Any) -> Any:
         """Runs the model, in which a group is masked now, on the inputs that were recorded last."""
         if self.starts[name] == WHOLE or not self._alike:
-            return self._model(*_copied(inputs))
+            return call(self._model, _copied(inputs))
         return _Replay(self._model, self.starts[name], self._results).run(inputs)
 
 
@@ -93,7 +93,7 @@ class _Counted(CallWatch):
         """One forward pass; a model may write to what it is given."""
         given = _copied(inputs)
         with self._pass, self.watching():
-            return self._model(*given)
+            return call(self._model, given)
 
 
 class _Pass(PassHooks):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from prunekit.context import training_mode
 from prunekit.distributed.exchange import gather
 from prunekit.errors import DataError
-from prunekit.inputs import described, moved
+from prunekit.inputs import call, described, moved
 from prunekit.tasks import IMAGE_CLASSIFICATION, Pairs, Task, get_task
 from prunekit.tasks import wilson_interval as wilson_interval
 
@@ -92,7 +92,7 @@ def evaluate(
             inputs, targets = moved(pair, device)
             if targets is None:
                 raise DataError(f"accuracy: expected {task.samples} with targets, got {described(inputs)} alone")
-            counts = task.counts(model(*inputs), targets)
+            counts = task.counts(call(model, inputs), targets)
             sums = counts if sums is None else sums + counts
             samples += len(targets)
     mine: tuple[list[float], int] = ([] if sums is None else sums.tolist(), samples)

@@ -15,6 +15,7 @@ from prunekit.channels.recording import record
 from prunekit.channels.running import ModuleStack, plain_attention
 from prunekit.channels.storages import parts_of
 from prunekit.context import training_mode, without_gradients
+from prunekit.inputs import call, count_of
 from prunekit.measure.operator_costs import FlopCounter
 from prunekit.vocabulary import DtypeName
 
@@ -47,8 +48,8 @@ def count_macs(model: nn.Module, example_inputs: tuple[Tensor, ...]) -> int:
 
         stack = ModuleStack(model, enter, leave) if parts else nullcontext()
         with FlopCounter() as counter, stack:
-            model(*example_inputs)
-        return int((counter.macs - aside) // len(example_inputs[0]))
+            call(model, example_inputs)
+        return int((counter.macs - aside) // max(1, count_of(example_inputs)))
 
     with training_mode(model, False), plain_attention():
         return without_gradients(counted)

@@ -20,6 +20,7 @@ from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
+from prunekit.inputs import call
 from prunekit.measure.differing import largest_difference
 from prunekit.nested import gather, tensors_in
 from prunekit.planning import Plan, require_plan
@@ -210,7 +211,7 @@ class _Rounding(OperatorMode):
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], way: Way) -> Any:
     with same_draws(model), training_mode(model, False), plain_attention(), way.precision():
-        return without_gradients(lambda: model(*inputs))
+        return without_gradients(lambda: call(model, inputs))
 
 
 def _by_operator(

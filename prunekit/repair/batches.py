@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-Inputs = tuple[Tensor, ...]
-"""Positional inputs of a model, samples first."""
+from prunekit.inputs import count_of, taken
+
+Inputs = tuple[Any, ...]
+"""What a model is called with, see `prunekit.inputs.example`, samples first in every tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +38,7 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | Non
         size: images in a batch, at most.
         counted: which positions of all samples are no padding; None: all.
     """
-    total = len(inputs[0])
+    total = count_of(inputs)
     split = total - max(1, round(total * held_out))
     parts = [(0, split, 1.0), (split, total, held_out)]
     bounds = [
@@ -44,7 +47,7 @@ def batches_of(inputs: Inputs, held_out: float, size: int, counted: Tensor | Non
         for start in range(first, last, size)
     ]
     found = [
-        Batch(i, tuple(x[a:b] for x in inputs), each * (b - a), None if counted is None else counted[a:b])
+        Batch(i, taken(inputs, slice(a, b)), each * (b - a), None if counted is None else counted[a:b])
         for i, (a, b, each) in enumerate(bounds)
     ]
     return found, sum(a < split for a, _, _ in bounds)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from prunekit.calibration.judging import Judge, Spread
 from prunekit.context import same_draws
 from prunekit.errors import DataError, UsageError
+from prunekit.inputs import count_of
+from prunekit.nested import map_tensors
 from prunekit.repair.batches import Batch
 
 FLAT = 1e-13
@@ -46,7 +48,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
             )
         for (key, value), (_, other) in zip(want, got, strict=True):
             spread.add(key, value, other)
-        count += len(batch.inputs[0])
+        count += count_of(batch.inputs)
     shares = list(spread.shares(FLAT))
     if not shares:
         raise DataError(
@@ -58,7 +60,7 @@ def difference(dense: nn.Module, model: nn.Module, batches: Iterable[Batch], jud
 
 def _values(model: nn.Module, batch: Batch, judge: Judge) -> list[tuple[int | str, Tensor]]:
     with torch.no_grad(), same_draws(model):
-        found = judge.values(model, tuple(tensor.clone() for tensor in batch.inputs), batch.counted)
+        found = judge.values(model, map_tensors(batch.inputs, torch.clone), batch.counted)
     if not found:
         raise UsageError("repair: the model's output holds no tensor of floating-point numbers to compare")
     return found

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from prunekit.calibration.finding import Survey, pooled, survey
 from prunekit.calibration.layers import Call, Layer
 from prunekit.calibration.patches import laid_like, sampled_rows
+from prunekit.inputs import count_of
+from prunekit.nested import map_tensors
 from prunekit.repair.batches import Batch
 from prunekit.repair.kept import Kept
 from prunekit.repair.lifetimes import Lifetimes
@@ -153,7 +155,7 @@ class LayerPass(ResumableRun):
     def survey(self, batch: Batch) -> Survey:
         """Finds the calls of a pass over a batch, and how long results are needed in it."""
         self.learn(batch.inputs)
-        return survey(self._model, tuple(tensor.clone() for tensor in batch.inputs), self._norm_paths)
+        return survey(self._model, map_tensors(batch.inputs, torch.clone), self._norm_paths)
 
     def take(self, aim: Aim, batch: Batch, kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
         """One pass over a batch, see `ResumableRun.run`.
@@ -358,7 +360,7 @@ class Gathering:
         return before > 0
 
     def _as_others(self, i: int) -> bool:
-        known = self._by_size.get(len(self._batches[i].inputs[0]))
+        known = self._by_size.get(count_of(self._batches[i].inputs))
         self._restarted(i)
         if known is None or known is self._routes[i]:
             return False
@@ -368,7 +370,7 @@ class Gathering:
     def _surveyed(self, i: int) -> bool:
         self._restarted(i)
         batch = self._batches[i]
-        self._routes[i] = self._by_size[len(batch.inputs[0])] = self._routed(self._run.survey(batch))
+        self._routes[i] = self._by_size[count_of(batch.inputs)] = self._routed(self._run.survey(batch))
         return True
 
 

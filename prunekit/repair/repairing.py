@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import training_mode
 from prunekit.errors import DataError, NonFiniteError
-from prunekit.inputs import counted_positions, samples_in
+from prunekit.inputs import count_of, counted_positions, example, samples_in, split, taken
+from prunekit.nested import gather
 from prunekit.planning import Plan, require_plan
 from prunekit.progress import reporting, tracked
 from prunekit.repair.batches import Inputs, batches_of
@@ -47,7 +49,7 @@ from prunekit.settings.repair import FEWEST_IMAGES, RepairSettings
 def repair(
     dense: nn.Module,
     plan: Plan,
-    images: Tensor | Inputs,
+    images: Tensor | Inputs | Mapping[str, Any],
     settings: RepairSettings | None = None,
     *,
     log: Callable[[str], None] | None = None,
@@ -63,8 +65,8 @@ def repair(
     Args:
         dense: the dense model; only read.
         plan: what is kept of it.
-        images: (B, ...) inputs without labels, on the model's device, or a tuple of all its positional inputs; the last
-            `settings.held_out` of them only judge.
+        images: (B, ...) inputs without labels, on the model's device, or all of them as a tuple by position or as a
+            mapping by name; the last `settings.held_out` of them only judge.
         settings: what is fitted, and how.
         log: gets a line on the memory that it will take before it starts.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -81,6 +83,8 @@ def repair(
     """
     settings = settings or RepairSettings()
     require_plan(plan, dense)
+    if isinstance(images, (tuple, Mapping)):
+        images = example(dense, images)
     inputs = require_images(images)
     plan.channel_map.require_plain_forward("repair")
     original, masked = _copy(dense), _copy(dense)
@@ -112,29 +116,31 @@ def repair(
 
 
 def require_images(images: Tensor | Inputs) -> Inputs:
-    """Checks calibration images before anything is computed on them; returns all positional inputs.
+    """Checks calibration images before anything is computed on them; returns them as an example.
 
     Raises:
         DataError: no tensors, fewer than 8 images, or not as many of each input; NaN or Inf in one of them.
     """
     inputs = images if isinstance(images, tuple) else (images,)
-    for tensor in inputs:
+    positional, named = split(inputs)
+    tensors = (*positional, *named.values())
+    for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise DataError(
                 f"calibration: expected samples as one tensor (B, ...), or a tuple of them; got {type(tensor).__name__}"
                 + ('; a datasets.Dataset gives tensors after .with_format("torch")' if isinstance(tensor, list) else "")
             )
-    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-    few = any(not tensor.dim() or len(tensor) < FEWEST_IMAGES for tensor in inputs)
-    if few or all(tensor.dim() < 2 for tensor in inputs):
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    few = any(not tensor.dim() or len(tensor) < FEWEST_IMAGES for tensor in tensors)
+    if few or all(tensor.dim() < 2 for tensor in tensors):
         raise DataError(
             f"calibration: expected at least {FEWEST_IMAGES} {samples_in(inputs)} (B, ...), some of which only judge; "
             f"got a tensor of shape {shapes}; "
             "to prune without samples, an example is given by itself, prune(model, x, macs=0.5)"
         )
-    if len({len(tensor) for tensor in inputs}) > 1:
+    if len({len(tensor) for tensor in tensors}) > 1:
         raise DataError(f"calibration: expected as many samples of each input, got tensors of shape {shapes}")
-    for tensor in inputs:
+    for tensor in tensors:
         if not bool(torch.isfinite(tensor).all()):
             first = int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).nonzero()[0])
             raise DataError(f"calibration: sample {first} holds NaN or Inf; expected finite numbers")
@@ -162,12 +168,12 @@ class _Prepared:
         models = [original, masked] if settings.sequential else [original]
         runs = [LayerPass(model, plan.channel_map.norms) for model in models]
         for run in runs:
-            run.learn(tuple(tensor[:SAMPLES] for tensor in inputs))
-        count, limit = len(inputs[0]), settings.memory_bytes * HELD / len(runs)
+            run.learn(taken(inputs, slice(SAMPLES)))
+        count, limit = count_of(inputs), settings.memory_bytes * HELD / len(runs)
         item = max(tensor.element_size() for tensor in original.parameters())
         sizes = [fit_size(layer, plan, count, item, settings) for layer in self._layers]
         rows = [size.rows(settings) for size in sizes]
-        sources = [self._source(layer, plan, item, inputs[0]) for layer in self._layers]
+        sources = [self._source(layer, plan, item, gather(inputs)[0]) for layer in self._layers]
         weights = [layer.weight for layer in self._layers]
         early = [one if source is None else source.layer.weight for one, source in zip(weights, sources, strict=True)]
         size = 1 if looping else batch_size([run.lifetimes for run in runs], count, settings)
@@ -184,7 +190,7 @@ class _Prepared:
             max((one.bytes(number, settings) for one, number in zip(sizes, rows, strict=True)), default=0),
             (min(rows, default=0), max(rows, default=0)),
         )
-        device = inputs[0].device
+        device = gather(inputs)[0].device
         self._steps = [
             Step(layer, number, kept_channels(layer, plan).to(device), too_wide(layer, plan, settings), source)
             for layer, number, source in zip(self._layers, rows, sources, strict=True)
@@ -229,7 +235,7 @@ def _as_given(dense: nn.Module, repaired: nn.Module) -> nn.Module:
 
 
 def _surveyed(model: nn.Module, inputs: Inputs, plan: Plan, samples: int) -> Survey:
-    return survey(model, tuple(tensor[:samples] for tensor in inputs), plan.channel_map.norms)
+    return survey(model, taken(inputs, slice(samples)), plan.channel_map.norms)
 
 
 def _is_looping(model: nn.Module, inputs: Inputs, plan: Plan, found: Survey) -> bool:

@@ -15,6 +15,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prunekit.calibration.layers import Call, CallWatch
 from prunekit.channels.storages import is_plain, memory_of, storage_of
-from prunekit.nested import gather
+from prunekit.inputs import call, count_of
+from prunekit.nested import gather, map_tensors
 from prunekit.repair.kept import Blank, Kept, rebuilt
 from prunekit.repair.lifetimes import Key, Lifetimes
 
@@ -105,15 +107,15 @@ class ResumableRun(CallWatch):
     def after(self, call: Call, result: Any) -> None:
         """What happens after it."""
 
-    def learn(self, inputs: tuple[Tensor, ...]) -> None:
+    def learn(self, inputs: tuple[Any, ...]) -> None:
         """Runs the model on a few samples to see how long each result is needed, and how large it is."""
-        self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=len(inputs[0])), None
+        self._learning, self.lifetimes, self.expected = True, Lifetimes(samples=count_of(inputs)), None
         try:
             self._run(inputs, None, 0, 0)
         finally:
             self._learning = False
 
-    def run(self, inputs: tuple[Tensor, ...], kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
+    def run(self, inputs: tuple[Any, ...], kept: Kept | None, keep_at: int, stop_at: int) -> Kept | None:
         """One pass over one batch.
 
         Args:
@@ -139,13 +141,14 @@ class ResumableRun(CallWatch):
             raise DivergedError
         return self._found if keep_at else kept
 
-    def _run(self, inputs: tuple[Tensor, ...], kept: Kept | None, keep_at: int, stop_at: int) -> None:
+    def _run(self, inputs: tuple[Any, ...], kept: Kept | None, keep_at: int, stop_at: int) -> None:
         self._begin(kept, keep_at, stop_at)
-        given = [self._input(i, tensor) for i, tensor in enumerate(inputs)]
+        numbers = count()
+        given = map_tensors(inputs, lambda tensor: self._input(next(numbers), tensor))
         unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
         with self.watching(), _Dispatched(self), unfused:
             try:
-                self._model(*given)
+                call(self._model, given)
             except (_Stopped, Exception):  # what calls back from C++ may make another one of it
                 if not self._stopped:
                     raise

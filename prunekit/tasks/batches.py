@@ -14,7 +14,19 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from prunekit.errors import DataError
-from prunekit.inputs import MASK, arguments, described, joined, parameter_names, samples_in, taken
+from prunekit.inputs import (
+    MASK,
+    Keywords,
+    arguments,
+    by_name,
+    described,
+    example,
+    joined,
+    parameter_names,
+    samples_in,
+    split,
+    taken,
+)
 from prunekit.nested import gather, leaves
 from prunekit.tasks.classification import LABELS
 from prunekit.tasks.named import get_task
@@ -23,12 +35,12 @@ from prunekit.tasks.task import Task
 BATCH = 128
 """Samples at a time of data that is not in batches yet."""
 Pair = tuple[tuple[Any, ...], Any]
-"""Positional arguments of a model's `forward`, and targets or None."""
+"""What a model is called with, see `prunekit.inputs.example`, and targets or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Batches of any data: positional arguments of a model's `forward`, and targets or None.
+    """Batches of any data: examples that a model is called with, and targets or None.
 
     They can be gone through as often as the data itself.
 
@@ -83,29 +95,30 @@ class Pairs:
 
 
 def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: str = "calibration") -> tuple[Any, ...]:
-    """Positional inputs of all batches together; of several lengths, the shorter ones padded where a mask says so.
+    """Return the inputs of all batches together; of several lengths, the shorter ones padded where a mask says so.
 
     A model that takes an `attention_mask` gets one that leaves the padding out, of ones for batches that came without.
 
     Raises:
         DataError: samples have several sizes, and no mask says what is padding; or batches have other inputs.
     """
-    mask = next((i for i, name in enumerate(parameter_names(model)) if name == MASK), None)
-    length = max(map(len, batches))
-    rows = [[*inputs, *[None] * (length - len(inputs))] for inputs in batches]
-    uneven = len({tuple(tuple(tensor.shape[1:]) for tensor in gather(inputs)) for inputs in batches}) > 1
-    absent = mask is not None and any(row[mask : mask + 1] == [None] for row in rows)
-    if mask is not None and (uneven or absent):
-        _fill_in_masks(rows, mask, where)
-        _pad(rows, mask)
-    kinds = [[type(item) for item in row] for row in rows]
-    shapes = [tuple(tuple(tensor.shape[1:]) for tensor in gather(row)) for row in rows]
-    for number, (kind, shape) in enumerate(zip(kinds, shapes, strict=True), 1):
-        if kind != kinds[0] or len(shape) != len(shapes[0]):
+    rows = [by_name(model, inputs) for inputs in batches]
+    masked = MASK in parameter_names(model)
+    uneven = len({tuple(tuple(tensor.shape[1:]) for tensor in gather(row)) for row in rows}) > 1
+    if masked and (uneven or any(MASK in row for row in rows)):
+        _fill_in_masks(rows)
+        _pad(rows)
+    wanted = {name: type(item) for name, item in rows[0].items()}
+    count = len(gather(rows[0]))
+    for number, row in enumerate(rows, 1):
+        if {name: type(item) for name, item in row.items()} != wanted or len(gather(row)) != count:
             raise DataError(
                 f"{where}, batch {number}: expected the same inputs as in the first one, {described(batches[0])}, got "
                 f"{described(batches[number - 1])}; let every batch hold the same"
             )
+    rows = [{name: row[name] for name in wanted} for row in rows]
+    shapes = [tuple(tuple(tensor.shape[1:]) for tensor in gather(row)) for row in rows]
+    for shape in shapes:
         if shape != shapes[0]:
             first, second = (" with ".join(map(str, each)) for each in (shapes[0], shape))
             raise DataError(
@@ -113,36 +126,47 @@ def joined_inputs(model: nn.Module, batches: Sequence[tuple[Any, ...]], where: s
                 f"one size; a model that takes an {MASK} (B, T), 1 where a position counts and 0 where it is padding, "
                 "may be given texts of several"
             )
-    return tuple(joined(column) for column in zip(*rows, strict=True))
+    whole = [(name, joined([row[name] for row in rows])) for name in wanted]
+    positional = len(split(batches[0])[0])
+    return example(
+        model,
+        (
+            *(value for _, value in whole[:positional]),
+            Keywords({str(name): value for name, value in whole[positional:]}),
+        ),
+    )
 
 
-def _fill_in_masks(rows: list[list[Any]], mask: int, where: str) -> None:
+Row = dict[str | int, Any]
+
+
+def _fill_in_masks(rows: list[Row]) -> None:
     """Gives batches without a mask one of ones, as long as their first input."""
-    known = next((row[mask] for row in rows if len(row) > mask and isinstance(row[mask], Tensor)), None)
+    known = next((row[MASK] for row in rows if isinstance(row.get(MASK), Tensor)), None)
     for row in rows:
-        row.extend([None] * (mask + 1 - len(row)))
         first = next(tensor for tensor in gather(row))
-        if row[mask] is None and first.dim() > 1:
+        if row.get(MASK) is None and first.dim() > 1:
             kind = torch.int64 if known is None else known.dtype
-            row[mask] = torch.ones(first.shape[:2], dtype=kind, device=first.device)
+            row[MASK] = torch.ones(first.shape[:2], dtype=kind, device=first.device)
 
 
-def _pad(rows: list[list[Any]], mask: int) -> None:
+def _pad(rows: list[Row]) -> None:
     """Brings everything that is as long as a batch's mask to the length of the longest one, on the side of padding."""
-    masks = [row[mask] for row in rows]
+    masks: list[Any] = [row.get(MASK) for row in rows]
     if not all(isinstance(each, Tensor) and each.dim() == 2 for each in masks):
         return
     longest = max(each.shape[1] for each in masks)
     left = any(bool((each[:, 0] == 0).any()) for each in masks)
-    for i in range(len(rows[0])):
-        fill = 0 if i == mask else _filler([row[i] for row in rows], masks)
+    for name in dict.fromkeys(name for row in rows for name in row):
+        fill = 0 if name == MASK else _filler([row.get(name) for row in rows], masks)
         for row, each in zip(rows, masks, strict=True):
-            if isinstance(row[i], Tensor) and row[i].dim() > 1 and row[i].shape[1] == each.shape[1]:
-                more = row[i].new_full((len(row[i]), longest - each.shape[1], *row[i].shape[2:]), fill)
-                row[i] = torch.cat([more, row[i]] if left else [row[i], more], 1)
+            values = row.get(name)
+            if isinstance(values, Tensor) and values.dim() > 1 and values.shape[1] == each.shape[1]:
+                more = values.new_full((len(values), longest - each.shape[1], *values.shape[2:]), fill)
+                row[name] = torch.cat([more, values] if left else [values, more], 1)
 
 
-def _filler(columns: Sequence[Any], masks: Sequence[Tensor]) -> Any:
+def _filler(columns: Sequence[Any], masks: Sequence[Any]) -> Any:
     """What the batches themselves have at padding, such as the number of a token; 0 where they have none."""
     for values, mask in zip(columns, masks, strict=True):
         if isinstance(values, Tensor) and values.shape == mask.shape and bool((mask == 0).any()):
@@ -224,6 +248,8 @@ def _by_name(model: nn.Module, batch: Mapping[str, Any], where: str) -> tuple[Ma
     known = inspect.signature(model.forward).parameters
     label = next((name for name in LABELS if name in batch), None)
     names = [n for n in batch if n in known and (n not in LABELS or known[n].default is inspect.Parameter.empty)]
+    if not names and any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        names = [name for name in batch if name not in LABELS]
     wrong = [name for name in names if not gather(batch[name]) and batch[name] is not None]
     if not names or wrong:
         takes = ", ".join(known)

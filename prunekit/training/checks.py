@@ -12,7 +12,7 @@ from prunekit.context import seeded, training_mode
 from prunekit.data import Splits, batches
 from prunekit.data.datasets import SampleDataset
 from prunekit.errors import ModelError
-from prunekit.inputs import arguments, count_of, described, moved, taken
+from prunekit.inputs import arguments, count_of, described, moved, split, taken
 from prunekit.tasks import IMAGE_CLASSIFICATION, Task
 
 
@@ -39,7 +39,7 @@ def check_fits(model: nn.Module, splits: Splits, device: torch.device) -> None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.no_grad():
         try:
-            output = functional_call(model, buffers, moved(arguments(model, inputs), device))
+            output = functional_call(model, buffers, *split(moved(arguments(model, inputs), device)))
         except ModelError:
             raise
         except Exception as error:  # a model's own code may raise anything

@@ -16,7 +16,7 @@ from prunekit.context import training_mode
 from prunekit.distributed.exchange import total_of
 from prunekit.errors import ModelError
 from prunekit.hooks import HookOwner, recomputing
-from prunekit.inputs import arguments, count_of
+from prunekit.inputs import arguments, call, count_of
 from prunekit.models import logits
 from prunekit.settings.training import DistillSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION, Task, get_task
@@ -147,7 +147,7 @@ class Distillation(Part):
 
     def loss(self, inputs: Any, output: Any, targets: Any) -> Tensor:
         with self._watch.timing(), torch.no_grad():
-            wanted = self._logits(self._teacher(*arguments(self._teacher, inputs)))
+            wanted = self._logits(call(self._teacher, arguments(self._teacher, inputs)))
         settings = self._settings
         loss = settings.weight * soft_targets(self._logits(output), wanted, settings.temperature)
         if self._outputs is not None and settings.features is not None:

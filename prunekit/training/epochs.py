@@ -22,7 +22,7 @@ from prunekit.data.loading import Batch
 from prunekit.distributed.exchange import total
 from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
-from prunekit.inputs import arguments, moved
+from prunekit.inputs import arguments, call, moved
 from prunekit.settings.training import TrainSettings
 from prunekit.tasks import Loss, Task
 from prunekit.training.device import autocast
@@ -213,7 +213,7 @@ class Epochs:
         inputs, targets = moved(batch, self.device)
         given = arguments(self.model, inputs)
         with autocast(self.settings.precision, self.device):
-            output = self.replica(*given)
+            output = call(self.replica, given)
             loss = self.state.parts.added_to(self.loss(output, targets), inputs, output, targets)
             value = self._finite(loss, given, f"the loss is {{}} in {when}")
         self.accelerator.backward(loss * (len(targets) / of))
@@ -226,7 +226,7 @@ class Epochs:
             for batch, counts in in_step(self.model, self.validation):
                 inputs, targets = moved(batch, self.device)
                 given = arguments(self.model, inputs)
-                output = self.model(*given)
+                output = call(self.model, given)
                 loss = self.task.loss(output, targets)
                 value = self._finite(loss, given, f"the validation loss is {{}} in {when}")
                 if counts:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from prunekit.distributed.exchange import everyone, gather
 from prunekit.distributed.shards import is_sharded, local
 from prunekit.hooks import HookOwner, after_forward
+from prunekit.inputs import call
 from prunekit.nested import first_not_finite, tensors_in
 
 
@@ -58,7 +59,7 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     if is_sharded(model):
         return "unknown, because a sharded model is not run again (`sharding: replicas` names it)"
     with _FirstNonFinite(model) as watch, torch.no_grad():
-        model(*inputs)
+        call(model, inputs)
     return watch.found or "the loss alone; every module's output is finite"
 
 

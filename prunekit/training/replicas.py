@@ -20,7 +20,7 @@ from prunekit.distributed.exchange import everyone, from_main, gather, require_e
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.distributed.shards import is_sharded
 from prunekit.errors import UsageError
-from prunekit.inputs import arguments, moved
+from prunekit.inputs import arguments, moved, split
 from prunekit.nested import tensors_in
 from prunekit.states import put_together, taken_apart
 from prunekit.training.checks import two_samples
@@ -99,7 +99,7 @@ def tried(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[Tensor]:
     """The sum of all that a model returns for two images in train mode; buffers and the random state are left alone."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with seeded(0), training_mode(model, True), torch.enable_grad():
-        output = functional_call(model, buffers, inputs)
+        output = functional_call(model, buffers, *split(inputs))
         whole = sum(found.float().sum() for found in tensors_in(output) if found.requires_grad)
         assert isinstance(whole, Tensor)
         yield whole

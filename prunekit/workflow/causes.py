@@ -11,6 +11,7 @@ from torch import nn
 
 from prunekit.deploy import fold_batchnorm
 from prunekit.errors import PrunekitError
+from prunekit.inputs import call
 from prunekit.measure import causes, experiments
 from prunekit.measure.beside import beside
 from prunekit.measure.breakdown import Breakdown
@@ -95,7 +96,7 @@ def _norms(search: Search) -> Iterator[Cause | None]:
     except PrunekitError:  # what cannot be folded has its time alone
         yield shown
         return
-    gain = beside(lambda: search.pruned(*search.inputs), lambda: folded(*search.inputs), search.device)
+    gain = beside(lambda: call(search.pruned, search.inputs), lambda: call(folded, search.inputs), search.device)
     yield causes.unfused_norms(found.rows, found.pruned_ms, gain)
 
 
@@ -141,9 +142,9 @@ def _small_numbers(search: Search) -> Iterator[Cause | None]:
         if (count := subnormals([*module.parameters(recurse=False), *module.buffers(recurse=False)]))
     }
     activations: dict[str, int] = {}
-    for (path, _), call in search.found.pruned_calls.items():
-        if call.subnormal:
-            activations[path] = activations.get(path, 0) + call.subnormal
+    for (path, _), seen in search.found.pruned_calls.items():
+        if seen.subnormal:
+            activations[path] = activations.get(path, 0) + seen.subnormal
     if weights or activations:
         flushed = experiments.with_flushing(search.pruned, search.inputs)
         yield causes.subnormal_numbers(weights, activations, flushed)

@@ -13,6 +13,7 @@ from prunekit.channels.copying import copied
 from prunekit.context import on_device, paused_garbage_collection, resolve_device, seeded, training_mode
 from prunekit.context import threads as with_threads
 from prunekit.errors import ModelError, UsageError
+from prunekit.inputs import call
 from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
 from prunekit.measure.causes import Cause
 from prunekit.measure.evidence import Estimate, oversubscribed
@@ -123,7 +124,7 @@ def _placed(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _try(name: str, model: nn.Module, inputs: tuple[Any, ...]) -> None:
     try:
-        model(*inputs)
+        call(model, inputs)
     except Exception as error:  # a model's own code may raise anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in gather(inputs))

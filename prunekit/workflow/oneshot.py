@@ -20,7 +20,7 @@ from prunekit.context import paused_garbage_collection, training_mode
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError
-from prunekit.inputs import arguments, count_of, moved, taken
+from prunekit.inputs import arguments, call, count_of, moved, taken
 from prunekit.inputs import example as normalized
 from prunekit.measure.verify import verify
 from prunekit.nested import map_tensors
@@ -434,7 +434,7 @@ def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
         return
     try:
         with training_mode(model, False), torch.no_grad():
-            model(*map_tensors(example, torch.clone))
+            call(model, map_tensors(example, torch.clone))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} does not run on the images in {str(kind).removeprefix('torch.')} on "

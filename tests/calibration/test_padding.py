@@ -14,7 +14,7 @@ import prunekit
 from prunekit.calibration.gains import with_gains
 from prunekit.calibration.patch_stats import collect_patches
 from prunekit.calibration.patches import sampled_rows
-from prunekit.inputs import counted_positions
+from prunekit.inputs import Keywords, counted_positions
 from prunekit.repair import RepairSettings
 from prunekit.workflow.evidence import gathered
 
@@ -157,7 +157,7 @@ def test_samples_with_padding_are_spread_over_all_batches() -> None:
     padded = some["attention_mask"].all(1).logical_not()
     order = torch.cat([torch.nonzero(~padded), torch.nonzero(padded)]).flatten()  # whole texts first
     batches = [{name: part[order[i : i + 4]] for name, part in some.items()} for i in range(0, 16, 4)]
-    _, mask = gathered(model, batches, 16)
+    mask = gathered(model, batches, 16)["attention_mask"]
     assert [bool(part.all()) for part in mask.split(2)] == [False] * 8
     found = prunekit.prune(model, calibration=batches, channels=0.6, repair=RepairSettings(joint_steps=0)).repair
     assert found is not None
@@ -216,7 +216,7 @@ def test_rows_are_drawn_among_those_that_count() -> None:
 def test_masks_of_zeros_and_ones_are_understood(mask: Tensor | None, understood: bool) -> None:
     ids = torch.zeros(2, 3)
     by_place = counted_positions(net(tokens=True), (ids, mask))
-    by_name = counted_positions(net(tokens=True), (ids,), {"attention_mask": mask})
+    by_name = counted_positions(net(tokens=True), (ids, Keywords(attention_mask=mask)))
     for found in (by_place, by_name):
         assert (found is not None) == understood
         assert found is None or mask is None or torch.equal(found, mask != 0)

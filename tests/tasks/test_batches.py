@@ -191,8 +191,8 @@ def test_a_required_argument_called_labels_is_an_input() -> None:
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return x + labels[:, None, None]
 
-    ((inputs, targets),) = Pairs(Guided(), [{"labels": LABELS, "x": LEFT}])
-    assert [len(inputs), inputs[1] is LABELS, targets is LABELS] == [2, True, True]
+    (((inputs,), targets),) = Pairs(Guided(), [{"labels": LABELS, "x": LEFT}])
+    assert [list(inputs), inputs["labels"] is LABELS, targets is LABELS] == [["x", "labels"], True, True]
 
 
 def test_tasks_are_known_by_name_and_a_wrong_name_lists_them() -> None:
