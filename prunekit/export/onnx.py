@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.artifacts import StrPath
 from prunekit.channels.copying import copied
 from prunekit.context import set_mode
 from prunekit.errors import RunError
+from prunekit.inputs import example, split
 
 OPSET = 23
 """The first with an operator for attention; what came after is of no use to networks that torch traces so far."""
 
 
-def export_onnx(model: nn.Module, sample: Tensor | tuple[Tensor, ...], path: StrPath) -> Path:
+def export_onnx(model: nn.Module, sample: Any, path: StrPath) -> Path:
     """Writes a model as one ONNX file, for inputs of exactly this shape, by `torch.onnx.export` on `torch.export`.
 
     Weights beyond two gigabytes, the limit of the format, lie in a file beside it.
 
     Args:
         model: exported in eval mode; not changed.
-        sample: the inputs of forward, (B, ...) each; a tensor where it has one.
+        sample: an example, see `prunekit.inputs.example`.
         path: the file.
 
     Raises:
+        UsageError: the sample is no example.
         RunError: the exporter cannot follow the model.
     """
+    positional, named = split(example(model, sample))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own use of what torch and onnxscript will drop
         try:
             program = torch.onnx.export(
                 set_mode(copied(model), False),
-                sample if isinstance(sample, tuple) else (sample,),
+                positional,
+                kwargs=dict(named),
                 dynamo=True,
                 opset_version=OPSET,
                 verbose=False,

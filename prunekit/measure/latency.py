@@ -17,6 +17,7 @@ from torch import nn
 from prunekit.channels.copying import copied
 from prunekit.context import set_mode
 from prunekit.errors import RunError
+from prunekit.inputs import call
 from prunekit.measure.choosing import choose
 from prunekit.measure.evidence import doubts, median_interval, paired_ratio
 from prunekit.measure.isolated import Outcome, measure_apart
@@ -128,7 +129,7 @@ def ready(
         carriers = _Carriers(copies, taken, folder, log)
         with torch.inference_mode():
             expected = {
-                (name, batch): plain_tensors(model(*taken.sample(batch)))
+                (name, batch): plain_tensors(call(model, taken.sample(batch)))
                 for batch in settings.batches
                 for name, model in copies.items()
             }

@@ -68,7 +68,7 @@ class LatencyGoal:
 
 def goal_for(
     model: nn.Module,
-    example_inputs: Sequence[Any],
+    example_inputs: tuple[Any, ...],
     channel_map: ChannelMap,
     settings: PruneSettings,
     *,
@@ -81,7 +81,7 @@ def goal_for(
 
     Args:
         model, channel_map, settings, transform: as in `LatencyGoal`.
-        example_inputs: positional arguments of `forward`, of which inputs to time are made.
+        example_inputs: an example, see `prunekit.inputs.example`, of which inputs to time are made.
         more_examples: further inputs that the model was traced on.
         measure: whether what the cache of profiles does not have is measured.
         log: gets a line for each network.
@@ -100,7 +100,7 @@ def goal_for(
             f"budget latency_ms or speedup: {error}; give macs, params, channels or size_mb instead"
         ) from error
     require_met_untimed(channel_map, in_blocks(settings))
-    examples = [tuple(example_inputs), *more_examples]
+    examples = [example_inputs, *more_examples]
     target = settings.target
     found = profile(
         model, channel_map, examples, target, settings, measure=measure, transform=transform, log=log, progress=False

@@ -15,6 +15,7 @@ from torch import nn
 from prunekit.channels.copying import copied
 from prunekit.context import set_mode
 from prunekit.errors import RunError, UsageError
+from prunekit.inputs import call
 from prunekit.measure.isolated import Died, NotHandedOver, Process
 from prunekit.measure.latency import Log
 from prunekit.measure.measuring import Failed, line_of, plain_tensors
@@ -161,7 +162,7 @@ class _Bench(ExitStack):
         plain = set_mode(copied(model, "cpu", torch.float32), False)
         try:
             with torch.inference_mode():
-                expected = plain_tensors(plain(*self.inputs.sample(self.setting.batch)))
+                expected = plain_tensors(call(plain, self.inputs.sample(self.setting.batch)))
         except Exception as error:  # the model's own code, at another batch or other widths than it was tried at
             raise RunError(f"{name}: does not run in eager: {line_of(error)}") from error
         if self.runtime.carrier == "module":

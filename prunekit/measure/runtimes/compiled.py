@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from prunekit.inputs import call
 from prunekit.measure.runtimes.registry import register_runtime
 from prunekit.measure.runtimes.setting import Sample, Session, Setting, Source
 from prunekit.measure.runtimes.torch_modules import move, on_cpu, placed
@@ -26,5 +27,5 @@ def compiled(source: Source, sample: Sample, setting: Setting) -> Session:
     compiled = torch.compile(module, dynamic=False)
     # Each model is a recompilation of the same code, and past a limit torch goes back to eager without an error.
     with torch._dynamo.config.patch(recompile_limit=MOST_MODELS, fail_on_recompile_limit_hit=True):
-        compiled(*inputs)
-    return Session(lambda: compiled(*inputs), move=move(module, setting))
+        call(compiled, inputs)
+    return Session(lambda: call(compiled, inputs), move=move(module, setting))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from prunekit.inputs import call
 from prunekit.measure.runtimes.registry import register_runtime
 from prunekit.measure.runtimes.setting import Sample, Session, Setting, Source
 from prunekit.measure.runtimes.torch_modules import placed
+from prunekit.nested import gather
 
 CAPTURE_RUNS = 3
 """Forwards on a side stream before a graph is captured, as torch's notes on CUDA graphs ask for."""
@@ -22,13 +24,14 @@ CAPTURE_RUNS = 3
 def cuda_graphs(source: Source, sample: Sample, setting: Setting) -> Session:
     """Captures one forward and replays it."""
     module, inputs = placed(source, sample, setting)
-    side = torch.cuda.Stream(inputs[0].device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(inputs[0].device))
+    device = gather(inputs)[0].device
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for _ in range(CAPTURE_RUNS):
-            module(*inputs)
-    torch.cuda.current_stream(inputs[0].device).wait_stream(side)
+            call(module, inputs)
+    torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = module(*inputs)
+        output = call(module, inputs)
     return Session(graph.replay, lambda _: output)

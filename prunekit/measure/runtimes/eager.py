@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from prunekit.inputs import call
 from prunekit.measure.runtimes.registry import register_runtime
 from prunekit.measure.runtimes.setting import LayerClock, Sample, Session, Setting, Source
 from prunekit.measure.runtimes.torch_modules import move, on_cpu, placed
+from prunekit.nested import gather
 
 
 @register_runtime(
@@ -22,13 +24,13 @@ from prunekit.measure.runtimes.torch_modules import move, on_cpu, placed
 def eager(source: Source, sample: Sample, setting: Setting) -> Session:
     """Calls the module."""
     module, inputs = placed(source, sample, setting)
-    return Session(lambda: module(*inputs), layers=lambda: _layers(module, inputs), move=move(module, setting))
+    return Session(lambda: call(module, inputs), layers=lambda: _layers(module, inputs), move=move(module, setting))
 
 
 def _layers(module: nn.Module, inputs: Sample) -> LayerClock:
     from prunekit.measure.operators import OperatorTimer, floor  # which other measurements start without
 
-    device = inputs[0].device
+    device = gather(inputs)[0].device
     timer = OperatorTimer(module, inputs, device, floor(device).clock_ms)
 
     def passes(count: int) -> list[dict[str | None, float]]:

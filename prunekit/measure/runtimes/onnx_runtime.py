@@ -14,6 +14,7 @@ from torch import Tensor
 from prunekit.measure.runtimes.places import Places
 from prunekit.measure.runtimes.registry import register_runtime
 from prunekit.measure.runtimes.setting import LayerClock, Sample, Session, Setting, Source
+from prunekit.nested import gather
 
 KERNEL, FORWARD = "_kernel_time", "model_run"
 """How the profiler names the time of a node, and that of all of them, which it writes after them."""
@@ -42,7 +43,7 @@ def onnx_runtime(source: Source, sample: Sample, setting: Setting) -> Session:
     import onnxruntime
 
     file = source.files[setting.batch, "float32"]
-    values = [onnxruntime.OrtValue.ortvalue_from_numpy(one.numpy()) for one in sample]
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(one.numpy()) for one in gather(sample)]
     run = _run_of(open_session(file, setting.threads), values)
     return Session(
         run, lambda found: [_tensor(value) for value in found], lambda: _layers(file, values, setting.threads)

@@ -15,6 +15,7 @@ from prunekit.measure.evidence import Times
 from prunekit.measure.runtimes.places import Places
 from prunekit.measure.runtimes.registry import register_runtime
 from prunekit.measure.runtimes.setting import LayerClock, Sample, Session, Setting, Source
+from prunekit.nested import gather
 
 HINTS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
@@ -55,7 +56,7 @@ def _refuse(setting: Setting) -> str:
 )
 def open_vino(source: Source, sample: Sample, setting: Setting) -> Session:
     """Compiles the file; the setting's dtype is the precision of the kernels."""
-    file, arrays = source.files[setting.batch, "float32"], [one.numpy() for one in sample]
+    file, arrays = source.files[setting.batch, "float32"], [one.numpy() for one in gather(sample)]
     compiled = _compile(file, setting)
     request = compiled.create_infer_request()
     return Session(

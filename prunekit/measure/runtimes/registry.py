@@ -120,12 +120,13 @@ def register_runtime(
     Example:
         >>> import torch
         >>> import prunekit as pk
+        >>> from prunekit.inputs import call
         >>> from prunekit.measure.runtimes import placed
         >>> @pk.register_runtime("fx", about="the graph of operators that torch.fx finds")
         ... def fx(source, sample, setting):
         ...     module, sample = placed(source, sample, setting)
         ...     graph = torch.fx.symbolic_trace(module)
-        ...     return pk.Session(lambda: graph(*sample))
+        ...     return pk.Session(lambda: call(graph, sample))
         >>> pk.Target("fx").runtime
         'fx'
     """

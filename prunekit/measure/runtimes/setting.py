@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError
+from prunekit.inputs import Keywords, split
+from prunekit.nested import map_tensors
 
 
 @dataclass(frozen=True)
@@ -39,44 +41,51 @@ class Setting:
         return found
 
 
-Sample = tuple[Tensor, ...]
-"""Positional arguments of one forward, (B, ...) each, on the CPU; of floating-point numbers in float32."""
+Sample = tuple[Any, ...]
+"""An example, see `prunekit.inputs.example`, of (B, ...) tensors on the CPU, floating-point numbers in float32."""
 
 
 def in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
     """The same with its floating-point numbers in a dtype; the rest stays."""
-    return tuple(one.to(dtype) if one.is_floating_point() else one for one in sample)
+    found: Sample = map_tensors(sample, lambda one: one.to(dtype) if one.is_floating_point() else one)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What a model takes, one tensor for each positional argument of `forward`, with the batch on its first axis.
+    """What a model takes, one tensor for each argument of `forward`, with the batch on its first axis.
 
     Attributes:
         shapes: without the batch.
         values: (1, ...) of each argument that is not of floating-point numbers, such as token ids, which cannot be
             drawn at random; None for the others.
+        names: of the last arguments, those that are given by name.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     values: tuple[Tensor | None, ...]
+    names: tuple[str, ...] = ()
 
     def sample(self, batch: int) -> Sample:
         """Standard normal numbers, the same at each call; what cannot be random is repeated over the batch."""
         generator = torch.Generator().manual_seed(0)
-        return tuple(
+        tensors = tuple(
             torch.randn(batch, *shape, generator=generator) if value is None else value.repeat_interleave(batch, 0)
             for shape, value in zip(self.shapes, self.values, strict=True)
         )
+        positional = len(tensors) - len(self.names)
+        named = Keywords(zip(self.names, tensors[positional:], strict=True))
+        return (*tensors[:positional], named) if named else tensors
 
     def described(self) -> list[Any]:
         """As plain data, equal for inputs that are equal: a shape where there is one, else a list for each."""
-        if self.values == (None,):
+        if self.values == (None,) and not self.names:
             return list(self.shapes[0])
-        return [
+        found: list[Any] = [
             [list(shape), None if value is None else [str(value.dtype), sha256(value.numpy().tobytes()).hexdigest()]]
             for shape, value in zip(self.shapes, self.values, strict=True)
         ]
+        return [*found, list(self.names)] if self.names else found
 
 
 def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
@@ -84,26 +93,29 @@ def inputs_of(given: Sequence[int] | Inputs) -> Inputs:
     return given if isinstance(given, Inputs) else Inputs((tuple(given),), (None,))
 
 
-def inputs_like(example: Sequence[Any]) -> Inputs:
+def inputs_like(example: tuple[Any, ...]) -> Inputs:
     """What a model takes, by an example.
 
     Args:
-        example: positional arguments of `forward`.
+        example: see `prunekit.inputs.example`.
 
     Raises:
         UsageError: not all of them are tensors with the same number of samples on their first axis.
     """
-    kinds = [type(one).__name__ for one in example if not isinstance(one, Tensor)]
-    sizes = {one.shape[0] if one.dim() else None for one in example if isinstance(one, Tensor)}
+    positional, named = split(example)
+    tensors = (*positional, *named.values())
+    kinds = [type(one).__name__ for one in tensors if not isinstance(one, Tensor)]
+    sizes = {one.shape[0] if one.dim() else None for one in tensors if isinstance(one, Tensor)}
     if kinds or len(sizes) != 1 or None in sizes:
-        found = ", ".join(kinds) or " and ".join(str(tuple(one.shape)) for one in example) or "none"
+        found = ", ".join(kinds) or " and ".join(str(tuple(one.shape)) for one in tensors) or "none"
         raise UsageError(
             "inputs that are timed: expected tensors, each with the batch on its first axis, because batches of other "
             f"sizes are made of them; got {found}"
         )
     return Inputs(
-        tuple(tuple(one.shape[1:]) for one in example),
-        tuple(None if one.is_floating_point() else one[:1].detach().cpu() for one in example),
+        tuple(tuple(one.shape[1:]) for one in tensors),
+        tuple(None if one.is_floating_point() else one[:1].detach().cpu() for one in tensors),
+        tuple(named),
     )
 
 
@@ -152,4 +164,5 @@ class Session:
 
 def sample_of(shape: tuple[int, ...], batch: int) -> Tensor:
     """The input of a model of one: standard normal, float32 on the CPU, (batch, *shape), the same at each call."""
-    return inputs_of(shape).sample(batch)[0]
+    found: Tensor = inputs_of(shape).sample(batch)[0]
+    return found

@@ -11,6 +11,7 @@ from torch import Tensor
 from prunekit.errors import RunError
 from prunekit.measure.runtimes.registry import register_runtime
 from prunekit.measure.runtimes.setting import Sample, Session, Setting, Source, in_dtype
+from prunekit.nested import gather
 
 
 def _refuse(setting: Setting) -> str:
@@ -36,7 +37,7 @@ def tensor_rt(source: Source, sample: Sample, setting: Setting) -> Session:
     """
     device = torch.device(setting.device)
     engine = _Engine(source.files[setting.batch, setting.dtype], device)
-    engine.bind([one.to(device) for one in in_dtype(sample, setting.torch_dtype)])
+    engine.bind([one.to(device) for one in gather(in_dtype(sample, setting.torch_dtype))])
     return Session(engine.run, lambda _: engine.outputs)
 
 

@@ -10,6 +10,7 @@ from prunekit.context import set_mode
 from prunekit.layout import lies_channels_last
 from prunekit.measure.placing import Placement
 from prunekit.measure.runtimes.setting import Sample, Setting, Source, in_dtype
+from prunekit.nested import map_tensors
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -26,9 +27,9 @@ def placed(source: Source, sample: Sample, setting: Setting) -> tuple[nn.Module,
     device, dtype = torch.device(setting.device), setting.torch_dtype
     module = set_mode(copied(source.module, device, dtype).to(memory_format=form), False)
     # channels-last is a layout of images: other inputs stay as they are, as the parameters of other layers do
-    return module, tuple(
-        one.to(device, memory_format=form if one.dim() == 4 else torch.preserve_format)
-        for one in in_dtype(sample, dtype)
+    return module, map_tensors(
+        in_dtype(sample, dtype),
+        lambda one: one.to(device, memory_format=form if one.dim() == 4 else torch.preserve_format),
     )
 
 
