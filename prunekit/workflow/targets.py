@@ -13,6 +13,7 @@ from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
+from prunekit.inputs import call
 from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
 from prunekit.models import ZOOS, ModelSettings, build_model, image_shape, load_factory, load_weights, zoo_names
 from prunekit.settings.job import JobSettings
@@ -128,7 +129,7 @@ def probe(target: InputModel) -> Any:
     """
     try:
         with training_mode(target.model, False), torch.no_grad():
-            return target.model(*target.example_inputs())
+            return call(target.model, target.example_inputs())
     except Exception as error:  # a model's own code may raise anything
         shape = "x".join(map(str, (1, *target.sample_shape)))
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
