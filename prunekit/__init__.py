@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
     from prunekit.diagnosis import diagnose
     from prunekit.errors import PrunekitError
+    from prunekit.jobs import finetune
     from prunekit.masking import (
         ActivationMasks,
         ChangingMasks,
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer, transfer_average
     from prunekit.visualize import class_activation_map, saliency
-    from prunekit.workflow import plan, profile, prune
+    from prunekit.workflow import Own, RunResult, plan, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
-    from prunekit.workflow.finetune import finetune
     from prunekit.workflow.sensitivity import sensitivity
 
 __version__ = version("prunekit")
@@ -53,10 +53,12 @@ _PLACES = {
     "GradientFlow": "prunekit.training:GradientFlow",
     "ModelSettings": "prunekit.models:ModelSettings",
     "ModelSummary": "prunekit.report.model_summary:ModelSummary",
+    "Own": "prunekit.workflow:Own",
     "Plan": "prunekit.planning:Plan",
     "PruneSettings": "prunekit.planning:PruneSettings",
     "PrunekitError": "prunekit.errors:PrunekitError",
     "RepairSettings": "prunekit.repair:RepairSettings",
+    "RunResult": "prunekit.workflow:RunResult",
     "ScheduleSettings": "prunekit.planning:ScheduleSettings",
     "Session": "prunekit.measure.runtimes:Session",
     "StatsCollector": "prunekit.calibration:StatsCollector",
@@ -73,7 +75,7 @@ _PLACES = {
     "compact": "prunekit.compaction:compact",
     "diagnose": "prunekit.diagnosis:diagnose",
     "explain": "prunekit.workflow:explain",
-    "finetune": "prunekit.workflow:finetune",
+    "finetune": "prunekit.jobs:finetune",
     "flush_subnormals": "prunekit.deploy:flush_subnormals",
     "fold_batchnorm": "prunekit.deploy:fold_batchnorm",
     "intervene": "prunekit.capturing:intervene",
@@ -118,10 +120,12 @@ __all__ = [
     "GradientFlow",
     "ModelSettings",
     "ModelSummary",
+    "Own",
     "Plan",
     "PruneSettings",
     "PrunekitError",
     "RepairSettings",
+    "RunResult",
     "ScheduleSettings",
     "Session",
     "StatsCollector",

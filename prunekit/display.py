@@ -133,11 +133,16 @@ def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> 
 
 def _as_text(part: str | Table, limited: bool) -> str:
     if isinstance(part, str):
-        return "\n".join(fill(line, PAGE, subsequent_indent="  ", break_long_words=False) for line in part.split("\n"))
+        return "\n".join(_filled(line) for line in part.split("\n"))
     most = part.most if limited else None
     lines = [part.title, table(part.headings, [_short(row) for row in part.rows[:most]], part.text)]
     lines.append(f"  {part.left_out(most)}".rstrip())
     return "\n".join(line for line in lines if line)
+
+
+def _filled(line: str) -> str:
+    """A line of prose in lines of a page; paths stay whole."""
+    return fill(line, PAGE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _short(row: Sequence[Any]) -> list[str]:

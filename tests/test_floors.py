@@ -23,7 +23,7 @@ FLOORS = {
     "training": 7, "deploy": 7, "visualize": 7, "diagnosis": 7, "report": 7,
     "workflow": 8,
     "recipe": 9,
-    "cli": 10, "__main__": 11,
+    "jobs": 10, "cli": 10, "__main__": 11,
 }  # fmt: skip
 WITHIN = {
     ("hooks", "errors"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -179,54 +178,9 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
             own=own,
             resume=resume,
         )
-    console.result({"folder": str(result.folder), **result.metrics}, _headline(result.metrics, result.folder))
-    return list(result.metrics["shortfalls"])
+    from prunekit.report.outcome import comparison, lines
 
-
-def _headline(metrics: dict[str, Any], folder: Path) -> str:
-    from prunekit.measure.wording import doubtful, where
-    from prunekit.numbers import factor, interval
-    from prunekit.report.headline import (
-        budgeted,
-        clamped,
-        compared,
-        deployed,
-        early,
-        masked,
-        models,
-        on_time,
-        reference,
-        repaired,
-        taught,
-    )
-
-    rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
-    speedups = [
-        f"Speedup of {row['model']} ({where(row)}): {factor(row['median'])} "
-        f"{interval(row['low'], row['high'])}{doubtful(row)}"
-        for row in metrics["speedup"]
-    ]
-    budgets = [f"Budget {text}" for text in budgeted(metrics.get("plan", {}))]
-    ready = [f"Deployed: {text}" for text in deployed(metrics)]
-    budgets += [f"Time: {text}" for text in on_time(metrics)]
-    masks = [f"Under the activation masks: {text}" for text in masked(metrics)]
-    repairs = [f"Repair: {text}" for text in repaired(metrics)]
-    clamps = [f"Clamped at most: {text}" for text in clamped(metrics)]
-    teachers = [f"Teacher's time: {text}" for text in taught(metrics)]
-    teachers += [f"Compact early: {text}" for text in early(metrics)]
-    shortfalls = [f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]]
-    places = [f"Model: {folder / 'model'}", f"Report: {folder / 'report.html'}"]
-    return "\n".join(
-        [
-            table(("", *models(metrics), f"pruned against {reference(metrics)}"), rows),
-            *budgets,
-            *speedups,
-            *repairs,
-            *ready,
-            *masks,
-            *clamps,
-            *teachers,
-            *shortfalls,
-            *places,
-        ]
-    )
+    compared = comparison(result.metrics)
+    text = [table(compared.headings, compared.rows), *lines(result.metrics, result.folder)]
+    console.result({"folder": str(result.folder), **result.metrics}, "\n".join(text))
+    return result.shortfalls

@@ -147,14 +147,10 @@ def load_job(
     Args:
         allow_code, runs_code: see `prunekit.recipe.load`.
     """
-    from prunekit.recipe import load
+    from prunekit.recipe import load, own_overrides
 
     given = [f"{key}={_yaml(value)}" for key, value in options.items() if value is not None]
-    if factory is not None:
-        given += ["model.zoo=own", f"model.name={json.dumps(factory)}", "model.arguments={}"]
-    if data is not None:
-        given += ["data.source=own", "data.root=null", "data.name=null", "data.columns=null", "data.download=false"]
-    given += [] if task is None else ["task=own"]
+    given += own_overrides(model=factory, data=data, task=task)
     return load(recipe, [*overrides, *given], allow_code=allow_code, runs_code=runs_code)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -15,23 +15,22 @@ from prunekit.artifacts import StrPath
 from prunekit.errors import RecipeError, nearest
 from prunekit.recipe.checks import Finding, consistency
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
-from prunekit.recipe.overrides import apply_override
+from prunekit.recipe.overrides import Overrides, apply_override, as_texts
 from prunekit.recipe.packaged import located, recipe_names
 from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
 from prunekit.registry import changed, named
 from prunekit.settings.job import JobSettings
+from prunekit.settings.text import dump
 from prunekit.user_code import Unallowed, is_reference, not_allowed
 
 
-def load(
-    path: StrPath, overrides: Sequence[str] = (), *, allow_code: bool = False, runs_code: bool = True
-) -> JobSettings:
+def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, runs_code: bool = True) -> JobSettings:
     """Reads a recipe, lays overrides over it, and checks all of it before anything runs.
 
     Args:
         path: a YAML 1.2 file, whose keys are the fields of `JobSettings` and of the settings inside it; where there is
             no such file, the name of a recipe that comes with the package.
-        overrides: `a.b=value` each, the value in YAML; later ones win.
+        overrides: `a.b=value` each, the value in YAML, where later ones win; or values by key, `{"a.b": value}`.
         allow_code: whether code that the file names as `file.py:object`, in the place of a registered name, may run.
             What an override names always may. Loading runs none.
         runs_code: whether what the job is for runs everything that it names. Else code that is not allowed is a
@@ -54,7 +53,7 @@ def load(
         text = f"expected a recipe, a mapping with the keys {', '.join(keys_of(()) or ())}, got {got}"
         document = Document(None, places=document.places, problems=(Problem(document.place(()), (), text),))
     if document.values is not None:
-        document = reduce(apply_override, overrides, document)
+        document = reduce(apply_override, as_texts(overrides), document)
     folder = file.absolute().parent
     refused = not allow_code
     job = _beside(_validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder)
@@ -80,6 +79,39 @@ def _reference(name: str, folder: Path) -> str:
     """A reference that a recipe's file has, with the path of a file that only the recipe's folder has."""
     file, colon, of_file = name.rpartition(":")
     return f"{folder / file}{colon}{of_file}" if file.endswith(".py") and _only_in(folder, Path(file)) else name
+
+
+def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
+    """A job with overrides laid over it, checked as a recipe is.
+
+    Args:
+        job: the settings.
+        overrides: as for `load`.
+
+    Raises:
+        RecipeError: what comes out has problems; every one of them is in the message.
+    """
+    document = reduce(apply_override, as_texts(overrides), parse(dump(job), Origin(job.name)))
+    made = _validated(document, job.name, _code(document, Path(), refused=False))
+    there = {key: name for key, name, _ in named(JobSettings, made)}
+    for key, name, _ in named(JobSettings, job):
+        if isinstance(name, Unallowed) and there.get(key) == name:
+            made = changed(made, key, name)
+    return made
+
+
+def own_overrides(*, model: str | None = None, data: str | None = None, task: str | None = None) -> list[str]:
+    """What a recipe says where model, data or task are the user's own.
+
+    Args:
+        model, data, task: `file.py:factory` each; None: those of the recipe.
+    """
+    given = []
+    if model is not None:
+        given += ["model.zoo=own", f"model.name={json.dumps(model)}", "model.arguments={}"]
+    if data is not None:
+        given += ["data.source=own", "data.root=null", "data.name=null", "data.columns=null", "data.download=false"]
+    return given if task is None else [*given, "task=own"]
 
 
 def _beside(job: JobSettings, document: Document, folder: Path) -> JobSettings:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.recipe.schema import is_open_mapping
+from prunekit.settings.text import plain
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`a.b=value` each, the value in YAML, where later ones win; or values by dotted key."""
 
 
 def apply_override(document: Document, override: str) -> Document:
@@ -30,6 +35,17 @@ def apply_override(document: Document, override: str) -> Document:
     if value.problems:
         return _with_problem(document, *(Problem(origin, path, problem.text) for problem in value.problems))
     return _put(document, path, value)
+
+
+def as_texts(overrides: Overrides) -> list[str]:
+    """Overrides as the command line has them.
+
+    Raises:
+        UsageError: a value is none that a recipe can hold.
+    """
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    return [f"{key}={json.dumps(plain(value, key), ensure_ascii=False)}" for key, value in overrides.items()]
 
 
 def split_key(key: str) -> KeyPath:

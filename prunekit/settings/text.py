@@ -24,16 +24,16 @@ def dump(job: JobSettings) -> str:
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     stream = io.StringIO()
-    yaml.dump(_plain(asdict(job), ""), stream)
+    yaml.dump(plain(asdict(job), ""), stream)
     return stream.getvalue()
 
 
-def _plain(value: Any, path: str) -> Any:
+def plain(value: Any, path: str) -> Any:
     """A value as YAML has it: no tuples, paths, or numbers of NumPy's that only look like Python's."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{path}.{key}".strip(".")) for key, item in value.items()}
+        return {str(key): plain(item, f"{path}.{key}".strip(".")) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(item, f"{path}.{index}") for index, item in enumerate(value)]
+        return [plain(item, f"{path}.{index}") for index, item in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
     if value is None or isinstance(value, bool):

@@ -5,7 +5,7 @@ from prunekit.workflow.batch_size import LargestBatch, find_batch_size
 from prunekit.workflow.calibrate import CalibrationResult, calibrate
 from prunekit.workflow.dry_run import dry_run
 from prunekit.workflow.explain import Explanation, explain
-from prunekit.workflow.finetune import RunResult, finetune, prune_job
+from prunekit.workflow.finetune import finetune, prune_job
 from prunekit.workflow.oneshot import Pruned, plan, prune
 from prunekit.workflow.own import Own
 from prunekit.workflow.planned import Planned
@@ -13,6 +13,7 @@ from prunekit.workflow.profile_run import ProfileRun, profile_job
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
 from prunekit.workflow.pruning import plan_model
+from prunekit.workflow.run_result import RunResult
 from prunekit.workflow.sensitivity import Sensitivity, sensitivity
 from prunekit.workflow.sensitivity_run import SensitivityRun, analyze
 

@@ -31,6 +31,7 @@ from prunekit.distributed.exchange import from_main, gather_on_main
 from prunekit.distributed.group import is_main, rank, size
 from prunekit.errors import ArtifactError
 from prunekit.inputs import count_of, moved
+from prunekit.progress import stage, wanted
 from prunekit.settings.job import JobSettings
 from prunekit.training import share_corrupt
 from prunekit.workflow.dense import prepare, train_baseline
@@ -58,10 +59,12 @@ class CalibrationResult:
     reused: bool
 
 
-def calibrate(job: JobSettings, *, log: Log, progress: bool = False, own: Own = RECIPE_ONLY) -> CalibrationResult:
+def calibrate(
+    job: JobSettings, *, log: Log = stage, progress: bool | None = None, own: Own = RECIPE_ONLY
+) -> CalibrationResult:
     """Collects the activation statistics of a job's dense model, training that first where it has no weights."""
     prepared = prepare(job, own)
-    baseline = train_baseline(prepared, log=log, progress=progress)
+    baseline = train_baseline(prepared, log=log, progress=wanted(progress))
     result = calibrate_model(prepared, baseline.model, log=log)
     if prepared.splits.corrupt:
         log(f"data: {describe_corrupt(prepared.splits.corrupt)}")

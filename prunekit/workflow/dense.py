@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -125,13 +125,20 @@ def _check_training(name: str, settings: TrainSettings, model: nn.Module, task: 
 
 
 def train_baseline(
-    prepared: Prepared, *, log: Log, progress: bool, checkpoints: Checkpoints | None = None, watch: Sequence[Part] = ()
+    prepared: Prepared,
+    *,
+    log: Log,
+    progress: bool,
+    checkpoints: Checkpoints | None = None,
+    watch: Sequence[Part] = (),
+    on_epoch: Callable[[EpochRow], None] | None = None,
 ) -> Baseline:
     """The dense model with weights: as given, from the cache, or trained now and put there.
 
     Args:
         checkpoints: where training is resumed from; None: nowhere.
         watch: what looks on.
+        on_epoch: called after each epoch that is trained now.
     """
     job = prepared.job
     if job.model.weights is not None or job.baseline is None:
@@ -160,6 +167,7 @@ def train_baseline(
             own_optimizer=prepared.optimizer_for(job.baseline),
             progress=progress,
             label="baseline",
+            on_epoch=on_epoch,
             checkpoints=checkpoints,
         )
     prepared.model.cpu()

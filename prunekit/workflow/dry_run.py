@@ -6,6 +6,7 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
+from prunekit.progress import stage
 from prunekit.settings.job import JobSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
@@ -30,7 +31,7 @@ BY_MACS = (
 )
 
 
-def dry_run(job: JobSettings, *, log: Log, own: Own = RECIPE_ONLY, measure: bool = True) -> dict[str, Any]:
+def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measure: bool = True) -> dict[str, Any]:
     """Plans a job without training: data, model, budget and globs are checked, and the widths shown.
 
     Budgets of time are predicted from a profile, which is measured unless it is in the cache; what is predicted to be

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prunekit import report
 from prunekit.artifacts import StrPath
@@ -25,24 +23,13 @@ from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.resuming import find_run, identity_of, note
-from prunekit.workflow.runs import Log, run_folder
+from prunekit.workflow.run_result import RunResult
+from prunekit.workflow.runs import Log, as_raised, run_folder
 from prunekit.workflow.scheduling import require_schedule
+from prunekit.workflow.trainings import OnEpoch
 
 Finish = Callable[[Path], object]
 write_report: Finish = partial(report.write, state="finished")
-
-
-@dataclass(frozen=True, eq=False)
-class RunResult:
-    """A finished run.
-
-    Attributes:
-        folder: everything it wrote; the compact model is in `folder / "model"`.
-        metrics: what `metrics.json` holds.
-    """
-
-    folder: Path
-    metrics: dict[str, Any]
 
 
 def finetune(
@@ -53,6 +40,7 @@ def finetune(
     finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
     resume: StrPath | None = None,
+    on_epoch: OnEpoch | None = None,
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
@@ -69,13 +57,17 @@ def finetune(
         resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if there is
             one. On the CPU with the same threads and as many processes it ends with the weights that it would have
             ended with at once.
+        on_epoch: called in the main process after each epoch that is trained, of any of the run's trainings, with its
+            row as `history.csv` has it: `run` (`baseline`, `pruned`, `control`...), `epoch`, `epochs` (of how many),
+            learning rate, losses and scores. What it raises ends the run, whose folder then counts as interrupted, and
+            is raised here.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
         ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, wanted(progress), finish, own, resume, training=True)
+    return _run(job, log, wanted(progress), finish, own, resume, on_epoch, training=True)
 
 
 def prune_job(
@@ -86,6 +78,7 @@ def prune_job(
     finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
     resume: StrPath | None = None,
+    on_epoch: OnEpoch | None = None,
 ) -> RunResult:
     """As `finetune`, without fine-tuning: what is left is repaired as the job's `repair` says, and that is all.
 
@@ -93,15 +86,16 @@ def prune_job(
     and by criteria that need them.
 
     Args:
-        job, log, progress, finish, own, resume: as for `finetune`.
+        job, log, progress, finish, own, resume, on_epoch: as for `finetune`.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, wanted(progress), finish, own, resume, training=False)
+    return _run(job, log, wanted(progress), finish, own, resume, on_epoch, training=False)
 
 
+@as_raised()
 def _run(
     job: JobSettings,
     log: Log,
@@ -109,6 +103,7 @@ def _run(
     finish: Finish | None,
     own: Own,
     resume: StrPath | None,
+    on_epoch: OnEpoch | None,
     *,
     training: bool,
 ) -> RunResult:
@@ -128,7 +123,8 @@ def _run(
         wait_for_all()
         with run_folder(job.output, job.name, log, text, finish, again) as run, one_for_all(), threads(job.threads):
             note(run, identity)
-            metrics = Journey(prepared, chart, run, goal, progress=progress, training=training).travel()
+            journey = Journey(prepared, chart, run, goal, progress=progress, training=training, on_epoch=on_epoch)
+            metrics = journey.travel()
             folder = from_main(lambda: run.path)
         wait_for_all()  # until the report is written
-    return RunResult(folder, metrics)
+    return RunResult(folder, metrics, own)

@@ -39,7 +39,7 @@ from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
 from prunekit.workflow.tables import layer_rows, write_csv
-from prunekit.workflow.trainings import Trainings, checkpoints_of
+from prunekit.workflow.trainings import OnEpoch, Trainings, checkpoints_of, told
 from prunekit.workflow.watching import watching, write_summary
 
 PROOF_IMAGES = 512
@@ -69,6 +69,7 @@ class Journey:
         goal: where a budget is one of time.
         progress: shows bars on stderr.
         training: whether to fine-tune, the pruned model and a dense one for comparison.
+        on_epoch: told of each epoch.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Journey:
         *,
         progress: bool,
         training: bool,
+        on_epoch: OnEpoch | None = None,
     ) -> None:
         self.prepared, self.chart, self.run, self.goal = prepared, chart, run, goal
-        self.progress, self.training = progress, training
+        self.progress, self.training, self.on_epoch = progress, training, on_epoch
         self.job, self.log = prepared.job, run.log
         self.clock = Clock(run.resume / "seconds.json")
 
@@ -96,13 +98,14 @@ class Journey:
                 progress=self.progress,
                 checkpoints=checkpoints,
                 watch=watching(self.run, self.job, "baseline"),
+                on_epoch=told(self.on_epoch, "baseline", self.job.baseline),
             )
         dense = baseline.model
         if self.job.sparsify is not None and not self.training:
             self.log("sparsify: left out, because it is training")
         if self.job.prune.compact_early and not self.training:
             self.log("compact early: without effect, because nothing is fine-tuned")
-        trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress)
+        trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress, on_epoch=self.on_epoch)
         sparse = self._sparsified(dense, None, trainings)
         found = find_plan(
             self.prepared, sparse, self.chart, self.run, self.goal, training=self.training, stage=self.clock.stage

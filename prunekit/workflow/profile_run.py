@@ -14,6 +14,7 @@ from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.runtimes import inputs_like
+from prunekit.progress import stage
 from prunekit.settings.job import JobSettings
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
@@ -49,7 +50,7 @@ def profile_job(
     *,
     networks: int = NETWORKS,
     again: bool = False,
-    log: Log,
+    log: Log = stage,
     finish: Callable[[Path], object] | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> ProfileRun:

@@ -27,6 +27,27 @@ from prunekit.measure.machine import cpu_name
 Log = Callable[[str], None]
 
 
+class StoppedByCaller(BaseException):
+    """A run ends because a function that the caller gave to look on raised an error.
+
+    Args:
+        error: what it raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+@contextmanager
+def as_raised() -> Iterator[None]:
+    """Raises the error of the caller's function itself, once the run's folder is marked."""
+    try:
+        yield
+    except StoppedByCaller as stopped:
+        raise stopped.error from None
+
+
 RESUME = "resume"
 """Folder of a run that has not finished: what it needs to go on."""
 
@@ -116,9 +137,10 @@ def run_folder(
             yield run
             if finish is not None:
                 finish(path)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StoppedByCaller) as error:
             with _undisturbed():
-                run.mark("interrupted", finished=_now())
+                why = {"error": str(error)} if isinstance(error, StoppedByCaller) else {}
+                run.mark("interrupted", finished=_now(), **why)
                 _offer(run)
             raise
         except BaseException as error:

@@ -17,6 +17,7 @@ from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.errors import UsageError
+from prunekit.progress import stage, wanted
 from prunekit.settings.job import JobSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.workflow.calibrate import calibration_images
@@ -51,8 +52,8 @@ def analyze(
     *,
     measured: bool = False,
     groups: Sequence[str] = (),
-    log: Log,
-    progress: bool = False,
+    log: Log = stage,
+    progress: bool | None = None,
     finish: Callable[[Path], object] | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> SensitivityRun:
@@ -63,7 +64,7 @@ def analyze(
         measured: whether to measure too, on as many images of the validation split as the job calibrates on.
         groups: globs over names of channel groups; none: all.
         log: gets a line for each stage.
-        progress: shows bars on stderr.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
         finish: called with the folder at the end, before the run counts as finished: writes the report.
         own: the user's own code, where the job's model or data is their own.
 
@@ -71,7 +72,7 @@ def analyze(
         UsageError: data, model or globs do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
-    text = run_recipe(job, own)
+    text, shown = run_recipe(job, own), wanted(progress)
     prepared = prepare(job, own)
     task = prepared.splits.task
     if task is not IMAGE_CLASSIFICATION:
@@ -79,9 +80,9 @@ def analyze(
     chosen_groups(trace(prepared.model, prepared.example_inputs), groups)
     images, labeled = calibration_images(prepared), _validation(prepared) if measured else None
     with run_folder(job.output / job.name, "sensitivity", log, text, finish) as run, threads(job.threads):
-        model = train_baseline(prepared, log=run.log, progress=progress).model.to(prepared.device)
+        model = train_baseline(prepared, log=run.log, progress=shown).model.to(prepared.device)
         start = time.perf_counter()
-        result = analyze_sensitivity(model, images, labeled, groups, log=run.log, progress=progress)
+        result = analyze_sensitivity(model, images, labeled, groups, log=run.log, progress=shown)
         metrics = _metrics(job.name, len(images), result, labeled) | {"seconds": time.perf_counter() - start}
         write_csv(run.path / "sensitivity.csv", result.rows(), CURVE_COLUMNS)
         write_json(run.path / "sensitivity.json", metrics)

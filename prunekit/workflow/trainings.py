@@ -10,6 +10,7 @@ from torch import nn
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.copying import copied
+from prunekit.distributed.group import is_main
 from prunekit.planning import Plan
 from prunekit.settings.job import JobSettings
 from prunekit.training import (
@@ -33,7 +34,7 @@ from prunekit.training.history import columns
 from prunekit.training.loop import never
 from prunekit.workflow.dense import Baseline
 from prunekit.workflow.prepared import Prepared
-from prunekit.workflow.runs import RunFolder
+from prunekit.workflow.runs import RunFolder, StoppedByCaller
 from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
 from prunekit.workflow.watching import watched_before, watching
 
@@ -49,6 +50,29 @@ def checkpoints_of(run: RunFolder, job: JobSettings, name: str, **facts: str) ->
     return Checkpoints(run.resume / name, job.checkpoint, facts=facts, log=log)
 
 
+OnEpoch = Callable[[dict[str, Any]], object]
+"""Told of an epoch as plain values: a row of `history.csv`, and `epochs`, how many there are of this training."""
+
+
+def told(on_epoch: OnEpoch | None, name: str, settings: TrainSettings | None) -> Callable[[EpochRow], None] | None:
+    """What tells a caller's function of the epochs of a training, in the main process; None without one.
+
+    Args:
+        name: of the training.
+        settings: its own.
+    """
+    if on_epoch is None or settings is None or not is_main():
+        return None
+
+    def tell(row: EpochRow) -> None:
+        try:
+            on_epoch({"run": name, "epochs": settings.epochs, **row.figures()})
+        except Exception as error:
+            raise StoppedByCaller(error) from error
+
+    return tell
+
+
 class Trainings:
     """Trains models of a job and keeps the tables of all runs up to date.
 
@@ -57,16 +81,20 @@ class Trainings:
         run: where it writes.
         progress: shows bars on stderr.
         baseline: the dense model, which teaches where settings say `distill`.
+        on_epoch: told of each epoch.
     """
 
-    def __init__(self, prepared: Prepared, run: RunFolder, baseline: Baseline, *, progress: bool) -> None:
-        self._prepared, self._run, self._progress = prepared, run, progress
+    def __init__(
+        self, prepared: Prepared, run: RunFolder, baseline: Baseline, *, progress: bool, on_epoch: OnEpoch | None = None
+    ) -> None:
+        self._prepared, self._run, self._progress, self._on_epoch = prepared, run, progress, on_epoch
         self._job, self._log, self._teacher = prepared.job, run.log, baseline.model
         self._history: list[dict[str, Any]] = []
         self._clamps: list[dict[str, Any]] = []
         self._flow: list[dict[str, Any]] = []
         self._teaching: dict[str, dict[str, float]] = {}
         self._compiled: dict[str, dict[str, Any]] = {}
+        self._chosen: dict[str, dict[str, Any]] = {}
         self.left: LeftRun | None = None
         self._note("baseline", baseline.rows, baseline.clamps, baseline.compilation)
         if baseline.reused:
@@ -78,6 +106,7 @@ class Trainings:
             "clamps": clamp_summary(self._clamps),
             "teacher": self._teaching or None,
             "compiled": self._compiled or None,
+            "trainings": self._chosen,
         }
 
     def control(self, dense: nn.Module) -> nn.Module:
@@ -130,6 +159,7 @@ class Trainings:
             own_optimizer=self._prepared.optimizer_for(settings),
             progress=self._progress,
             label=name,
+            on_epoch=told(self._on_epoch, name, settings),
             checkpoint=self._run.path / "checkpoints" / f"{name}.safetensors",
             checkpoints=checkpoints_of(self._run, self._job, name if begin is None else f"{name}-compact", **facts),
             until=until,
@@ -139,6 +169,9 @@ class Trainings:
         if self.left is not None:
             return model.cpu()
         self._note(name, history.rows, history.clamps, history.compilation)
+        chosen = next((row for row in history.rows if row.epoch == history.best_epoch), None)
+        reached = None if chosen is None else chosen.validation_score
+        self._chosen[name] = {"epochs": len(history.rows), "best_epoch": history.best_epoch, "validation": reached}
         for flow in flows:
             self._flow += [{"run": name, **asdict(row)} for row in flow.rows()]
             write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))

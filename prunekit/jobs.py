@@ -1,0 +1,191 @@
+"""The commands that run a recipe, from Python: each leaves the folder that the command leaves, and returns its result.
+
+A recipe is a file, the name of one that comes with the package, or `JobSettings`. Overrides are values by key, as the
+command line's `KEY=VALUE`: `{"prune.budget.macs": 0.4, "finetune.epochs": 2}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prunekit import recipe as recipes
+from prunekit import workflow
+from prunekit.artifacts import StrPath
+from prunekit.progress import reporting, stage
+from prunekit.recipe import Overrides, as_texts
+from prunekit.workflow import CalibrationResult, JobSettings, Own, ProfileRun, RunResult, SensitivityRun
+from prunekit.workflow.own import RECIPE_ONLY
+from prunekit.workflow.profiling import NETWORKS
+from prunekit.workflow.runs import Log
+from prunekit.workflow.trainings import OnEpoch
+
+Recipe = StrPath | JobSettings
+
+
+def job_of(
+    recipe: Recipe, overrides: Overrides = (), own: Own = RECIPE_ONLY, *, allow_code: bool = False
+) -> JobSettings:
+    """The settings of a recipe with overrides laid over it, checked whole.
+
+    Args:
+        recipe: a file, the name of a recipe that comes with the package, or settings.
+        overrides: values by key.
+        own: the user's own code, which takes the place of what the recipe says.
+        allow_code: whether code that the recipe's file names may run; what overrides and settings name always may.
+
+    Raises:
+        RecipeError: there is no such recipe, or it has problems; every one of them is in the message.
+
+    Example:
+        >>> from prunekit.jobs import job_of
+        >>> job_of("resnet34", {"prune.budget.macs": 0.3}).prune.budget.macs
+        0.3
+    """
+    given = recipes.own_overrides(model=own.model, data=own.data, task=own.task)
+    changes = [*as_texts(overrides), *given]
+    if isinstance(recipe, JobSettings):
+        return recipes.with_overrides(recipe, changes) if changes else recipe
+    return recipes.load(recipe, changes, allow_code=allow_code)
+
+
+def finetune(
+    recipe: Recipe,
+    overrides: Overrides = (),
+    *,
+    own: Own = RECIPE_ONLY,
+    allow_code: bool = False,
+    on_epoch: OnEpoch | None = None,
+    resume: StrPath | None = None,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> RunResult:
+    """Runs the whole job of a recipe: trains or loads the dense model, calibrates, prunes, fine-tunes, compacts,
+    verifies, measures, and writes a report; as `prunekit finetune`.
+
+    Args:
+        recipe: a file, the name of a recipe that comes with the package, or settings.
+        overrides: values by key, such as `{"prune.budget.macs": 0.4}`.
+        own: the user's own model, data, optimizer and task, `file.py:factory` each, in the place of the recipe's.
+        allow_code: whether code that the recipe's file names, such as a criterion `mine.py:score`, may run.
+        on_epoch: called with a dictionary after each epoch that is trained: `run` (`baseline`, `pruned`, `control`...),
+            `epoch`, `epochs` (of how many), `lr`, `train_loss`, `validation_loss`, the scores (`validation_top1`), as
+            `history.csv` has them. What it raises ends the run, whose folder is marked as interrupted, and is raised
+            here: that is how a sweep ends a trial.
+        resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if any.
+        log: gets a line for each stage; by default the logger `prunekit` does.
+        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+
+    Returns:
+        The run: `folder`, `metrics`, `history`, `plan`, and `model()` and `dense()`, which load its models.
+
+    Raises:
+        UsageError: recipe, data, model or budget do not fit; nothing was written.
+        ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
+        RunError: the run failed; its folder says so.
+    """
+    job = job_of(recipe, overrides, own, allow_code=allow_code)
+    with reporting(progress, "finetune"):
+        return workflow.finetune(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
+
+
+def prune(
+    recipe: Recipe,
+    overrides: Overrides = (),
+    *,
+    own: Own = RECIPE_ONLY,
+    allow_code: bool = False,
+    on_epoch: OnEpoch | None = None,
+    resume: StrPath | None = None,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> RunResult:
+    """Runs the job of a recipe without fine-tuning; as `prunekit prune`. For a model at hand there is `prunekit.prune`.
+
+    Args:
+        recipe, overrides, own, allow_code, on_epoch, resume, log, progress: as for `finetune`.
+
+    Raises:
+        UsageError: recipe, data, model or budget do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    job = job_of(recipe, overrides, own, allow_code=allow_code)
+    with reporting(progress, "prune"):
+        return workflow.prune_job(job, log=log, progress=progress, own=own, resume=resume, on_epoch=on_epoch)
+
+
+def calibrate(
+    recipe: Recipe,
+    overrides: Overrides = (),
+    *,
+    own: Own = RECIPE_ONLY,
+    allow_code: bool = False,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> CalibrationResult:
+    """Collects activation statistics of a recipe's dense model; as `prunekit calibrate`. For a model at hand there is
+    `prunekit.calibrate`.
+
+    Args:
+        recipe, overrides, own, allow_code, log, progress: as for `finetune`.
+
+    Raises:
+        UsageError: recipe, data or model do not fit.
+        NonFiniteError: an activation is NaN or Inf; names the layer.
+    """
+    job = job_of(recipe, overrides, own, allow_code=allow_code)
+    with reporting(progress, "calibrate"):
+        return workflow.calibrate(job, log=log, progress=progress, own=own)
+
+
+def sensitivity(
+    recipe: Recipe,
+    overrides: Overrides = (),
+    *,
+    measured: bool = False,
+    groups: Sequence[str] = (),
+    own: Own = RECIPE_ONLY,
+    allow_code: bool = False,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> SensitivityRun:
+    """What a recipe's dense model loses with each number of channels that a group keeps; as `prunekit sensitivity`. For
+    a model at hand there is `prunekit.sensitivity`.
+
+    Args:
+        measured: whether to measure too, by masking; exact and slower.
+        groups: globs over names of channel groups; none: all.
+        recipe, overrides, own, allow_code, log, progress: as for `finetune`.
+
+    Raises:
+        UsageError: recipe, data, model or globs do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    job = job_of(recipe, overrides, own, allow_code=allow_code)
+    with reporting(progress, "sensitivity"):
+        return workflow.analyze(job, measured=measured, groups=groups, log=log, progress=progress, own=own)
+
+
+def profile(
+    recipe: Recipe,
+    overrides: Overrides = (),
+    *,
+    networks: int = NETWORKS,
+    own: Own = RECIPE_ONLY,
+    allow_code: bool = False,
+    log: Log = stage,
+    progress: bool | None = None,
+) -> ProfileRun:
+    """What each layer of a recipe's dense model takes at which widths; as `prunekit profile`. For a model at hand there
+    is `prunekit.profile`.
+
+    Args:
+        networks: how many to time, at least 10; those in the cache are not timed again.
+        recipe, overrides, own, allow_code, log, progress: as for `finetune`.
+
+    Raises:
+        UsageError: recipe, data, model or target do not fit; nothing was written.
+        RunError: the run failed; its folder says so.
+    """
+    job = job_of(recipe, overrides, own, allow_code=allow_code)
+    with reporting(progress, "profile"):
+        return workflow.profile_job(job, networks=networks, log=log, own=own)
