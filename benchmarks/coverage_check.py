@@ -117,8 +117,7 @@ def _folder(case: Case, pruned: Any, example: tuple[Any, ...]) -> Iterator[str]:
     compact, folder = pruned.model.eval(), ""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            shapes = [list(tensor.shape) for tensor in gather(example)]
-            prunekit.save(Path(folder) / "model", compact, pruned.plan, input_shapes=shapes)
+            prunekit.save(compact, Path(folder) / "model", pruned.plan)
             loaded = prunekit.load(Path(folder) / "model", case.model)
         differing = [
             name for name, value in compact.state_dict().items() if not _same(value, loaded.state_dict()[name])

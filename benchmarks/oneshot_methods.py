@@ -72,9 +72,8 @@ class Result:
         """The model as it comes back from its folder."""
         if self.plan is None:
             return self.model
-        shapes = [[1, *case.images.shape[1:]]]
         with tempfile.TemporaryDirectory() as folder:
-            prunekit.save(Path(folder) / "model", self.model, self.plan, input_shapes=shapes, build=case.build)
+            prunekit.save(self.model, Path(folder) / "model", self.plan, build=case.build)
             return prunekit.load(Path(folder) / "model")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,31 @@ def split(example: tuple[Any, ...]) -> tuple[tuple[Any, ...], Keywords]:
     if example and isinstance(example[-1], Keywords):
         return tuple(example[:-1]), example[-1]
     return tuple(example), Keywords()
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A tensor of an example, without its values.
+
+    Attributes:
+        shape: with the batch.
+        dtype: such as `float32`.
+        name: of the argument that it is or lies in; None of a positional one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    name: str | None = None
+
+
+def specs(example: tuple[Any, ...]) -> tuple[InputSpec, ...]:
+    """Return the tensors of an example in their order, without their values."""
+    positional, named = split(example)
+    return tuple(
+        InputSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), name)
+        for name, value in ((None, positional), *named.items())
+        for tensor in gather(value)
+    )
 
 
 def _keywords(model: nn.Module, positional: tuple[Any, ...], given: Mapping[Any, Any]) -> Keywords:

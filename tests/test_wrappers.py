@@ -86,7 +86,7 @@ def test_a_wrapped_model_is_worked_on_as_the_model_itself(
         optimizer.step()
         small = prunekit.compact(wrapped, pruned.plan)
         assert prunekit.verify(wrapped, small, pruned.plan, [(X,)]).max_relative_difference <= 1e-12
-    folder = prunekit.save(tmp_path / "small", DataParallel(small), pruned.plan, input_shapes=[[6, 5]])
+    folder = prunekit.save(DataParallel(small), tmp_path / "small", pruned.plan)
     assert torch.equal(prunekit.load(folder, model=Mixer())(X), small.eval()(X))
     stats = prunekit.calibrate(wrapped, [X], CPU)
     assert {key.module for key in stats.layers} <= dict(inner.named_modules()).keys()

@@ -19,6 +19,7 @@ from prunekit.channels.norms import Norm
 from prunekit.channels.tracing import ActivationKey, Trace
 from prunekit.display import Displayed, Table
 from prunekit.errors import ModelError
+from prunekit.inputs import InputSpec
 from prunekit.numbers import NOTHING, count, plural
 
 Keep = NDArray[np.bool_]
@@ -101,6 +102,7 @@ class ChannelMap(Displayed):
         stored: name -> how the model's file holds the tensor.
         divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
             norm, and multiplies by a factor that is zero.
+        inputs: the tensors of the example that the model was traced on, the first of several.
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]
@@ -116,6 +118,7 @@ class ChannelMap(Displayed):
     joint: Labels = field(default_factory=NOT_JOINT.copy)
     stored: Mapping[str, Stored] = field(default_factory=dict)
     divided: frozenset[Slot] = frozenset()
+    inputs: tuple[InputSpec, ...] = ()
 
     def completed(self, keep: Keep) -> Keep:
         """A choice among the labels of the groups, bool (n_labels,), with what follows from it for joint labels."""

@@ -102,6 +102,7 @@ def build(source: Resolved, shapes: Mapping[str, tuple[int, ...]], stored: Mappi
         norms=resolved(trace.norms.norms, final),
         sizes=_renumbered([*_of_groups(trace, final), *sizes, *source.sizes], final),
         stored=stored,
+        inputs=trace.inputs,
         divided=frozenset(
             (name, index)
             for name, axes in trace.labels.items()

@@ -30,7 +30,7 @@ from prunekit.channels.storages import Storages, inner_of
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import same_draws, seeded, takes_gradients
 from prunekit.errors import ModelError, PrunekitError
-from prunekit.inputs import advice, call
+from prunekit.inputs import InputSpec, advice, call, specs
 from prunekit.nested import gather, map_tensors, tensors_in
 
 ActivationKey = tuple[str, str, int]
@@ -53,6 +53,7 @@ class Trace:
         fused_away: modules that the model's own `fuse()` takes out, whose multiply-accumulates do not count.
         calls: how often a forward pass calls each module, by its path.
         ran: paths of the modules that it calls themselves, not copies that it makes of them.
+        inputs: the tensors of the first example.
     """
 
     flow: Flow
@@ -66,6 +67,7 @@ class Trace:
     fused_away: tuple[str, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
     ran: set[str] = field(default_factory=set)
+    inputs: tuple[InputSpec, ...] = ()
 
 
 class LabelMode(OperatorMode):
@@ -187,6 +189,7 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
             f"{type(model).__name__} runs on the example without using any of its parameters{there(model)}"
         )
     trace.fused_away = fused_away(model)
+    trace.inputs = specs(examples[0])
     return trace
 
 

@@ -29,6 +29,13 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         UsageError: the plan is none.
         PlanError: the plan is that of another model; names the first tensor that does not fit.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> [tuple(parameter.shape) for parameter in pk.compact(model, plan).parameters()]
+        [(8, 4), (8,), (2, 8), (2,)]
     """
     model = unwrapped(model)
     require_plan(plan, model)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from prunekit.channels.storages import from_parts, is_plain, parts_of
 from prunekit.channels.substitutes import Heads, heads_of, set_heads
 from prunekit.compaction.folded import folds_of, kept_of_folded, with_folds
 from prunekit.context import seeded, set_mode
-from prunekit.errors import ArtifactError, ModelError
+from prunekit.errors import ArtifactError, ModelError, UsageError
+from prunekit.inputs import InputSpec
 from prunekit.layout import lies_channels_last, with_channels_last
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan, require_plan
@@ -38,34 +40,48 @@ WEIGHTS = "model.safetensors"
 MANIFEST = "prunekit.json"
 
 
+class Result(Protocol):
+    """A compact model with its plan, such as `prunekit.prune` returns."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
 def save(
+    result: nn.Module | Result,
     folder: StrPath,
-    model: nn.Module,
-    plan: Plan,
+    plan: Plan | None = None,
     *,
-    input_shapes: list[list[int]],
-    input_dtypes: list[str] | None = None,
     build: ModelSettings | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a compact model as a folder, whole or not at all.
+    """Writes a compact model and its plan as a folder, whole or not at all.
 
     Args:
-        folder: made, or replaced once the new one is whole.
-        model: the compact model, its norms folded or not.
-        plan: what it was compacted with.
-        input_shapes: of the example inputs, with the batch axis.
-        input_dtypes: of the same, such as `int64`; None of one float32 tensor.
+        result: the compact model, its norms folded or not; or what `prunekit.prune` returned, which has its plan.
+        folder: made, or replaced once the new one is whole; `prunekit.load` reads the model from it, and
+            `prunekit.load_plan` the plan.
+        plan: what the model was compacted with.
         build: how the dense model is built; None when only the caller's own code can do it, who then hands the
             dense model to `load`.
         extra: further facts for readers of the manifest (classes, data settings), as JSON values.
 
     Raises:
+        UsageError: it is no compact model with its plan; says what to give.
         PlanError: the model is not what the plan leaves of its own one; nothing is written.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> result = pk.prune(model, torch.randn(1, 4), macs=0.5)
+        >>> folder = pk.save(result, "small")
+        >>> pk.load(folder, model=model)[0].out_features
+        8
     """
-    model = unwrapped(model)
+    model, plan = _parts(result, plan)
     require_values(model, "a file")
-    require_plan(plan)
     folds = folds_of(model)
     indices = kept_of_folded(plan.kept_indices, folds)
     kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
@@ -91,14 +107,46 @@ def save(
             "sparse": {name: [_layout(tensor), list(tensor.shape)] for name, tensor in sparse.items()},
             "foreign_methods": foreign_methods(model),
             "channels_last": lies_channels_last(model),
-            "example": {"shapes": input_shapes} | ({} if input_dtypes is None else {"dtypes": input_dtypes}),
+            "example": _example(plan.channel_map.inputs),
             "provenance": dict(plan.provenance),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "sha256": {WEIGHTS: sha256(temporary / WEIGHTS)},
             **(extra or {}),
         }
         write_json(temporary / MANIFEST, manifest)
+        plan.save(temporary)
     return Path(folder)
+
+
+def _parts(result: Any, plan: Any) -> tuple[nn.Module, Plan]:
+    """The compact model and its plan."""
+    if isinstance(result, (str, PathLike)):
+        raise UsageError(
+            f"save: expected the model first, got the path {str(result)!r}: prunekit.save(small, {str(result)!r}, plan)"
+        )
+    if isinstance(result, Plan):
+        raise UsageError(
+            "save: expected a compact model, got a Plan: prunekit.save(prunekit.compact(model, plan), folder, plan) "
+            "writes both, and plan.save(folder) the plan alone"
+        )
+    own = None if isinstance(result, nn.Module) else getattr(result, "plan", None)
+    if isinstance(own, Plan):
+        if plan is not None:
+            raise UsageError(f"save: expected no plan beside a {type(result).__name__}, which has its own")
+        return unwrapped(result.model), own
+    model = unwrapped(result)
+    require_plan(plan)
+    return model, plan
+
+
+def _example(inputs: tuple[InputSpec, ...]) -> dict[str, Any]:
+    """What the manifest says of the example; of one positional float32 tensor the shape alone."""
+    known: dict[str, Any] = {"shapes": [list(one.shape) for one in inputs]}
+    if [(one.dtype, one.name) for one in inputs] != [("float32", None)]:
+        known["dtypes"] = [one.dtype for one in inputs]
+    if any(one.name for one in inputs):
+        known["names"] = [one.name for one in inputs]
+    return known
 
 
 def read_manifest(folder: StrPath) -> dict[str, Any]:
@@ -109,7 +157,11 @@ def read_manifest(folder: StrPath) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
-        raise ArtifactError(f"{folder}: expected a model folder with {MANIFEST} and {WEIGHTS}; {MANIFEST} is not there")
+        alone = (Path(folder) / "plan.json").is_file()
+        hint = f"; this is a plan, which prunekit.load_plan({str(folder)!r}) reads" if alone else ""
+        raise ArtifactError(
+            f"{folder}: expected a model folder with {MANIFEST} and {WEIGHTS}; {MANIFEST} is not there{hint}"
+        )
     manifest = read_json(path)
     wanted = {"format": int, "kept": dict, "dense_shapes": dict, "example": dict, "sha256": dict}
     if not isinstance(manifest, dict) or any(not isinstance(manifest.get(k), t) for k, t in wanted.items()):
@@ -132,6 +184,14 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
     Raises:
         ArtifactError: the folder is missing, damaged, or does not belong to that dense model.
         ModelError: the folder does not say how to build the model and none was given.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> def build():
+        ...     return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> folder = pk.save(pk.prune(build(), torch.randn(1, 4), macs=0.5), "small")
+        >>> pk.load(folder, model=build)[2].in_features
+        8
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -176,7 +236,7 @@ def _dense(
     if model is None and not manifest.get("build"):
         raise ModelError(
             f"{folder}: this model ({manifest.get('class')}) was built by its owner's code; "
-            "load it with prunekit.load(folder, model=your_dense_model)"
+            f"load it with prunekit.load({str(folder)!r}, model=...), that code or the dense model that it builds"
         )
     with seeded(0):
         with suppress(Exception), init_empty_weights(include_buffers=False):

@@ -25,13 +25,34 @@ from prunekit.wrappers import unwrapped_for_hooks
 
 @contextmanager
 def masked(
-    model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = False
+    model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = True
 ) -> Iterator[nn.Module]:
     """Runs with a plan's weight masks and gradient masks; yields the model.
 
+    Inside, what the plan prunes is exactly 0, whatever the optimizer does. On leaving, these places get back what they
+    held before, so that the model is not pruned behind its owner's back; what was trained of the others stays.
+    `compact(model, plan)` makes the same small model before and after.
+
     Args:
-        model, plan, optimizer, restore: as for `WeightMasks`. A `HookWarning` says if the optimizer has nothing to
-            change, because the whole model is frozen.
+        model, plan, optimizer: as for `WeightMasks`. A `HookWarning` says if the optimizer has nothing to change,
+            because the whole model is frozen.
+        restore: False: leaving keeps the zeros.
+
+    Raises:
+        PlanError: the plan is that of another model.
+        ModelError: the model is compiled already; or sharded, where values cannot be held for `restore`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> with pk.masked(model, plan, optimizer):
+        ...     model(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     zeros = (model[0].weight == 0).all(dim=1).sum()
+        >>> int(zeros), bool((model[0].weight == 0).any())
+        (8, False)
     """
     inner = unwrapped_for_hooks(model, "masked")
     if optimizer is not None and is_frozen(inner):
@@ -53,11 +74,22 @@ class ChangingMasks(AbstractContextManager["ChangingMasks"]):
         model: changed in place.
         plan: the first.
         optimizer: as for `WeightMasks`.
-        restore: as for `WeightMasks`, of what is pruned last.
+        restore: whether leaving brings back what was pruned last; False: it keeps the zeros.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(1, 4)
+        >>> with pk.ChangingMasks(model, pk.plan(model, x, channels=0.75)) as masks:
+        ...     few = int((model[0].weight == 0).all(dim=1).sum())
+        ...     masks.update(pk.plan(model, x, channels=0.5))
+        ...     more = int((model[0].weight == 0).all(dim=1).sum())
+        >>> few, more
+        (4, 8)
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = False
+        self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = True
     ) -> None:
         self.plan = plan
         model = unwrapped_for_hooks(model, "ChangingMasks")

@@ -87,7 +87,7 @@ class WeightMasks(HookOwner):
         refuse_compiled(self._model, type(self).__name__)
         sharded = is_sharded(self._model)
         if sharded and (self._restore or self._changing):
-            raise ModelError("WeightMasks: a sharded model's pruned values cannot be held; leave out restore, changing")
+            raise ModelError("WeightMasks: a sharded model's pruned values cannot be held; give restore=False")
         if self._restore or self._changing:
             self._held = HeldValues(self._model, self._plan)
             self.own(_Leaving(self))

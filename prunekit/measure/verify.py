@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.channels.comparing import check, following, record
 from prunekit.channels.copying import has_gradients, named_tensors
@@ -21,6 +21,7 @@ from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.inputs import call
+from prunekit.inputs import example as normalized
 from prunekit.measure.differing import largest_difference
 from prunekit.nested import gather, tensors_in
 from prunekit.planning import Plan, require_plan
@@ -47,7 +48,7 @@ def verify(
     masked: nn.Module,
     compact: nn.Module,
     plan: Plan,
-    examples: Iterable[tuple[Any, ...]],
+    examples: Any,
     *,
     tolerance: float = TOLERANCE,
     strict: bool = False,
@@ -69,7 +70,8 @@ def verify(
         masked: the model of dense size, whose norms see kept channels only, as under the masks; not changed.
         compact: what `prunekit.compaction.compact` made of it.
         plan: for finding the operator when they differ.
-        examples: positional inputs of `forward`, one tuple for each call.
+        examples: what the models are called with: a tensor, a tuple of positional arguments or a mapping of arguments
+            by name; or a list or other iterable of such examples.
         tolerance: largest relative difference that counts as equal; at least what the precision rounds in which the
             model runs.
         strict: whether the model has to be zero already where the plan prunes, as training under masks leaves it.
@@ -79,6 +81,14 @@ def verify(
         VerificationError: they differ, or hold NaN; the message names the first operator and its module path.
         ModelError: the masked model does not run on an example.
         UsageError: there is no example, or no tensor in the output: nothing would be compared.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(8, 4)
+        >>> plan = pk.plan(model, x, macs=0.5)
+        >>> pk.verify(model, pk.compact(model, plan), plan, x).max_relative_difference < 1e-12
+        True
     """
     masked, compact = unwrapped(masked), unwrapped(compact)
     require_values(masked, "verify")
@@ -87,7 +97,7 @@ def verify(
     masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
     misplaced_in: dict[Way, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS
-    for example in examples:
+    for example in _each(masked, examples):
         expected = _expected(masked_in, example, ways, lambda twin: NarrowNorms(twin, plan.channel_map, plan.keep))
         way, allowed = expected.way, max(tolerance, expected.rounding)
         ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
@@ -194,6 +204,12 @@ def _expected(
         f"{type(twins.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
         f"{failures[-1]}; expected the positional arguments of its forward, one tuple for each call"
     ) from failures[-1]
+
+
+def _each(model: nn.Module, examples: Any) -> Iterator[tuple[Any, ...]]:
+    """One example, or each of several, in the form that models are called with."""
+    single = isinstance(examples, (Tensor, tuple, Mapping)) or not isinstance(examples, Iterable)
+    return (normalized(model, one) for one in ([examples] if single else examples))
 
 
 class _Rounding(OperatorMode):

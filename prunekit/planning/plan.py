@@ -30,6 +30,7 @@ from prunekit.channels.norms import Norm
 from prunekit.channels.slicing import blank, kept_indices, masked_indices
 from prunekit.display import Displayed, Table, changes
 from prunekit.errors import ArtifactError, PlanError, UsageError
+from prunekit.inputs import InputSpec
 from prunekit.numbers import count, digits, factor, plural, share, size
 from prunekit.settings.pruning import LATENCIES
 
@@ -248,6 +249,7 @@ class Plan(Displayed):
                 for path, norm in chart.norms.items()
             ],
             "divided": [list(slot) for slot in sorted(chart.divided)],
+            "inputs": [[list(one.shape), one.dtype, one.name] for one in chart.inputs],
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
@@ -289,12 +291,20 @@ def _instead(given: Any) -> str:
 
 
 def load_plan(folder: StrPath) -> Plan:
-    """Reads a plan that `Plan.save` wrote.
+    """Reads a plan that `Plan.save` wrote, or that `prunekit.save` put beside a compact model.
+
+    Args:
+        folder: of the plan, or of the model.
 
     Raises:
         ArtifactError: a file is missing, damaged, of another format, or the two do not belong together.
     """
     folder = Path(folder)
+    if not (folder / "plan.json").is_file():
+        raise ArtifactError(
+            f"{folder}: expected a folder with plan.json and plan.safetensors, as plan.save(folder) and "
+            "prunekit.save(result, folder) write them; plan.json is not there"
+        )
     text = read_json(folder / "plan.json")
     if not isinstance(text, dict) or text.get("format") != FORMAT:
         raise ArtifactError(f"{folder / 'plan.json'}: expected a plan of format {FORMAT}; was it written by prunekit?")
@@ -351,6 +361,7 @@ def _read_map(text: dict[str, Any], tensors: dict[str, Labels]) -> ChannelMap:
         joint=joint,
         divided=frozenset((name, axis) for name, axis in text.get("divided", [])),
         stored={name: Stored(size, parameter) for name, (size, parameter) in text.get("stored", {}).items()},
+        inputs=tuple(InputSpec(tuple(shape), dtype, name) for shape, dtype, name in text.get("inputs", [])),
     )
 
 

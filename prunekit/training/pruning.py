@@ -106,7 +106,7 @@ class PruningSchedule(Part):
         """Enters the masks, and carries out the stage before the first step, if there is one."""
         self.timeline: Timeline = timeline(self.settings, epochs=training.epochs, steps=training.steps)
         self.model = training.model
-        self._masks = ChangingMasks(training.model, self.plan, training.optimizer)
+        self._masks = ChangingMasks(training.model, self.plan, training.optimizer, restore=False)
         with self._masks, self.planner.active(training):
             self._catch_up(0)
             yield

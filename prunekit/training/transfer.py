@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ from prunekit.training.history import LeftRun
 from prunekit.training.pruning import PruningSchedule
 from prunekit.wrappers import unwrapped
 
+Stepper = TypeVar("Stepper", bound=Optimizer)
 
-def transfer(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: Plan) -> None:
+
+def transfer(optimizer: Stepper, model: nn.Module, small: nn.Module, plan: Plan) -> Stepper:
     """Makes an optimizer of the masked model one of the compact model, in place; training goes on as it would have.
 
     Parameters, gradients and every state of a parameter's shape (momentum, second moments, the maxima of AMSGrad) keep
@@ -39,10 +41,23 @@ def transfer(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: Pla
         small: `prunekit.compact(model, plan)`.
         plan: that the masks and the compact model were made by.
 
+    Returns:
+        The optimizer that was given.
+
     Raises:
         PlanError: the plan is that of another model, the optimizer has a parameter that is not the model's, the models
             do not belong together, or a state has a shape that says not where its entries belong (as of optimizers that
             factor their moments); nothing was changed.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> small = pk.compact(model, plan)
+        >>> optimizer = pk.transfer(optimizer, model, small, plan)
+        >>> optimizer.param_groups[0]["params"][0] is small[0].weight
+        True
     """
     model, small = unwrapped(model), unwrapped(small)
     require_plan(plan, model)
@@ -66,6 +81,7 @@ def transfer(optimizer: Optimizer, model: nn.Module, small: nn.Module, plan: Pla
     optimizer.state.update(states)
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
+    return optimizer
 
 
 def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:

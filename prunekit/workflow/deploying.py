@@ -108,11 +108,9 @@ def deploy(prepared: Prepared, run: RunFolder, dense: nn.Module, plan: Plan) -> 
     folded = fold_batchnorm(compact, example) if wanted.fold_batchnorm else Folded(compact, {}, {}, 0.0)
     model = channels_last(folded.model, example) if wanted.channels_last else folded.model
     save(
-        run.path / FOLDER,
         model,
+        run.path / FOLDER,
         plan,
-        input_shapes=prepared.input_shapes,
-        input_dtypes=prepared.input_dtypes,
         build=prepared.build,
         extra={"classes": list(prepared.splits.classes)},
     )

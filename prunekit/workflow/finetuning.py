@@ -64,7 +64,7 @@ class Finetuning:
             return (model, None) if left is None else self._go_on(model, schedule.part.plan, thresholds, left)
         self._log(f"fine-tune: {share.channels:.1%} of the channels masked, epochs: {epochs}")
         if early:
-            with masked(model, plan):  # leaves zeros
+            with masked(model, plan, restore=False):
                 pass
             return self._go_on(model.cpu(), plan, thresholds, None)
 
@@ -74,7 +74,7 @@ class Finetuning:
         def under_masks(training: Training) -> Iterator[None]:
             nonlocal trained
             trained = training.model  # the model, or a sharded copy of it
-            with masked(trained, plan, training.optimizer), masks(trained, thresholds):
+            with masked(trained, plan, training.optimizer, restore=False), masks(trained, thresholds):
                 yield
 
         def figures() -> dict[str, str]:  # the main process asks alone

@@ -221,11 +221,9 @@ class Journey:
         for note in (*flushed.notes, *remarks(small)):
             self.log(f"compact: {note}")
         save(
-            self.run.path / "model",
             small,
+            self.run.path / "model",
             plan,
-            input_shapes=self.prepared.input_shapes,
-            input_dtypes=self.prepared.input_dtypes,
             build=self.prepared.build,
             extra={"classes": list(self.prepared.splits.classes)},
         )

@@ -11,7 +11,6 @@ from torch import nn
 from prunekit.data import Batches, Splits, batches
 from prunekit.inputs import arguments
 from prunekit.models import ModelSettings
-from prunekit.nested import tensors_in
 from prunekit.settings.job import JobSettings
 from prunekit.training import MakeOptimizer, TrainSettings
 
@@ -47,17 +46,6 @@ class Prepared:
     def example_inputs(self) -> tuple[Any, ...]:
         """The positional inputs of one real training sample as a batch."""
         return example_of(self.model, self.splits)
-
-    @property
-    def input_shapes(self) -> list[list[int]]:
-        """Of the example inputs."""
-        return [list(tensor.shape) for tensor in tensors_in(self.example_inputs)]
-
-    @property
-    def input_dtypes(self) -> list[str] | None:
-        """Of the same; None of one float32 tensor."""
-        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors_in(self.example_inputs)]
-        return None if kinds == ["float32"] else kinds
 
     @property
     def build(self) -> ModelSettings | None:

@@ -56,7 +56,7 @@ def _repaired(
     settings = prepared.job.repair
     if settings is None:
         model = copied(dense, prepared.device)
-        with masked(model, plan):
+        with masked(model, plan, restore=False):
             if training:
                 recalibrate_batchnorm(model, calibration_batches(prepared), prepared.device, progress=False)
         return model.cpu(), None

@@ -13,7 +13,7 @@ from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
-from prunekit.inputs import call
+from prunekit.inputs import Keywords, call
 from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
 from prunekit.models import ZOOS, ModelSettings, build_model, image_shape, load_factory, load_weights, zoo_names
 from prunekit.settings.job import JobSettings
@@ -167,12 +167,16 @@ def _from_folder(folder: Path, factory: str | None, shape: tuple[int, ...] | Non
 
 def _noted_inputs(folder: Path, manifest: dict[str, Any]) -> tuple[Any, ...] | None:
     """Zeros as the inputs of a model that does not take one float32 tensor; None of one that does."""
-    shapes, dtypes = manifest["example"].get("shapes"), manifest["example"].get("dtypes")
+    example = manifest["example"]
+    shapes, dtypes = example.get("shapes"), example.get("dtypes")
     if dtypes is None:
         return None
     try:
-        kinds = [getattr(torch, name) for name in dtypes]
-        return tuple(torch.zeros(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True))
+        names = example.get("names", [None] * len(shapes))
+        zeros = [torch.zeros(shape, dtype=getattr(torch, kind)) for shape, kind in zip(shapes, dtypes, strict=True)]
+        named = Keywords((name, zero) for name, zero in zip(names, zeros, strict=True) if name is not None)
+        given = [zero for name, zero in zip(names, zeros, strict=True) if name is None]
+        return (*given, named) if named else tuple(given)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ArtifactError(
             f"{folder / MANIFEST}: example: expected shapes such as [1, 16] and as many dtypes such as int64, got "

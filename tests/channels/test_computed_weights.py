@@ -64,7 +64,7 @@ def test_computed_weights_are_pruned_trained_and_saved(computed: Any, tmp_path: 
             assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     small = prunekit.compact(model, plan)
     assert verify(model, small, plan, [IMAGES]).max_relative_difference <= 1e-9
-    prunekit.save(tmp_path / "small", small, plan, input_shapes=[[4, 3, 10]])
+    prunekit.save(small, tmp_path / "small", plan)
     again = prunekit.load(tmp_path / "small", model=net(computed))
     torch.testing.assert_close(again(*IMAGES), small(*IMAGES))
     prunekit.transfer(optimizer, model, small, plan)
@@ -155,11 +155,11 @@ def test_kernels_that_meet_a_vector_when_flattened_lose_input_channels(
     model.zero_grad()
     plan = settled_plan(model.eval(), images)
     assert {"0", "2"} <= set(plan.widths())
-    with prunekit.masked(model, plan, torch.optim.SGD(model.parameters())):
+    with prunekit.masked(model, plan, torch.optim.SGD(model.parameters()), restore=False):
         pass
     small = prunekit.compact(model, plan)
     assert verify(model, small, plan, [images]).max_relative_difference <= 1e-9
-    prunekit.save(tmp_path / "small", small, plan, input_shapes=[[2, 3, 6, 5]])
+    prunekit.save(small, tmp_path / "small", plan)
     again = prunekit.load(tmp_path / "small", model=build())
     for training in (False, True, True):  # each step in train mode moves the vectors of spectral norm
         masked, *others = (one.train(training)(*images) for one in (model, small, again))

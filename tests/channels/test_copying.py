@@ -318,7 +318,7 @@ def test_a_model_reads_what_its_own_hooks_stored(where: str, tmp_path: Path) -> 
     small = compact(model, plan)
     assert {"first.weight", "side.weight"} <= plan.kept_indices.keys()
     assert plan.kept("side.weight", 1).tolist() == plan.kept("first.weight", 0).tolist()
-    save(tmp_path / "small", small, plan, input_shapes=[[2, 4]])
+    save(small, tmp_path / "small", plan)
     loaded = load(tmp_path / "small", model=lambda: Tapped(where))
     masked, other = zero_removed(copied(model), plan), torch.randn(5, 4)
     with torch.no_grad():
@@ -416,7 +416,7 @@ def test_a_method_that_was_replaced_comes_along_and_a_file_without_it_is_refused
     plan = settled_plan(model, example)
     small = compact(model, plan)
     assert small[0].out_features < 12  # type: ignore[index]
-    save(tmp_path / "small", small, plan, input_shapes=[[2, 4]])
+    save(small, tmp_path / "small", plan)
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "small", model=lambda: doubling(Two()))(*example), small(*example))
     with pytest.raises(ArtifactError, match="forward was set on the saved model itself and is not in its class"):

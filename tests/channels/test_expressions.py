@@ -60,7 +60,7 @@ def test_a_folder_holds_sizes_and_places_but_no_code(cls: type[nn.Module], tmp_p
     net = around(cls())
     plan = settled_plan(net, EXAMPLE, share=0.5)
     small = compact(net, plan)
-    save(tmp_path / "small", small, plan, input_shapes=[[2, 5, 6]])
+    save(small, tmp_path / "small", plan)
     again = load(tmp_path / "small", model=around(cls()))
     assert torch.equal(again(*EXAMPLE), small(*EXAMPLE))
     assert isinstance(again[1], cls)  # type: ignore[index]
@@ -159,7 +159,7 @@ def test_a_size_that_is_none_or_an_expression_that_is_not_there_is_refused(tmp_p
 def test_a_folder_whose_models_source_changed_is_refused(tmp_path: Path) -> None:
     net = around(Quotient())
     plan = uneven_plan(net)
-    save(tmp_path / "small", compact(net, plan), plan, input_shapes=[[2, 5, 6]])
+    save(compact(net, plan), tmp_path / "small", plan)
     manifest = tmp_path / "small" / "prunekit.json"
     manifest.write_text(manifest.read_text().replace("width // self.num_heads", "width // self.heads"))
     with pytest.raises(ArtifactError, match="does not fit the model"):

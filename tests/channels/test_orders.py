@@ -59,7 +59,7 @@ def test_every_channel_is_free_however_often_it_is_shuffled(cls: type[Unit], tmp
     free = [labels[0] for name, labels in plan.channel_map.labels.items() if "mix.weight" in name or name == "0.weight"]
     assert len(np.unique(np.concatenate(free))) == WIDTH + MANY * WIDTH // 2  # type: ignore[arg-type]
     small = compact(net, plan)
-    save(tmp_path / "small", small, plan, input_shapes=[[2, 3, 4, 4]])
+    save(small, tmp_path / "small", plan)
     assert torch.equal(load(tmp_path / "small", model=units(cls, MANY))(*EXAMPLE), small(*EXAMPLE))
     plan.save(tmp_path / "plan")
     again = load_plan(tmp_path / "plan")

@@ -62,7 +62,7 @@ def test_what_is_in_a_scripted_module_is_followed_and_cut(part: type[nn.Module],
     small = prunekit.compact(model.eval(), plan)
     assert verify(model, small, plan, [image()]).max_relative_difference <= 1e-9
     assert count_hooks(model) == 0
-    prunekit.save(tmp_path / "small", small, plan, input_shapes=[[2, 3, 8, 8]])
+    prunekit.save(small, tmp_path / "small", plan)
     again = prunekit.load(tmp_path / "small", model=net(make(part())))
     assert torch.equal(again(*image()), small(*image()))
 

@@ -458,7 +458,7 @@ def test_as_many_steps_as_convergence_needs() -> None:
     images = torch.randn(32, 3, 6, 6, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 3, 32).view(
         -1, 1, 1, 1
     )
-    for data in ((images[:4],), images):
-        done = prunekit.prune(model, data, macs=0.8)
+    for data in ({"example": images[:4]}, {"calibration": images}):
+        done = prunekit.prune(model, macs=0.8, **data)
         assert done.plan.widths()["b"][0] < 20
         assert done.max_relative_difference <= 1e-9

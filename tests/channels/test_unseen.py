@@ -124,7 +124,7 @@ def test_methods_that_no_example_runs_do_in_the_compact_model_what_they_do(
     assert notes == ()
     assert parity(net, plan, EXAMPLE) <= TOLERANCE
     small: Any = found.compact
-    save(tmp_path / "small", small, plan, input_shapes=[[2, 5, 6]])
+    save(small, tmp_path / "small", plan)
     dense = around(cls(), outputs)
     for model in (small, compact(net, plan), load(tmp_path / "small", model=dense)):
         twin: Any = model.double()

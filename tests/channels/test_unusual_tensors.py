@@ -162,7 +162,7 @@ def test_a_model_that_runs_is_pruned_and_saved(name: str, tmp_path: Path) -> Non
     assert (f"operator {operator} has no rule" in reasons) == bool(operator), reasons
     rows = prunekit.summary(dense, example)
     assert rows is not None
-    prunekit.save(tmp_path / "small", small, plan, input_shapes=[[4, 5, 6]])
+    prunekit.save(small, tmp_path / "small", plan)
     loaded = prunekit.load(tmp_path / "small", _made(name))
     with torch.no_grad():
         wanted, got = plain_in(small(*example)), plain_in(loaded(*example))

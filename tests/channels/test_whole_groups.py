@@ -27,7 +27,7 @@ def test_groups_go_with_the_heads_they_are_part_of(seed: int, tmp_path: Any) -> 
     sizes = (3 * len(heads), 3 * DEPTH * len(heads), 3 * DEPTH * len(heads))
     assert (mix.groups, mix.in_channels, mix.out_channels) == sizes
     assert mix.weight.shape[1] == DEPTH
-    save(tmp_path / "folder", small, plan, input_shapes=[list(example[0].shape)])
+    save(small, tmp_path / "folder", plan)
     again = load(tmp_path / "folder", model)
     assert (again.get_submodule("1.mix").groups, str(again)) == (3 * len(heads), str(small))
     assert torch.equal(again(*example), small.eval()(*example))

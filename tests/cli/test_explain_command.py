@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         size = 32 if build else 8
         found = prunekit.prune(model, (torch.randn(1, 3, size, size),), channels=0.5)
-        prunekit.save(root / name, found.model, found.plan, input_shapes=[[1, 3, size, size]], build=build)
+        prunekit.save(found.model, root / name, found.plan, build=build)
     return root
 
 

@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = build_model(settings, num_classes=None)
     found = prunekit.prune(model, (torch.randn(1, 3, 16, 16),), channels=0.5)
     for folder in (root / "run" / "model", root / "alone"):
-        prunekit.save(folder, found.model, found.plan, input_shapes=[[1, 3, 16, 16]], build=settings)
+        prunekit.save(found.model, folder, found.plan, build=settings)
     found.plan.save(root / "run")
     save_weights(root / "run" / "checkpoints" / "dense.safetensors", model)
     (root / "run" / "recipe.yaml").write_text(RECIPE)

@@ -67,7 +67,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plan = prunekit.plan(model, (example,), settings=settings)
     folder = tmp_path / "run"
     save_weights(folder / "checkpoints" / "dense.safetensors", model)
-    prunekit.save(folder / "model", compact(model, plan), plan, input_shapes=[[1, 3, 16, 16]])
+    prunekit.save(compact(model, plan), folder / "model", plan)
     (folder / "status.json").write_text("{}")
     pixels = np.random.default_rng(0).integers(0, 255, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.png")

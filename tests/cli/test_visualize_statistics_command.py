@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weight[9] = 50 * weight[4]
         weight[4] *= 60
     found = prunekit.prune(model, (torch.randn(1, 3, 16, 16),), channels=0.5)
-    prunekit.save(folder / "model", found.model, found.plan, input_shapes=[[1, 3, 16, 16]], build=settings)
+    prunekit.save(found.model, folder / "model", found.plan, build=settings)
     found.plan.save(folder)
     save_weights(folder / "checkpoints" / "dense.safetensors", model)
     (folder / "recipe.yaml").write_text(RECIPE)

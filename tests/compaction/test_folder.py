@@ -16,6 +16,7 @@ from equivalence import assert_unchanged, random_keep, randomized, settled_plan,
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import prunekit
 import prunekit.compaction.folder as folder_module
 from prunekit.artifacts import sha256
 from prunekit.channels import trace
@@ -46,7 +47,7 @@ def pruned(name: str) -> tuple[nn.Module, Plan, ModelSettings]:
 
 def saved(path: Path, name: str = "resnet18") -> nn.Module:
     model, plan, settings = pruned(name)
-    save(path, model, plan, input_shapes=[[1, 3, 64, 64]], build=settings, extra={"classes": list("abcde")})
+    save(model, path, plan, build=settings, extra={"classes": list("abcde")})
     return model
 
 
@@ -69,7 +70,7 @@ def own_model(path: Path) -> tuple[nn.Module, Any, tuple[torch.Tensor]]:
     dense, example = randomized(Tied()).eval(), (torch.randn(2, 6),)
     plan = settled_plan(dense, example)
     small = compact(dense, plan)
-    save(path, small, plan, input_shapes=[[2, 6]])
+    save(small, path, plan)
     return dense, small, example
 
 
@@ -94,9 +95,10 @@ def test_a_loaded_model_is_the_saved_one(name: str, tmp_path: Path) -> None:
     assert all(parameter.grad is not None for parameter in loaded.parameters())
 
 
-def test_the_folder_is_two_files_of_tensors_and_text(tmp_path: Path) -> None:
+def test_the_folder_is_files_of_tensors_and_text(tmp_path: Path) -> None:
     model = saved(tmp_path / "model")
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["model.safetensors", "prunekit.json"]
+    of_model, of_plan = ["model.safetensors", "prunekit.json"], ["plan.json", "plan.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(of_model + of_plan)
     manifest = read_manifest(tmp_path / "model")
     assert manifest["class"] == "ResNet"
     assert manifest["example"]["shapes"] == [[1, 3, 64, 64]]
@@ -117,7 +119,7 @@ def test_the_folder_is_two_files_of_tensors_and_text(tmp_path: Path) -> None:
 def test_weights_are_not_downloaded_or_needed(tmp_path: Path) -> None:
     model, plan, settings = pruned("resnet18")
     with_weights = ModelSettings(settings.name, arguments=settings.arguments, weights="/not/there.safetensors")
-    save(tmp_path / "model", model, plan, input_shapes=[[1, 3, 64, 64]], build=with_weights)
+    save(model, tmp_path / "model", plan, build=with_weights)
     assert_unchanged(load(tmp_path / "model"), snapshot(model))
 
 
@@ -125,7 +127,7 @@ def test_weights_are_not_downloaded_or_needed(tmp_path: Path) -> None:
 def test_precision_survives(dtype: torch.dtype, tmp_path: Path) -> None:
     small, plan, settings = pruned("resnet18")
     model = copy.deepcopy(small).to(dtype)
-    save(tmp_path / "model", model, plan, input_shapes=[[1, 3, 64, 64]], build=settings)
+    save(model, tmp_path / "model", plan, build=settings)
     assert_unchanged(load(tmp_path / "model"), snapshot(model))
 
 
@@ -168,9 +170,9 @@ def test_a_buffer_that_forward_makes_anew(before: bool, tmp_path: Path) -> None:
         dense(*example)
     plan = settled_plan(dense, example)
     small = compact(dense, plan)
-    save(tmp_path / "new", small, plan, input_shapes=[[2, 5, 6]])
+    save(small, tmp_path / "new", plan)
     small(*example)
-    save(tmp_path / "used", small, plan, input_shapes=[[2, 5, 6]])
+    save(small, tmp_path / "used", plan)
     for folder in ("new", "used"):
         loaded = load(tmp_path / folder, Growing)
         with torch.no_grad():
@@ -372,7 +374,7 @@ def test_facts_that_are_not_json_are_refused_before_anything_is_replaced(tmp_pat
     model, plan, settings = pruned("resnet18")
     saved(tmp_path / "model")
     with pytest.raises((ValueError, TypeError, PrunekitError)):
-        save(tmp_path / "model", model, plan, input_shapes=[[1]], build=settings, extra={"loss": float("nan")})
+        save(model, tmp_path / "model", plan, build=settings, extra={"loss": float("nan")})
     assert read_manifest(tmp_path / "model")["example"]["shapes"] == [[1, 3, 64, 64]]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -382,7 +384,7 @@ def test_sizes_that_modules_remember_are_set_on_loading(tmp_path: Path) -> None:
     model = randomized(nn.Sequential(*layers, nn.BatchNorm2d(6), nn.Conv2d(6, 2, 1))).eval()
     plan = settled_plan(model, (torch.randn(1, 3, 8, 8),))
     small: Any = compact(model, plan)
-    save(tmp_path / "model", small, plan, input_shapes=[[1, 3, 8, 8]])
+    save(small, tmp_path / "model", plan)
     loaded: Any = load(tmp_path / "model", model)
     assert (loaded[1].groups, loaded[1].in_channels, loaded[1].out_channels) == (5, 5, 10)
     assert (loaded[2].num_parameters, loaded[3].in_channels, loaded[3].out_channels) == (10, 10, 4)
@@ -394,7 +396,7 @@ def test_norms_without_tensors_know_their_width_again(tmp_path: Path) -> None:
     example = (torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)),)
     plan = settled_plan(model, example)
     small = compact(model, plan)
-    save(tmp_path / "model", small, plan, input_shapes=[[2, 3, 6, 6]])
+    save(small, tmp_path / "model", plan)
     loaded: Any = load(tmp_path / "model", model)
     assert loaded[1].num_features == plan.kept("0.weight", 0).size < 8
     assert torch.equal(loaded(*example), small(*example))  # a width that does not fit would warn, which fails a test
@@ -404,3 +406,42 @@ def test_norms_without_tensors_know_their_width_again(tmp_path: Path) -> None:
         (tmp_path / "model" / "prunekit.json").write_text(json.dumps(manifest))
         with pytest.raises(ArtifactError, match="does not fit the model"):
             load(tmp_path / "model", model)
+
+
+def test_a_result_is_saved_whole_and_what_is_none_says_the_call(tmp_path: Path) -> None:
+    class ByName(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x).relu() * scale)  # type: ignore[no-any-return]
+
+    model, example = randomized(ByName()), {"scale": torch.ones(1), "x": torch.rand(3, 4)}
+    result = prunekit.prune(model, example, macs=0.5)
+    folder = save(result, tmp_path / "result")
+    plan = prunekit.load_plan(folder)
+    assert plan.digest == result.plan.digest
+    assert plan.channel_map.inputs == result.plan.channel_map.inputs
+    assert read_manifest(folder)["example"] == {
+        "shapes": [[3, 4], [1]], "dtypes": ["float32", "float32"], "names": ["x", "scale"]
+    }  # fmt: skip
+    again = load(folder, model=ByName)
+    assert prunekit.verify(model, again, plan, example).max_relative_difference <= 1e-12
+    assert torch.equal(again(**example), result.model(**example))
+    second = save(result.model, tmp_path / "model", plan)  # as the plan from a file knows it
+    assert read_manifest(second)["example"] == read_manifest(folder)["example"]
+    plan.save(tmp_path / "plan")
+    for call, said in (
+        (lambda: save("small", result.model, plan), r"the model first, .*prunekit\.save\(small, 'small', plan\)"),
+        (lambda: save(plan, "small"), r"got a Plan: prunekit\.save\(prunekit\.compact\(model, plan\), folder, plan\)"),
+        (lambda: save(result, "small", plan), "expected no plan beside a Pruned, which has its own"),
+        (lambda: save(result.model, "small"), r"plan: expected a prunekit\.Plan, got None"),
+        (lambda: save([1], "small"), r"model: expected a torch\.nn\.Module, got list"),  # type: ignore[arg-type]
+        (lambda: load(tmp_path / "plan"), r"this is a plan, which prunekit\.load_plan\('.*plan'\) reads"),
+        (lambda: load(folder), r"prunekit\.load\('.*result', model=\.\.\.\)"),
+        (lambda: prunekit.load_plan(tmp_path), r"plan\.save\(folder\) and prunekit\.save\(result, folder\) write them"),
+    ):
+        with pytest.raises(PrunekitError, match=said):
+            call()
+    assert not Path("small").exists()

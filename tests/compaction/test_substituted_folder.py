@@ -40,7 +40,7 @@ def saved(folder: Path, name: str) -> tuple[nn.Module, torch.Tensor]:
     dense = randomized(MODELS[name]()).eval()
     plan = settled_plan(dense, (images,), share=0.4)
     small = compact(dense, plan)
-    save(folder, small, plan, input_shapes=[[1, 3, 32, 32]])
+    save(small, folder, plan)
     return small, images
 
 
@@ -93,7 +93,7 @@ def test_attributes_that_were_set_are_set_again(tmp_path: Path) -> None:
     plan = settled_plan(dense, example, share=0.5)
     small: Any = compact(dense, plan)
     assert (small.width, small.heads) == (2, (2, 1))
-    save(tmp_path / "model", small, plan, input_shapes=[[2, 7, 6]])
+    save(small, tmp_path / "model", plan)
     manifest = read_manifest(tmp_path / "model")
     assert manifest["attributes"] == {"": {"width": 2, "heads": [2, 1]}}
     loaded: Any = load(tmp_path / "model", Own)

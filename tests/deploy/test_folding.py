@@ -192,7 +192,7 @@ def compacted(path: Path) -> tuple[nn.Module, tuple[Tensor, ...], ModelSettings,
     chart = trace(model, example)
     plan = Plan(chart, random_keep(chart))
     small = prunekit.fold_batchnorm(compact(model, plan), example).model
-    save(path, small, plan, input_shapes=[[2, 3, 64, 64]], build=build)
+    save(small, path, plan, build=build)
     return small, example, build, plan
 
 

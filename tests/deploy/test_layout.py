@@ -39,7 +39,7 @@ def test_a_folder_keeps_the_layout(tmp_path: Path) -> None:
     small = prunekit.compact(model, plan)
     moved = prunekit.channels_last(small, image())
     for name, saved in (("moved", moved), ("plain", small)):
-        prunekit.save(tmp_path / name, saved, plan, input_shapes=[[2, 3, 8, 8]])
+        prunekit.save(saved, tmp_path / name, plan)
         loaded = prunekit.load(tmp_path / name, model)
         assert_unchanged(loaded, snapshot(small))
         for want, got in zip(saved.parameters(), loaded.parameters(), strict=True):

@@ -148,14 +148,18 @@ def test_masked_composes_both_and_sparsity_measures_it() -> None:
     model, plan = randomized(SmallNet()), handmade_plan(1, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert sparsity(model, plan).weights == 0.0
-    with masked(model, plan, optimizer) as same:
+    dense = {name: value.clone() for name, value in model.state_dict().items()}
+    with masked(model, plan, optimizer):
+        assert sparsity(model, plan).weights > 0
+    assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
+    with masked(model, plan, optimizer, restore=False) as same:
         assert same is model
         assert optimizer._optimizer_step_post_hooks
         found = sparsity(model, plan)
     conv = 2 * 27 + (64 - 36) * 9 + (64 - 36) + 5 * 8
     assert found.weights == pytest.approx(conv / (8 * 27 + 64 * 9 + 64 + 5 * 32))
     assert found.channels == 0.25
-    with masked(model, handmade_plan(3), restore=True):
+    with masked(model, handmade_plan(3)):
         pass
     assert sparsity(model, plan) == found
 

@@ -127,7 +127,7 @@ def test_inside_of_blocks_and_the_stream_are_free_where_nothing_is_padded() -> N
 def test_a_model_folder_builds_it_again(tmp_path: Path) -> None:
     pruned = prune(built("resnet20"), EXAMPLE, channels=0.5)
     build = ModelSettings("resnet20", "cifar", {"num_classes": 10})
-    save(tmp_path / "model", pruned.model, pruned.plan, input_shapes=[[1, 3, 32, 32]], build=build)
+    save(pruned.model, tmp_path / "model", pruned.plan, build=build)
     again = load(tmp_path / "model")
     assert type(again) is CifarResNet
     x = torch.randn(2, 3, 32, 32)

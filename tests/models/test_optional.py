@@ -47,7 +47,7 @@ def test_built_pruned_saved_and_built_again_by_its_folder(zoo: str, tmp_path: Pa
     example = (torch.randn(1, *shape),)
     planned = plan_model(model, example, PruneSettings(budget=BudgetSettings(channels=0.5)))
     built = ModelSettings(name, zoo, arguments={**arguments, "num_classes": 5})  # type: ignore[arg-type]
-    save(tmp_path / "model", planned.compact, planned.plan, input_shapes=[[1, *shape]], build=built)
+    save(planned.compact, tmp_path / "model", planned.plan, build=built)
     loaded = load(tmp_path / "model")
     assert type(loaded) is type(model)
     want, got = (getattr(out, "logits", out) for out in (planned.compact.eval()(*example), loaded(*example)))
@@ -87,7 +87,7 @@ def test_a_folder_cannot_ask_for_more_than_a_recipe(tmp_path: Path) -> None:
     example = (torch.randn(1, 3, 64, 64),)
     plan = plan_model(model, example, PruneSettings(budget=BudgetSettings(channels=0.5)))
     build = ModelSettings(name, "timm", arguments={"checkpoint_path": "a.pth"})
-    save(tmp_path / "model", plan.compact, plan.plan, input_shapes=[[1, 3, 64, 64]], build=build)
+    save(plan.compact, tmp_path / "model", plan.plan, build=build)
     with pytest.raises(ArtifactError, match="checkpoint_path: weights come from"):
         load(tmp_path / "model")
 

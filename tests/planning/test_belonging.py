@@ -93,7 +93,7 @@ PLAN_TAKERS: dict[str, Callable[[Any, Path], Any]] = {
     "masked": lambda plan, _: entered(prunekit.masked(MODEL, plan)),
     "changing masks": lambda plan, _: prunekit.ChangingMasks(MODEL, plan),
     "verify": lambda plan, _: prunekit.verify(MODEL, SMALL, plan, [image()]),
-    "save": lambda plan, folder: prunekit.save(folder / "model", SMALL, plan, input_shapes=[[1, 3, 8, 8]]),
+    "save": lambda plan, folder: prunekit.save(SMALL, folder / "model", plan),
     "spread_": lambda plan, _: spread_(MODEL, SMALL, plan),
     "transfer": lambda plan, _: prunekit.transfer(SGD, MODEL, SMALL, plan),
     "transfer_average": lambda plan, _: prunekit.transfer_average(AveragedModel(MODEL), plan),
@@ -215,10 +215,10 @@ def test_only_what_the_plan_leaves_is_saved(tmp_path: Path) -> None:
         (nn.ModuleDict({"module": SMALL}), r"give its `\.module`"),
     ):
         with pytest.raises(PlanError, match=said):
-            prunekit.save(tmp_path / "model", model, PLAN, input_shapes=[[1, 3, 8, 8]])
+            prunekit.save(model, tmp_path / "model", PLAN)
         assert not list(tmp_path.iterdir())
     folded = prunekit.fold_batchnorm(SMALL, image()).model
     for model in (SMALL, folded):
-        prunekit.save(tmp_path / "model", model, PLAN, input_shapes=[[1, 3, 8, 8]])
+        prunekit.save(model, tmp_path / "model", PLAN)
         again = prunekit.load(tmp_path / "model", model=MODEL)
         assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())

@@ -201,7 +201,7 @@ def test_channels_pruned_on_the_way_are_zero_in_the_average_at_once(method: Any)
     class Late(Part):
         def after_step(self, step: int, made: bool) -> None:
             if step == 5:
-                in_force.append(masked(model, plan))
+                in_force.append(masked(model, plan, restore=False))
                 in_force[0].__enter__()
 
     class Looks(Part):
@@ -224,7 +224,9 @@ def test_masks_are_entered_as_a_part_and_hold_in_what_is_kept() -> None:
     keep = np.ones(chart.n_labels, bool)
     keep[chart.groups[0].labels[:3]] = False
     plan = Plan(chart, keep)
-    train(model, AverageSettings("swa", start=0.0), Within(lambda run: masked(model, plan, run.optimizer)))
+    train(
+        model, AverageSettings("swa", start=0.0), Within(lambda run: masked(model, plan, run.optimizer, restore=False))
+    )
     gone = ~torch.from_numpy(keep[chart.labels["0.weight"][0]])
     for name in ("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean"):
         assert not model.state_dict()[name][gone].any(), name

@@ -158,7 +158,7 @@ def test_masks_and_checkpointing_go_with_features() -> None:
             part.loss(images, output, torch.arange(4)).backward()  # type: ignore[no-untyped-call]
         assert student.body[0].weight.grad.abs().sum() > 0
     model, plan = net(1), pruned(net(1))
-    steps = Within(lambda run: masked(model, plan, run.optimizer))
+    steps = Within(lambda run: masked(model, plan, run.optimizer, restore=False))
     part = Distillation(net(2), BOTH, lambda: plan)
     run = TrainSettings(epochs=1, lr=0.05, distill=BOTH)
     fit(model, splits(), run, device=CPU, seed=1, batch=16, parts=[steps, part])

@@ -135,7 +135,7 @@ def test_plans_are_nested_exact_and_end_where_one_shot_would(kind: Any, optimize
 def test_all_at_once_at_the_beginning_is_what_masks_from_the_start_are() -> None:
     model, part, _, _ = run(ScheduleSettings("oneshot"))
     plain = net()
-    under = Within(lambda training: masked(plain, part.plan, training.optimizer))
+    under = Within(lambda training: masked(plain, part.plan, training.optimizer, restore=False))
     fit(plain, splits(), SETTINGS, device=CPU, seed=1, batch=16, parts=[under])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 

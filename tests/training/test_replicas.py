@@ -66,7 +66,7 @@ def trained(settings: TrainSettings, under_masks: bool) -> dict[str, Any]:
 
         @contextmanager
         def masks(training: Training) -> Iterator[None]:
-            with masked(model, plan, training.optimizer):
+            with masked(model, plan, training.optimizer, restore=False):
                 yield
 
         parts = [Within(masks), *asked_parts(settings, sources)]

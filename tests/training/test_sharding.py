@@ -98,7 +98,7 @@ def trained(settings: TrainSettings) -> dict[str, Any]:
     @contextmanager
     def masks(training: Training) -> Iterator[None]:
         sharded.append([path for path, module in training.model.named_modules() if "FSDP" in type(module).__name__])
-        with masked(training.model, plan, training.optimizer):
+        with masked(training.model, plan, training.optimizer, restore=False):
             yield
 
     sources = Sources(splits(), 22, blocks(seed=4), plan.channel_map, masks=lambda: plan)

@@ -73,7 +73,7 @@ def test_the_journey_step_by_step(tmp_path: Path) -> None:
     assert proof.max_relative_difference <= 1e-9
     assert proof.inputs == 2
     build = ModelSettings("resnet18", arguments={"num_classes": 10})
-    folder = prunekit.save(tmp_path / "model", small, plan, input_shapes=[[1, 3, 32, 32]], build=build)
+    folder = prunekit.save(small, tmp_path / "model", plan, build=build)
     loaded = prunekit.load(folder)
     assert torch.equal(loaded(EXAMPLE[0]), small.eval()(EXAMPLE[0]))
 

@@ -36,7 +36,7 @@ def test_channels_of_packed_projections_stand_where_the_dense_ones_do(tmp_path: 
     exec(CODE, names)
     model, example = names["Net"]().eval(), torch.rand(1, 3, 16, 16)
     pruned = prunekit.prune(model, (example,), channels=0.5)
-    prunekit.save(tmp_path / "model", pruned.model, pruned.plan, input_shapes=[[1, 3, 16, 16]])
+    prunekit.save(pruned.model, tmp_path / "model", pruned.plan)
     sides = both_sides(tmp_path / "model", factory=f"{tmp_path / 'own.py'}:Net")
     name = "attention.in_proj_weight"
     rows = sides.rows[name]

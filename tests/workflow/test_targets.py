@@ -67,7 +67,7 @@ def saved(folder: Path) -> nn.Module:
     dense = build_model(ModelSettings("squeezenet1_1"), num_classes=10)
     pruned = prune(dense, (torch.randn(1, 3, 32, 32),), channels=0.5)
     build = ModelSettings("squeezenet1_1", arguments={"num_classes": 10})
-    save(folder, pruned.model, pruned.plan, input_shapes=[[1, 3, 32, 32]], build=build)
+    save(pruned.model, folder, pruned.plan, build=build)
     return pruned.model
 
 
@@ -85,7 +85,7 @@ def test_a_model_folder_of_the_users_own_model_needs_the_factory(tmp_path: Path)
     )
     factory = f"{tmp_path / 'own.py'}:build"
     pruned = prune(load_factory(factory), (torch.randn(2, 4),), channels=0.5)
-    save(tmp_path / "model", pruned.model, pruned.plan, input_shapes=[[1, 4]])
+    save(pruned.model, tmp_path / "model", pruned.plan)
     target = resolve(tmp_path / "model", factory=factory)
     assert target.model[0].weight.shape == (3, 4)
     assert same_weights(target.model, pruned.model)
