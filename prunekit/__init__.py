@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from prunekit.capturing.capture import capture  # not through the package: there mypy finds the module first
     from prunekit.capturing.intervene import intervene
     from prunekit.channels import ChannelMap, trace
-    from prunekit.compaction import compact, load, save
+    from prunekit.compaction import load, save
+    from prunekit.compaction.compact import compact  # likewise
     from prunekit.criteria import Evidence, register_criterion
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
     from prunekit.diagnosis import diagnose
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     from prunekit.measure.verify import verify
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
+    from prunekit.planning.budgets import Term, register_budget
     from prunekit.repair import RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
-    from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer, transfer_average
+    from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer_average
+    from prunekit.training.transfer import transfer  # likewise
     from prunekit.visualize import class_activation_map, saliency
     from prunekit.workflow import Own, RunResult, plan, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
@@ -62,6 +65,7 @@ _PLACES = {
     "ScheduleSettings": "prunekit.planning:ScheduleSettings",
     "Session": "prunekit.measure.runtimes:Session",
     "StatsCollector": "prunekit.calibration:StatsCollector",
+    "Term": "prunekit.planning.budgets:Term",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
     "capture": "prunekit.capturing:capture",
@@ -86,6 +90,7 @@ _PLACES = {
     "profile": "prunekit.workflow:profile",
     "prune": "prunekit.workflow:prune",
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
+    "register_budget": "prunekit.planning.budgets:register_budget",
     "register_criterion": "prunekit.criteria:register_criterion",
     "register_runtime": "prunekit.measure.runtimes:register_runtime",
     "saliency": "prunekit.visualize:saliency",
@@ -129,6 +134,7 @@ __all__ = [
     "ScheduleSettings",
     "Session",
     "StatsCollector",
+    "Term",
     "calibrate",
     "calibrate_thresholds",
     "capture",
@@ -151,6 +157,7 @@ __all__ = [
     "profile",
     "prune",
     "recalibrate_batchnorm",
+    "register_budget",
     "register_criterion",
     "register_runtime",
     "saliency",

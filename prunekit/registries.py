@@ -15,6 +15,13 @@ def _by(place: str) -> Callable[[str, Any], Any]:
     return lambda reference, found: getattr(import_module(module), name)(reference, found)
 
 
+BUDGETS: Registry[Any] = Registry(
+    "budget",
+    "budgets",
+    "prunekit.planning.budgets",
+    "register_budget",
+    _by("prunekit.planning.budgets.registry.accept"),
+)
 CRITERIA: Registry[Any] = Registry(
     "criterion",
     "criteria",

@@ -39,6 +39,8 @@ WITHIN = {
     ("inputs", "errors"),
     ("settings", "vocabulary"),
     ("settings", "errors"),
+    ("settings", "numbers"),
+    ("settings", "user_code"),
     ("wrappers", "errors"),
     ("wrappers", "hooks"),
     ("inputs", "nested"),

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prunekit.channels.labels import Labels
-from prunekit.planning.budgets import Budgets
+from prunekit.planning.budgets.limits import Budgets
 from prunekit.planning.select import Part, Scores
 from prunekit.planning.terms import Numbers
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
 from prunekit.errors import UsageError, nearest
-from prunekit.registries import CRITERIA
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, Target
+from prunekit.registries import BUDGETS, CRITERIA
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, Target, budget_names
 
 Where = str | nn.Module | type[nn.Module]
 """A glob over module paths, a module, which stands for all that is in it, or a class of modules."""
@@ -62,8 +61,8 @@ def prune_settings(
                 "dataclasses.replace(settings, round_to=8)"
             )
         return settings
-    known = [field.name for field in fields(BudgetSettings)]
-    unknown = next((name for name in budgets if name not in known), None)
+    known = budget_names()
+    unknown = next((name for name in budgets if BUDGETS.problem(name) is not None), None)
     if unknown is not None:
         raise UsageError(f"{unknown}: there is no such argument and no such budget; {nearest(unknown, known)}")
     if not budgets:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from prunekit.channels.labels import Labels
-from prunekit.planning.budgets import Budgets
+from prunekit.planning.budgets.limits import Budgets
 from prunekit.planning.exchange import Worth
 from prunekit.planning.select import Part
 from prunekit.planning.terms import Numbers

@@ -31,8 +31,8 @@ from prunekit.channels.slicing import blank, kept_indices, masked_indices
 from prunekit.display import Displayed, Table, changes
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.inputs import InputSpec
-from prunekit.numbers import count, digits, factor, plural, share, size
-from prunekit.settings.pruning import LATENCIES
+from prunekit.numbers import count, plural, share
+from prunekit.settings.budgets import facts_from
 
 FORMAT = 1
 
@@ -213,8 +213,9 @@ class Plan(Displayed):
     def _budget(self, name: str) -> tuple[str, ...]:
         """What a budget asked for and what is left of it."""
         found, binds = self.provenance["budgets"][name], name == self.provenance.get("binding")
-        said = [word for word, holds in (("predicted", name in LATENCIES), ("binds", binds)) if holds]
-        return (name, *(_amount(name, found[key]) for key in ("dense", "asked", "left")), ", ".join(said))
+        facts = facts_from(name, found)
+        said = [word for word, holds in (("predicted", facts.measured), ("binds", binds)) if holds]
+        return (name, *(facts.shown(found[key]) for key in ("dense", "asked", "left")), ", ".join(said))
 
     def save(self, folder: StrPath) -> None:
         """Writes `plan.json` (text) and `plan.safetensors` (labels and masks) into a folder."""
@@ -253,15 +254,6 @@ class Plan(Displayed):
             "sha256": sha256(folder / "plan.safetensors"),
         }
         write_text(folder / "plan.json", json.dumps(text, indent=1) + "\n")
-
-
-def _amount(budget: str, value: float) -> str:
-    """A figure of a budget with its unit; a share of the dense model where it has none."""
-    if budget == "speedup":
-        return factor(value)
-    if budget == "latency_ms":
-        return f"{digits(value)} ms"
-    return size(1e6 * value) if budget.endswith("_mb") else share(value, 2)
 
 
 def require_plan(plan: Any, model: nn.Module | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -13,11 +13,13 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.tracing import there
 from prunekit.errors import PlanError, UsageError
-from prunekit.planning.budgets import Budgets, as_given, asked_for, budgets_of, in_words
+from prunekit.planning.budgets.limits import Budgets, budgets_of
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.terms import Numbers
-from prunekit.settings.pruning import LATENCIES, SHARES, BudgetSettings, PruneSettings, Scope
+from prunekit.registries import BUDGETS
+from prunekit.settings.budgets import facts_of
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, budget_names
 
 LIMITS = ("ignore", "ratios", "min_channels", "round_to")
 SWEEPS = 4
@@ -75,8 +77,9 @@ def require_met_untimed(channel_map: ChannelMap, settings: PruneSettings) -> Non
         UsageError: a setting is out of range.
     """
     check_settings(settings)
-    wanted = replace(settings, budget=_without(settings, LATENCIES))
-    if asked_for(wanted.budget):
+    timed = [name for name in settings.budget.given if facts_of(name).measured]
+    wanted = replace(settings, budget=_without(settings, timed))
+    if wanted.budget.given:
         scores = np.zeros(channel_map.n_labels)
         parts = free_parts(channel_map, scores, wanted)
         if not parts:
@@ -106,13 +109,14 @@ def check_met(
         raise PlanError(another)
     texts = []
     for index in missed:
-        name, asked = budgets.names[index], float(budgets.asked[index])
-        without = "".join(_in_the_way(channel_map, scores, settings, name, asked, latency))
-        most, no_less = ("at least", "no more") if name == "speedup" else ("at most", "no less")
-        of_dense = " of the dense model" if name in SHARES else " (predicted)" if name in LATENCIES else ""
+        facts, asked = budgets.facts[index], float(budgets.asked[index])
+        without = "".join(_in_the_way(channel_map, scores, settings, facts.name, asked, latency))
+        no_less = "no more" if facts.least else "no less"
+        of_dense = " (predicted)" if facts.measured else " of the dense model" if facts.share else ""
+        wanted, left = (facts.in_words(facts.as_cost(value)) for value in (asked, float(least[index])))
         texts.append(
-            f"budget {name}: {most} {in_words(name, asked)} was asked for, but locks, exclusions, ratios, "
-            f"min_channels and round_to leave {no_less} than {in_words(name, float(least[index]))}{of_dense}{without}"
+            f"budget {facts.name}: {facts.limit} {wanted} was asked for, but locks, exclusions, ratios, min_channels "
+            f"and round_to leave {no_less} than {left}{of_dense}{without}"
         )
     raise PlanError(f"{'; '.join(texts)}; raise the budget or relax these")
 
@@ -120,8 +124,9 @@ def check_met(
 def in_the_way(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable) -> str:
     """What alone makes a budget of time impossible, as predicted, with what could be had without it; may be empty."""
     scores, least = np.zeros(channel_map.n_labels), least_left(channel_map, settings, latency)
-    asked = {name: as_given(name, value) for name, value in asked_for(settings.budget).items() if name in LATENCIES}
-    missed = [(name, value) for name, value in asked.items() if least[name] > value]
+    given = ((facts_of(name), value) for name, value in settings.budget.given.items())
+    asked = ((facts.name, facts.as_cost(value)) for facts, value in given if facts.measured)
+    missed = [(name, value) for name, value in asked if least[name] > value]
     found = (_in_the_way(channel_map, scores, settings, name, value, latency) for name, value in missed)
     return "".join(text for texts in found for text in texts)
 
@@ -135,7 +140,8 @@ def _in_the_way(
     latency: LatencyTable | None,
 ) -> Iterator[str]:
     """The limits and other budgets of which each alone makes one impossible, with what could be had without it."""
-    others = [other for other in asked_for(settings.budget) if other not in LATENCIES] if name in LATENCIES else []
+    facts = facts_of(name)
+    others = [other for other in settings.budget.given if facts.measured and not facts_of(other).measured]
     without: dict[str, dict[str, Any]] = {limit: {limit: getattr(PruneSettings(), limit)} for limit in LIMITS}
     without |= {f"budget {other}": {"budget": _without(settings, [other])} for other in others}
     for limit, change in without.items():
@@ -147,11 +153,11 @@ def _in_the_way(
             if least <= asked:
                 blocks = limit == "round_to" and settings.budget.measured and settings.target.block > 1
                 shown = "round_to or target.block" if blocks else limit
-                yield f" (it contradicts {shown}, without which {in_words(name, least)} can be had)"
+                yield f" (it contradicts {shown}, without which {facts.in_words(facts.as_cost(least))} can be had)"
 
 
 def _without(settings: PruneSettings, names: Iterable[str]) -> BudgetSettings:
-    return replace(settings.budget, **dict.fromkeys(names))
+    return settings.budget.changed(**dict.fromkeys(names))
 
 
 def least_of(parts: list[Part], budgets: Budgets) -> Numbers:
@@ -196,19 +202,11 @@ def _downhill(parts: list[Part], counts: Labels, times: Callable[[Labels], Numbe
 
 
 def _timed(budgets: Budgets) -> NDArray[np.bool_]:
-    return np.isin(budgets.names, LATENCIES)
+    return np.array([facts.measured for facts in budgets.facts], dtype=np.bool_)
 
 
 def _narrowest(parts: list[Part]) -> Labels:
     return np.array([part.counts[0] for part in parts])
-
-
-_NUMBERS = {
-    "size_mb": ("number of megabytes (10^6 bytes)", 0),
-    "memory_mb": ("number of megabytes (10^6 bytes)", 0),
-    "latency_ms": ("number of milliseconds", 0),
-    "speedup": ("number of times faster", 1),
-}
 
 
 def check_settings(settings: PruneSettings) -> None:
@@ -217,21 +215,16 @@ def check_settings(settings: PruneSettings) -> None:
     Raises:
         UsageError: one does not; or there is no budget.
     """
-    budget = asked_for(settings.budget)
+    budget = settings.budget.given
     if not budget:
-        names = ", ".join(asdict(BudgetSettings()))
+        names = ", ".join(budget_names())
         raise UsageError(f"budget: expected at least one of {names}, each the most that may be left; got none")
-    shares = {name: value for name, value in budget.items() if name in SHARES}
-    shares |= {f"ratios[{k!r}]": v for k, v in settings.ratios.items()}
-    problems = [
-        f"{name}: expected a share above 0 and at most 1, got {share!r}"
-        for name, share in shares.items()
-        if not (isinstance(share, (int, float)) and 0 < share <= 1)
-    ]
+    figures = ((name, BUDGETS.get(name).facts.problem(value)) for name, value in budget.items())
+    problems = [f"{name}: {text}" for name, text in figures if text is not None]
     problems += [
-        f"{name}: expected a {what} above {least}, got {budget[name]!r}"
-        for name, (what, least) in _NUMBERS.items()
-        if name in budget and not (isinstance(budget[name], (int, float)) and least < budget[name] < np.inf)
+        f"ratios[{glob!r}]: expected a share above 0 and at most 1, got {share!r}"
+        for glob, share in settings.ratios.items()
+        if not (isinstance(share, (int, float)) and 0 < share <= 1)
     ]
     problems += [
         f"{name}: expected a whole number of at least 1, got {value!r}"

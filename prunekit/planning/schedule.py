@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from prunekit.errors import UsageError
-from prunekit.planning.budgets import asked_for
+from prunekit.settings.budgets import facts_of
 from prunekit.settings.pruning import (
     BudgetSettings,
     PruneSettings,
@@ -196,10 +196,13 @@ def at_stage(settings: PruneSettings, stage: Stage, dense: Mapping[str, float]) 
     """
     assert settings.schedule is not None
     kind = settings.schedule.kind
-    budget = {name: _left(kind, stage, dense[name], most) for name, most in asked_for(settings.budget).items()}
+    budget = {name: _left(kind, stage, name, dense[name], asked) for name, asked in settings.budget.given.items()}
     ratios = {glob: share_kept(kind, stage.progress, share) for glob, share in settings.ratios.items()}
     return replace(settings, budget=BudgetSettings(**budget), ratios=ratios)
 
 
-def _left(kind: ScheduleKind, stage: Stage, dense: float, asked: float) -> float:
-    return asked if stage.progress >= 1 else dense * share_kept(kind, stage.progress, asked / dense)
+def _left(kind: ScheduleKind, stage: Stage, name: str, dense: float, asked: float) -> float:
+    facts = facts_of(name)
+    if stage.progress >= 1:
+        return asked
+    return facts.loosened(dense, share_kept(kind, stage.progress, facts.left_of(asked, dense)))

@@ -14,7 +14,7 @@ from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 from prunekit.errors import NonFiniteError, PlanError
-from prunekit.planning.budgets import Budgets, as_given, budgets_of, in_words
+from prunekit.planning.budgets.limits import Budgets, budgets_of
 from prunekit.planning.exchange import Worth, are_few, improved
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
@@ -23,7 +23,7 @@ from prunekit.planning.prices import priced
 from prunekit.planning.reach import check_met, check_settings, fastest, nothing_free, runs_another
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
 from prunekit.planning.widths import worth_of_widths
-from prunekit.settings.pruning import SHARES, PruneSettings, Scope
+from prunekit.settings.pruning import PruneSettings, Scope
 
 GRID = 4096
 """Steps of the uniform share that the search may choose from."""
@@ -131,12 +131,12 @@ def _highest(parts: list[Part], ladder: Ladder, top: int, budgets: Budgets) -> L
 
 def _removes_nothing(budgets: Budgets, settings: PruneSettings) -> str:
     asked = ", ".join(
-        f"{name} {as_given(name, value):.4g}" for name, value in zip(budgets.names, budgets.asked, strict=True)
+        f"{one.name} {one.as_cost(value):.4g}" for one, value in zip(budgets.facts, budgets.asked, strict=True)
     )
     whole = "".join(
-        f" (which has {in_words(name, float(dense))})"
-        for name, dense in zip(budgets.names, budgets.dense, strict=True)
-        if name not in (*SHARES, "speedup")
+        f" (which has {one.in_words(one.as_cost(dense))})"
+        for one, dense in zip(budgets.facts, budgets.dense, strict=True)
+        if not one.share
     )
     return (
         f"the plan removes nothing: budget {asked} leaves the whole model{whole}, or "

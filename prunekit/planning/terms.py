@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,10 +10,7 @@ from numpy.typing import NDArray
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.channels.memory import memory_table
-from prunekit.errors import PlanError
-from prunekit.planning.latency import LatencyTable, Span
-from prunekit.planning.select import Part
+from prunekit.planning.latency import Span
 
 Numbers = NDArray[np.float64]
 Counting = tuple[int, float, float, bool]
@@ -26,6 +23,8 @@ class Term:
     """A constant times the widths of its factors: how many labels of each are kept.
 
     Attributes:
+        constant: what the product of the widths is multiplied by.
+        factors: arrays of labels, such as those of a layer's inputs and outputs; none: the term does not change.
         steps: of each factor: its width counts as the next multiple of this; none: as it is.
         spans: in all of which widths must lie for it to count.
     """
@@ -34,6 +33,10 @@ class Term:
     factors: tuple[Labels, ...]
     steps: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
+
+    def times(self, factor: float) -> Term:
+        """Returns the same term with its constant multiplied."""
+        return replace(self, constant=factor * self.constant)
 
     @property
     def counted(self) -> Iterator[tuple[Labels, Counting]]:
@@ -44,51 +47,8 @@ class Term:
             yield span.factor, (1, span.low, span.high, True)
 
 
-def terms_of(channel_map: ChannelMap, parts: Iterable[Part], resource: str) -> list[Term]:
-    """A resource as a sum of products: `macs`, `params`, `bytes` of all tensors, or `channels` of the parts."""
-    match resource:
-        case "macs":
-            return [Term(term.constant, term.factors) for term in channel_map.mac_terms]
-        case "params":
-            return [_entries(channel_map, name) for name, how in channel_map.stored.items() if how.parameter]
-        case "bytes":
-            sized = ((how.element_bytes, _entries(channel_map, name)) for name, how in channel_map.stored.items())
-            return [Term(size * term.constant, term.factors) for size, term in sized]
-        case "channels":
-            return [Term(part.channels, (part.labels,)) for part in parts]
-    raise ValueError(resource)
-
-
-def memory_terms(channel_map: ChannelMap, batch: int, dtype: str) -> list[list[Term]]:
-    """The bytes alive at each moment of a forward pass that may be its peak.
-
-    Raises:
-        ModelError: the model does not run on that batch and dtype.
-        PlanError: the map was read from a file.
-    """
-    if channel_map.source is None:
-        raise PlanError("budget memory_mb: expected a map of a traced model, got one read from a file; trace it again")
-    table, final = memory_table(channel_map.traced.trace, batch, dtype), channel_map.traced.final
-    products = [tuple(final[factor] for factor in factors) for factors in table.factors]
-    return [[Term(float(row[index]), products[index]) for index in np.flatnonzero(row)] for row in table.bytes]
-
-
-def latency_terms(channel_map: ChannelMap, table: LatencyTable) -> list[Term]:
-    """A latency in nanoseconds."""
-    final = channel_map.traced.final
-    return [
-        Term(
-            1e6 * one.ms,
-            tuple(final[factor] for factor in one.factors),
-            one.steps,
-            tuple(replace(span, factor=final[span.factor]) for span in one.spans),
-        )
-        for one in table.terms
-    ]
-
-
-def _entries(channel_map: ChannelMap, name: str) -> Term:
-    """The number of entries of a tensor."""
+def entries(channel_map: ChannelMap, name: str) -> Term:
+    """Counts the entries of a tensor of the model."""
     axes = list(zip(channel_map.shapes[name], channel_map.labels[name], strict=True))
     whole = np.prod([size for size, labels in axes if labels is None], dtype=np.float64)
     return Term(float(whole), tuple(labels for _, labels in axes if labels is not None))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from prunekit.channels import ChannelMap
+from prunekit.planning.budgets.registry import Countable
 from prunekit.planning.costs import cost_model
 from prunekit.planning.prices import costs_of_parts
 from prunekit.planning.select import Part, Scores
-from prunekit.planning.terms import terms_of
 
 
 def worth_of_widths(channel_map: ChannelMap, parts: list[Part]) -> Scores:
@@ -18,7 +18,7 @@ def worth_of_widths(channel_map: ChannelMap, parts: list[Part]) -> Scores:
     the mean over layers, weighted by their MACs, of the logarithm of what each keeps of them. Half as many channels
     cost the same wherever they go from, so that no group is given up for another; of a part the first labels go last.
     """
-    model = cost_model(channel_map, parts, [terms_of(channel_map, parts, "macs")])
+    model = cost_model(channel_map, parts, [Countable(channel_map, parts).terms("macs")])
     whole = np.array([part.labels.size for part in parts])
     weights = costs_of_parts(parts, model, whole)[:, 0] / channel_map.macs()
     scores = np.zeros(channel_map.n_labels)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
 from prunekit.registries import CRITERIA, RUNTIMES
+from prunekit.settings.budgets import facts_of
 from prunekit.settings.data import DataSettings
-from prunekit.settings.pruning import WITH_REPAIR, BudgetSettings, clashes
+from prunekit.settings.pruning import WITH_REPAIR, budget_names, clashes, other_budgets
 from prunekit.settings.repair import FEWEST_IMAGES
 from prunekit.settings.training import TrainSettings
 
@@ -102,9 +102,12 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
     budget = prune.get("budget")
     if not isinstance(budget, Mapping):
         return
-    names = [each.name for each in fields(BudgetSettings)]
+    names = budget_names()
     if all(budget.get(name) is None for name in names):
         yield ("prune", "budget"), f"expected at least one of {', '.join(map(repr, names))}, got none"
+    for name, value in other_budgets(budget).items():
+        if (problem := facts_of(name).problem(value)) is not None:
+            yield ("prune", "budget", name), problem
 
 
 def _activations(values: Mapping[str, Any]) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from prunekit.recipe.packaged import located, recipe_names
 from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
 from prunekit.registry import changed, named
 from prunekit.settings.job import JobSettings
+from prunekit.settings.pruning import other_budgets
 from prunekit.settings.text import dump
 from prunekit.user_code import Unallowed, is_reference, not_allowed
 
@@ -169,7 +170,17 @@ def _validated(document: Document, name: str, code: Iterable[Finding]) -> JobSet
         problems.setdefault(path, Problem(document.place(path, key=at_key), path, text))
     if problems:
         raise _error(problems.values(), name)
-    return TypeAdapter(JobSettings).validate_json(json.dumps(document.values), strict=True)
+    return TypeAdapter(JobSettings).validate_json(json.dumps(_as_held(document.values)), strict=True)
+
+
+def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Values of a recipe as the settings hold them: in a recipe all budgets stand beside each other."""
+    prune = values.get("prune")
+    budget = prune.get("budget") if isinstance(prune, Mapping) else None
+    if not isinstance(prune, Mapping) or not isinstance(budget, Mapping):
+        return values
+    own = {name: value for name, value in budget.items() if name not in other_budgets({name: value})}
+    return {**values, "prune": {**prune, "budget": {**own, "others": other_budgets(budget)}}}
 
 
 def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tuple[KeyPath, str, bool]]:
@@ -179,7 +190,7 @@ def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tu
     yield from ((path, text, False) for path, text in consistency(values))
     try:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
-        TypeAdapter(JobSettings).validate_json(json.dumps(values), strict=True)
+        TypeAdapter(JobSettings).validate_json(json.dumps(_as_held(values)), strict=True)
     except ValidationError as error:
         for entry in error.errors(include_url=False, include_input=False):
             path = written(entry["loc"], values)

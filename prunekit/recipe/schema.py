@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from prunekit.recipe.document import KeyPath
 from prunekit.registry import Registered
+from prunekit.settings.budgets import Beside
 from prunekit.settings.job import JobSettings
 
 PLAIN = {
@@ -45,21 +46,49 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 def _inner(hint: Any, key: str | int) -> Any:
     if is_dataclass(hint):
-        return get_type_hints(hint, include_extras=True).get(str(key), Any)
+        beside = _beside(hint)
+        if beside is not None and str(key) in beside.names() and key not in _fields(hint):
+            return beside.annotation(str(key)) | None
+        return _fields(hint).get(str(key), Any)
     if get_origin(hint) is tuple:
         return get_args(hint)[0]
     return get_args(hint)[1] if get_origin(hint) is dict else Any
 
 
+def _fields(settings: Any) -> dict[str, Any]:
+    """Annotations of the fields of settings that are keys of a recipe."""
+    return {name: hint for name, hint in _hints(settings).items() if not _marks(hint)}
+
+
+def _beside(settings: Any) -> Beside | None:
+    """The further keys that settings have, where they have any."""
+    return next((mark for hint in _hints(settings).values() for mark in _marks(hint)), None)
+
+
+def _hints(settings: Any) -> dict[str, Any]:
+    hints = get_type_hints(settings, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(settings)}
+
+
+def _marks(hint: Any) -> list[Beside]:
+    return [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Beside)]
+
+
+def _keys(settings: Any) -> list[str]:
+    beside = _beside(settings)
+    return list(dict.fromkeys([*_fields(settings), *(beside.names() if beside else ())]))
+
+
 def is_open_mapping(path: KeyPath) -> bool:
-    """Whether any key is allowed below `path`."""
-    return any(get_origin(part) is dict for part in _parts(hint_at(path)))
+    """Whether a key below `path` is a name of its own, dots and all."""
+    parts = _parts(hint_at(path))
+    return any(get_origin(part) is dict or (is_dataclass(part) and _beside(part) is not None) for part in parts)
 
 
 def keys_of(path: KeyPath) -> list[str] | None:
     """Keys allowed below `path`; None when they are not listed."""
     listed = [part for part in _parts(hint_at(path)) if is_dataclass(part)]
-    return [field.name for part in listed for field in fields(part)] if listed else None
+    return [key for part in listed for key in _keys(part)] if listed else None
 
 
 def choices(path: KeyPath) -> tuple[str, ...]:
@@ -96,7 +125,7 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"a list ({describe(get_args(hint)[0])} each)"
     if is_dataclass(hint):
-        return f"a mapping with the keys {', '.join(field.name for field in fields(hint))}"
+        return f"a mapping with the keys {', '.join(_keys(hint))}"
     return "a mapping" if get_origin(hint) is dict else PLAIN.get(hint, "a value")
 
 

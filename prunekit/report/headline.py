@@ -8,6 +8,7 @@ from typing import Any
 
 from prunekit import numbers
 from prunekit.measure.wording import doubtful
+from prunekit.settings.budgets import facts_from
 
 MODELS = ("dense", "control", "pruned", "deployed")
 """The models of a run, as far as it has them: without fine-tuning there is no control."""
@@ -162,18 +163,11 @@ def deployed(metrics: Mapping[str, Any]) -> Iterator[str]:
 def budgeted(plan: Mapping[str, Any]) -> Iterator[str]:
     """What a plan leaves of each budget, a line each: shares of the dense model, megabytes, and predicted time."""
     for name, found in plan.get("budgets", {}).items():
+        facts = facts_from(name, found)
+        left, asked, dense = (facts.shown(found[key]) for key in ("left", "asked", "dense"))
+        of = "" if facts.share else f", of {dense}"
         binds = ", the one that binds" if plan.get("binding") == name and len(plan["budgets"]) > 1 else ""
-        if name.endswith("_mb"):
-            sizes = (numbers.size(1e6 * found[key]) for key in ("left", "asked", "dense"))
-            yield "{}: {} left, at most {} asked for, of {}{}".format(name, *sizes, binds)
-        elif name == "speedup":
-            yield f"speedup: {found['left']:.3g}x predicted, at least {found['asked']:.3g}x asked for{binds}"
-        elif name == "latency_ms":
-            times = (numbers.digits(found[key]) for key in ("left", "asked", "dense"))
-            yield "latency_ms: {} ms predicted, at most {} ms asked for, of {} ms{}".format(*times, binds)
-        else:
-            left, asked = (numbers.share(found[key], 2) for key in ("left", "asked"))
-            yield f"{name}: {left} left, at most {asked} asked for{binds}"
+        yield f"{name}: {left} {'predicted' if facts.measured else 'left'}, {facts.limit} {asked} asked for{of}{binds}"
 
 
 def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
@@ -181,9 +175,9 @@ def on_time(metrics: Mapping[str, Any]) -> Iterator[str]:
     found = metrics.get("delivered")
     if found:
         final, target = found["final"], found["target"]
+        budgets = (metrics.get("plan") or {}).get("budgets", {})
         asked = " and ".join(
-            f"{value:.3g}x" if name == "speedup" else f"{numbers.digits(value)} ms"
-            for name, value in found["asked"].items()
+            facts_from(name, budgets.get(name, {})).shown(value) for name, value in found["asked"].items()
         )
         where = f"{target['runtime']} on {target['device']}, batch {target['batch']}, threads {target['threads']}"
         both = f"; both models with {found['deployed']}" if found.get("deployed") else ""

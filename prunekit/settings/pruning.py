@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, get_args
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
-from prunekit.registries import CRITERIA
+from prunekit.errors import UsageError
+from prunekit.registries import BUDGETS, CRITERIA
 from prunekit.registry import Registered
+from prunekit.settings.budgets import Amount, Beside, Share, Times, facts_of
+from prunekit.user_code import is_reference
 from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
-Share = Annotated[float, Gt(0), Le(1)]
 CriterionName = Annotated[str, Registered(CRITERIA)]
 """As `prunekit list criteria` shows them, or `file.py:function`."""
-Megabytes = Annotated[float, Gt(0)]
-Milliseconds = Annotated[float, Gt(0)]
-Speedup = Annotated[float, Gt(1)]
 Scope = Literal["uniform", "global", "per_mac", "capacity"]
 """Of each group the same share; the lowest scores of all groups; or the lowest for what they cost: MACs, where the
 budget is one of MACs, and else whatever the budget that binds counts. `capacity` goes by widths alone: layers keep as
 much of their MACs as the budgets allow, by the mean of its logarithm, and scores say only which channels of a group go.
 Trained for long, what a network comes to depends on its widths more than on the weights it began with (Rethinking the
 Value of Network Pruning, Liu et al. 2019)."""
-SHARES = ("channels", "macs", "params")
-"""Budgets that are shares of the dense model."""
-LATENCIES = ("latency_ms", "speedup")
-"""Budgets that a latency table counts, and that are measured."""
+
+OtherBudgets = Annotated[dict[str, float], Beside(lambda: BUDGETS.names, lambda name: facts_of(name).annotation)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class BudgetSettings:
-    """What may be left; at least one is given, and a plan meets all of them."""
+    """What may be left; at least one is given, and a plan meets all of them.
+
+    Budgets that are registered beside these seven are keywords as well, and keys of the same mapping in a recipe:
+    `BudgetSettings(macs=0.5, energy=0.4)`.
+
+    Raises:
+        UsageError: no budget has such a name, or a figure means nothing.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.BudgetSettings(macs=0.5, size_mb=10).given
+        {'macs': 0.5, 'size_mb': 10}
+        >>> pk.BudgetSettings(macs=50)
+        Traceback (most recent call last):
+        prunekit.errors.UsageError: macs: expected a share above 0 and at most 1, got 50
+    """
 
     channels: Share | None = None
     """Share of the channels that are not locked."""
@@ -41,20 +53,70 @@ class BudgetSettings:
     or that the model's own `fuse()` takes out, do not count."""
     params: Share | None = None
     """Share of the parameters."""
-    size_mb: Megabytes | None = None
+    size_mb: Amount | None = None
     """Bytes of all parameters and buffers as they are saved, in units of 10^6."""
-    latency_ms: Milliseconds | None = None
+    latency_ms: Amount | None = None
     """Median time of one forward pass of the batch on the target, measured."""
-    speedup: Speedup | None = None
+    speedup: Times | None = None
     """How many times faster than the dense model, measured beside it on the target."""
-    memory_mb: Megabytes | None = None
+    memory_mb: Amount | None = None
     """The most bytes that are alive at once in a forward pass of the target's batch, in units of 10^6: parameters,
     buffers, inputs and results of operators, in the target's dtype, as eager makes and frees them."""
+    others: OtherBudgets = field(default_factory=dict)
+    """Further registered budgets by name."""
+
+    def __init__(
+        self,
+        channels: float | None = None,
+        macs: float | None = None,
+        params: float | None = None,
+        size_mb: float | None = None,
+        latency_ms: float | None = None,
+        speedup: float | None = None,
+        memory_mb: float | None = None,
+        others: Any = None,  # as `dataclasses.replace` hands it over
+        **more: float | None,
+    ) -> None:
+        values = {
+            "channels": channels,
+            "macs": macs,
+            "params": params,
+            "size_mb": size_mb,
+            "latency_ms": latency_ms,
+            "speedup": speedup,
+            "memory_mb": memory_mb,
+            "others": {name: value for name, value in {**(others or {}), **more}.items() if value is not None},
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        if unknown := [text for name in self.others if (text := BUDGETS.problem(name)) is not None]:
+            raise UsageError("; ".join(f"budget: {text}" for text in unknown))
+        if problems := self.problems():
+            raise UsageError("; ".join(problems))
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The budgets that are given, by name, as they were given."""
+        own = {name: getattr(self, name) for name in _own_names()}
+        return {name: value for name, value in own.items() if value is not None} | self.others
+
+    def changed(self, **figures: float | None) -> BudgetSettings:
+        """Returns settings with other figures; None takes a budget back."""
+        return BudgetSettings(**(self.given | figures))
 
     @property
     def measured(self) -> bool:
         """Whether any budget is one of time."""
-        return self.latency_ms is not None or self.speedup is not None
+        return any(facts_of(name).measured for name in self.given)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the figures, a sentence each; those of a user's file are looked at once it is run."""
+        known = ((name, value, facts_of(name)) for name, value in self.given.items() if not is_reference(name))
+        found = ((name, facts.problem(value)) for name, value, facts in known)
+        return [f"{name}: {text}" for name, text in found if text is not None]
 
 
 @dataclass(frozen=True)
@@ -163,7 +225,7 @@ def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]
     if not isinstance(schedule, Mapping):
         return
     yield from ((("schedule", key), text) for key, text in contradictions(schedule))
-    timed = [name for name in LATENCIES if isinstance(budget, Mapping) and budget.get(name) is not None]
+    timed = _timed(budget) if isinstance(budget, Mapping) else []
     if timed and schedule.get("regrow") is True:
         text = f"expected false, because prune.budget has {timed[0]}: its final plan is measured before training"
         yield ("schedule", "regrow"), f"{text}, and another of the same cost may be slower"
@@ -176,3 +238,26 @@ def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]
             "be negative"
         )
         yield ("scope",), text
+
+
+def budget_names() -> list[str]:
+    """Every budget that is known by name: the fields of `BudgetSettings`, and those that are registered beside them."""
+    return list(dict.fromkeys([*_own_names(), *BUDGETS.names]))
+
+
+def other_budgets(budget: Mapping[str, Any]) -> dict[str, Any]:
+    """Those given in the plain values of a recipe that are no fields of `BudgetSettings`, and known."""
+    others = [name for name in budget if name in BUDGETS.names and name not in _own_names()]
+    return {name: budget[name] for name in others if budget[name] is not None}
+
+
+def _own_names() -> list[str]:
+    return [one.name for one in fields(BudgetSettings) if one.name != "others"]
+
+
+def _timed(budget: Mapping[str, object]) -> list[str]:
+    """Names of the budgets of time that are given in plain values, of a recipe or of a `BudgetSettings`."""
+    others = budget.get("others")
+    every = {**budget, **(others if isinstance(others, Mapping) else {})}
+    given = [name for name, value in every.items() if value is not None and name in BUDGETS.names]
+    return [name for name in given if facts_of(name).measured]

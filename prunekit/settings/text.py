@@ -24,7 +24,9 @@ def dump(job: JobSettings) -> str:
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     stream = io.StringIO()
-    yaml.dump(plain(asdict(job), ""), stream)
+    values = asdict(job)
+    values["prune"]["budget"] |= values["prune"]["budget"].pop("others")  # all budgets stand beside each other
+    yaml.dump(plain(values, ""), stream)
     return stream.getvalue()
 
 

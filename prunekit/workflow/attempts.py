@@ -10,6 +10,8 @@ from operator import itemgetter
 
 import numpy as np
 
+from prunekit.settings.budgets import facts_of
+
 TOLERANCE = 0.03
 """By how much what is delivered may differ from what was asked for."""
 GOAL = 0.99
@@ -45,8 +47,7 @@ class Timing:
 
     def excess(self, asked: dict[str, float]) -> float:
         """The time it takes over the time asked for: the largest over the budgets of time."""
-        shares = (self.ms / value if name == "latency_ms" else value / self.speedup for name, value in asked.items())
-        return max(shares)
+        return max(facts_of(name).excess(value, self.ms, self.speedup) for name, value in asked.items())
 
     def __str__(self) -> str:
         return (

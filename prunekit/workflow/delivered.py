@@ -9,7 +9,7 @@ from typing import Any
 from prunekit.measure import LatencyReport
 from prunekit.measure.choosing import choose
 from prunekit.measure.wording import where
-from prunekit.planning.budgets import as_given, in_words
+from prunekit.settings.budgets import facts_of
 from prunekit.workflow.attempts import TOLERANCE, Attempt, Timing
 from prunekit.workflow.bench import devices
 from prunekit.workflow.goal import LatencyGoal
@@ -60,7 +60,7 @@ class Delivered:
     def shortfalls(self) -> list[str]:
         """What was promised and not delivered, in sentences: each figure that is slower than asked for among it."""
         asked = in_words_all(self.frozen.asked)
-        found = f"{in_words('latency_ms', self.final.ms)}, {self.final.speedup:.3g}x the dense model's speed"
+        found = f"{self.final.ms:.4g} ms, {self.final.speedup:.3g}x the dense model's speed"
         texts = []
         if self.excess > 1:
             texts.append(f"budget {asked}: delivered {found}: {100 * (self.excess - 1):.1f} % slower than asked for")
@@ -115,7 +115,7 @@ class Delivered:
 
 def in_words_all(asked: dict[str, float]) -> str:
     """Budgets of time with their units."""
-    return " and ".join(f"{name} {in_words(name, as_given(name, value))}" for name, value in asked.items())
+    return " and ".join(f"{name} {facts_of(name).in_words(value)}" for name, value in asked.items())
 
 
 def _same(row: Mapping[str, Any], setting: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from prunekit.errors import NotMeasuredError, PlanError, UsageError
 from prunekit.planning import PruneSettings
 from prunekit.planning.reach import in_the_way
 from prunekit.planning.solve import plain
-from prunekit.settings.pruning import LATENCIES
+from prunekit.settings.budgets import facts_of
 from prunekit.workflow.attempts import GOAL, NEAR, Attempt, Timing, distance, mean_excess, next_share
 from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
 from prunekit.workflow.goal import LatencyGoal, goal_for
@@ -150,14 +150,16 @@ def by_macs(settings: PruneSettings) -> PruneSettings:
         UsageError: milliseconds are asked for, of which they say nothing.
     """
     budget = settings.budget
-    if budget.latency_ms is not None:
-        raise UsageError(
-            f"budget latency_ms {budget.latency_ms:g}: without a measurement nothing says what this model takes; run "
-            "`prunekit profile RECIPE` first (minutes), or leave out --no-measure"
-        )
-    if budget.speedup is not None:
-        macs = min(1 / budget.speedup, 1.0 if budget.macs is None else budget.macs)
-        budget = replace(budget, speedup=None, macs=macs)
+    for name, value in budget.given.items():
+        facts = facts_of(name)
+        if facts.measured and not facts.share:
+            raise UsageError(
+                f"budget {name} {value:g}: without a measurement nothing says what this model takes; run `prunekit "
+                "profile RECIPE` first (minutes), or leave out --no-measure"
+            )
+        if facts.measured:
+            macs = min(facts.as_cost(value), 1.0 if budget.macs is None else budget.macs)
+            budget = budget.changed(macs=macs, **{name: None})
     return replace(in_blocks(settings), budget=budget)
 
 
@@ -194,12 +196,9 @@ def first_aim(goal: LatencyGoal) -> PruneSettings:
 
 def aiming(settings: PruneSettings, share: float) -> PruneSettings:
     """Settings in blocks whose budgets of time are multiplied: plans take that share of the time, as predicted."""
-    budget = settings.budget
-    if budget.latency_ms is not None:
-        budget = replace(budget, latency_ms=budget.latency_ms * share)
-    if budget.speedup is not None:
-        budget = replace(budget, speedup=budget.speedup / share)
-    return replace(in_blocks(settings), budget=budget)
+    given = ((facts_of(name), value) for name, value in settings.budget.given.items())
+    aims = {facts.name: facts.loosened(value, share) for facts, value in given if facts.measured}
+    return replace(in_blocks(settings), budget=settings.budget.changed(**aims))
 
 
 def _first_share(goal: LatencyGoal) -> float:
@@ -209,7 +208,7 @@ def _first_share(goal: LatencyGoal) -> float:
 def _whole_share(goal: LatencyGoal) -> float:
     """Just less than the dense model is predicted to take, over what was asked for."""
     dense_ms = goal.table.at(goal.channel_map)
-    shares = (dense_ms / value if name == "latency_ms" else value for name, value in goal.asked.items())
+    shares = (facts_of(name).excess(value, dense_ms, 1.0) for name, value in goal.asked.items())
     return min(shares) * (1 - 1e-6)
 
 
@@ -222,7 +221,7 @@ def _attempt(planned: Planned, plan: int, share: float, goal: LatencyGoal) -> At
 
 
 def _time_binds(planned: Planned) -> bool:
-    return planned.plan.provenance["binding"] in LATENCIES
+    return facts_of(planned.plan.provenance["binding"]).measured
 
 
 def as_asked(planned: Planned, goal: LatencyGoal) -> Planned:

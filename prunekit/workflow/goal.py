@@ -14,10 +14,9 @@ from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import UsageError
 from prunekit.measure.runtimes import Inputs, inputs_like
 from prunekit.planning import PruneSettings
-from prunekit.planning.budgets import as_given
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.reach import least_left, require_met_untimed
-from prunekit.settings.pruning import LATENCIES
+from prunekit.settings.budgets import facts_of
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import in_blocks, profile
 from prunekit.workflow.runs import Log
@@ -51,14 +50,13 @@ class LatencyGoal:
     @property
     def asked(self) -> dict[str, float]:
         """The budgets of time that are given."""
-        given = {name: getattr(self.settings.budget, name) for name in LATENCIES}
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in self.settings.budget.given.items() if facts_of(name).measured}
 
     @cached_property
     def least_share(self) -> float:
         """The least time that any plan is predicted to take, over what was asked for."""
         least = least_left(self.channel_map, in_blocks(self.settings), self.table)
-        return max(least[name] / as_given(name, value) for name, value in self.asked.items()) * (1 + 1e-9)
+        return max(least[name] / facts_of(name).as_cost(value) for name, value in self.asked.items()) * (1 + 1e-9)
 
     @cached_property
     def dense(self) -> nn.Module:
@@ -91,13 +89,14 @@ def goal_for(
         UsageError: the model takes something else than tensors with a batch, or as for `profile`.
         PlanError: a budget that is not one of time cannot be met: nothing is measured then.
     """
-    if not settings.budget.measured:
+    timed = [name for name in settings.budget.given if facts_of(name).measured]
+    if not timed:
         return None
     try:
         inputs = inputs_like(example_inputs)
     except UsageError as error:
         raise UsageError(
-            f"budget latency_ms or speedup: {error}; give macs, params, channels or size_mb instead"
+            f"budget {' and '.join(timed)}: {error}; give macs, params, channels or size_mb instead"
         ) from error
     require_met_untimed(channel_map, in_blocks(settings))
     examples = [example_inputs, *more_examples]

@@ -12,10 +12,11 @@ from prunekit.channels import ChannelMap
 from prunekit.errors import PlanError
 from prunekit.measure.size import count_memory
 from prunekit.planning import Plan, PruneSettings
-from prunekit.planning.budgets import MB, in_words
 from prunekit.planning.select import Scores
 from prunekit.planning.solve import plain
+from prunekit.settings.budgets import facts_of
 
+MEMORY = facts_of("memory_mb")
 ATTEMPTS = 6
 NEAR = 0.005
 """Of the budget: to take so much less is no reason for another plan."""
@@ -86,15 +87,15 @@ def within_memory(
         channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
     if best is None:
         raise PlanError(
-            f"budget memory_mb: at most {in_words('memory_mb', asked)} was asked for, but the narrowest plan that was "
-            f"made for it takes {in_words('memory_mb', counted)}; raise the budget"
+            f"budget memory_mb: at most {MEMORY.in_words(asked)} was asked for, but the narrowest plan that was "
+            f"made for it takes {MEMORY.in_words(counted)}; raise the budget"
         )
     found = {"asked": asked, "left": most, "dense": _megabytes(model, example_inputs, settings)}
     return _as_asked(best, settings, found)
 
 
 def _megabytes(model: nn.Module, example_inputs: tuple[Any, ...], settings: PruneSettings) -> float:
-    return count_memory(model, example_inputs, settings.target.batch, settings.target.dtype) / MB
+    return count_memory(model, example_inputs, settings.target.batch, settings.target.dtype) / MEMORY.per_unit
 
 
 def _as_asked(planned: Planned, settings: PruneSettings, memory: dict[str, float]) -> Planned:

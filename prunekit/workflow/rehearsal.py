@@ -52,8 +52,7 @@ class Rehearsal:
                 "--find-batch-size: expected a job that trains, and this one has no epochs; set finetune.epochs"
             )
         self._chart = trace(prepared.model, prepared.example_inputs)
-        timed = job.prune.budget.measured
-        budget = BudgetSettings(macs=0.5) if timed else replace(job.prune.budget, latency_ms=None, speedup=None)
+        budget = BudgetSettings(macs=0.5) if job.prune.budget.measured else job.prune.budget
         self._plan = feasible(self._chart, replace(job.prune, budget=budget))
 
     @property

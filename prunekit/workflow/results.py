@@ -26,6 +26,7 @@ from prunekit.measure import (
 from prunekit.measure.runtimes import inputs_like
 from prunekit.measure.verify import Verification
 from prunekit.measure.wording import doubtful, failed, unstable, where
+from prunekit.settings.budgets import facts_of
 from prunekit.settings.job import JobSettings
 from prunekit.tasks import Task
 from prunekit.workflow.activations import missed_targets
@@ -228,27 +229,17 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def shortfalls(measured: Measured, share: Sparsity, job: JobSettings, label: str = "top-1") -> list[str]:
     """Return what the run promised and did not deliver, measured on the loaded model; `label` is of the main score."""
     found = []
-    channels = job.prune.budget.channels
-    if channels is not None and 1 - share.channels > channels:
-        found.append(
-            f"budget channels {channels}: {1 - share.channels:.4f} of the free channels are left; some groups are at "
-            "the fewest that min_channels, round_to, ratios or their size allow"
-        )
-    dense, pruned = measured.models["dense"], measured.models["pruned"]
-    for name, asked, what in (
-        ("macs", job.prune.budget.macs, "MACs are"),
-        ("params", job.prune.budget.params, "parameters are"),
-    ):
-        if asked is None or dense[name] is None or pruned[name] is None:
+    dense = {**measured.models["dense"], "channels": 1.0}
+    pruned = {**measured.models["pruned"], "channels": 1 - share.channels}
+    for name, asked in job.prune.budget.given.items():
+        facts = facts_of(name)
+        whole = dense.get(facts.counted_as) if facts.share else facts.per_unit
+        counted = pruned.get(facts.counted_as)
+        if whole is None or counted is None:
             continue
-        if pruned[name] / dense[name] > asked:
-            found.append(f"budget {name} {asked}: {pruned[name] / dense[name]:.4f} of the dense model's {what} left")
-    size_mb = job.prune.budget.size_mb
-    if size_mb is not None and pruned["tensor_bytes"] / 1e6 > size_mb:
-        found.append(f"budget size_mb {size_mb}: parameters and buffers take {pruned['tensor_bytes'] / 1e6:.4f} MB")
-    memory_mb = job.prune.budget.memory_mb
-    if memory_mb is not None and (pruned["memory_bytes"] or 0) / 1e6 > memory_mb:
-        found.append(f"budget memory_mb {memory_mb}: a forward pass takes {pruned['memory_bytes'] / 1e6:.4f} MB")
+        left = counted / whole
+        if left > facts.as_cost(asked):
+            found.append(f"budget {name} {asked}: {facts.found_as.format(facts.as_cost(left))}")
     found += _chances(measured.accuracies, label)
     for row in measured.latency.speedup:
         if row["high"] < 1 and row["stable"]:

@@ -22,7 +22,8 @@ from prunekit.measure.verify import verify
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, make_plan
 from prunekit.planning.schedule import Stage, Timeline, at_stage, share_kept, timeline
 from prunekit.planning.select import Between, Scores
-from prunekit.settings.pruning import LATENCIES, WITH_REPAIR, clashes
+from prunekit.settings.budgets import facts_from
+from prunekit.settings.pruning import WITH_REPAIR, clashes
 from prunekit.training import PlanChange, Planner, PruningSchedule, Training, steps_per_epoch
 from prunekit.workflow.agreeing import share_stage
 from prunekit.workflow.planned import Planned
@@ -68,11 +69,13 @@ def final_shares(plan: Plan) -> dict[str, float]:
     if _of_time(plan):
         return {"macs": plan.channel_map.macs(plan.keep) / plan.channel_map.macs()}
     found = plan.provenance["budgets"].items()
-    return {name: min(1.0, budget["asked"] / budget["dense"]) for name, budget in found}
+    return {
+        name: min(1.0, facts_from(name, budget).left_of(budget["asked"], budget["dense"])) for name, budget in found
+    }
 
 
 def _of_time(plan: Plan) -> bool:
-    return any(name in LATENCIES for name in plan.provenance["budgets"])
+    return any(facts_from(name, budget).measured for name, budget in plan.provenance["budgets"].items())
 
 
 class JobPlanner(Planner):
@@ -156,7 +159,8 @@ class JobPlanner(Planner):
             planned = share_kept(self._schedule.kind, stage.progress, final)
             budget = plan.provenance["budgets"].get(name)
             macs = self._chart.macs(plan.keep) / self._chart.macs()
-            found[name] = planned, macs if budget is None else budget["left"] / budget["dense"]
+            facts = facts_from(name, budget or {})
+            found[name] = planned, macs if budget is None else facts.left_of(budget["left"], budget["dense"])
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from prunekit.measure.latency import LatencyReport, ready
 from prunekit.measure.runtimes import Inputs
 from prunekit.measure.wording import failed
 from prunekit.planning import PruneSettings
+from prunekit.settings.budgets import facts_of
 from prunekit.workflow.attempts import TOLERANCE, Timing
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import as_latency
@@ -72,7 +73,7 @@ def _uncertainty(found: Sequence[Timing], settings: PruneSettings) -> float:
     distribution."""
     if len(found) < 2:
         return 0.0
-    in_ms = settings.budget.latency_ms is not None
+    in_ms = any(one.measured and not one.share for one in map(facts_of, settings.budget.given))
     figures = np.array([one.ms if in_ms else one.speedup for one in found])
     error = math.sqrt(math.pi / 2 / len(found)) * figures.std(ddof=1)
     return float(STUDENT_T[min(len(found) - 1, len(STUDENT_T)) - 1] * error / np.median(figures))

@@ -22,10 +22,12 @@ from prunekit.compaction import compact, save
 from prunekit.errors import PlanError
 from prunekit.measure import count_bytes, count_macs, count_parameters, size_bytes
 from prunekit.planning import BudgetSettings, Plan, PruneSettings, free_parts, load_plan, make_plan
-from prunekit.planning.budgets import COUNTED
+from prunekit.planning.budgets import Countable
 from prunekit.planning.costs import cost_model
 from prunekit.planning.select import Part
-from prunekit.planning.terms import terms_of
+
+COUNTED = ("channels", "macs", "params", "size_mb")
+"""Budgets that are counted exactly."""
 
 
 class Mixed(nn.Module):
@@ -79,7 +81,7 @@ def test_costs_are_those_of_the_compact_model(name: str, seed: int, ignore: tupl
     generator = np.random.default_rng(seed)
     parts = free_parts(chart, random_scores(chart, seed), PruneSettings(ignore=ignore))
     counts = np.stack([generator.integers(1, [part.labels.size + 1 for part in parts]) for _ in range(3)])
-    found = cost_model(chart, parts, [terms_of(chart, parts, resource) for resource in COUNTED.values()])(counts)
+    found = cost_model(chart, parts, [Countable(chart, parts).terms(name) for name in COUNTED])(counts)
     for row, costs in zip(counts, found, strict=True):
         plan = kept(chart, parts, row)
         small = compact(model, plan)

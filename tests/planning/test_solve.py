@@ -283,7 +283,7 @@ def test_budgets_that_cannot_be(options: dict[str, Any], message: str) -> None:
         ({"macs": 0.5, "round_to": 2.5}, "round_to: expected a whole number of at least 1, got 2.5"),
         ({"macs": 0.5, "min_channels": -3}, "min_channels: expected a whole number of at least 1, got -3"),
         ({"macs": 0.5, "scope": "layer"}, "scope: expected one of uniform, global, per_mac, capacity, got 'layer'"),
-        ({"macs": 2, "round_to": 0}, "macs: .*; round_to: "),
+        ({"macs": 0.5, "ratios": {"inner": -1}, "round_to": 0}, "inner.*; round_to: "),
     ],
 )
 def test_settings_out_of_range_are_all_named(options: dict[str, Any], message: str) -> None:

@@ -1,37 +1,37 @@
-"""Budgets: what each of them counts, whether a choice of widths meets them all, and what is said if none can."""
+"""The budgets of a job as functions of widths: what is left of each, and whether all are met."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
-from prunekit.errors import PlanError
+from prunekit.planning.budgets.registry import BUDGETS, Countable
 from prunekit.planning.costs import CostModel, cost_model
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part
-from prunekit.planning.terms import Numbers, Term, latency_terms, memory_terms, terms_of
-from prunekit.settings.pruning import LATENCIES, BudgetSettings, PruneSettings
+from prunekit.planning.terms import Numbers, Term
+from prunekit.settings.budgets import BudgetFacts, noted
+from prunekit.settings.pruning import PruneSettings
 
-COUNTED = {"channels": "channels", "macs": "macs", "params": "params", "size_mb": "bytes"}
-"""What each budget counts; those of `LATENCIES` count nanoseconds, and `memory_mb` bytes that are alive."""
-MB = 1e6
-NS_PER_MS = 1e6
+BITS = 40
+"""To which the largest term of a sum of fractions is counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Budgets:
     """What a plan may cost, in the units of the budgets: shares of the dense model, megabytes, and milliseconds.
 
-    A speedup is one over the share of the dense model's latency. A budget may be several limits: memory is the most of
-    what is alive at each of several moments.
+    Figures that are the least of something are here as one over it: a speedup as the share of the time. A budget may be
+    several limits: memory is the most of what is alive at each of several moments.
 
     Attributes:
-        names: of the budgets that were asked for.
+        facts: of the budgets that were asked for.
         asked: (budgets,) the most of each that may be left.
         dense: (budgets,) what the dense model has of each; 1 where it is a share.
         left: counts of the parts (..., parts) -> what they leave, (..., budgets).
@@ -44,7 +44,7 @@ class Budgets:
         turns: of each part the counts at which one does; of widths that several parts decide, none.
     """
 
-    names: tuple[str, ...]
+    facts: tuple[BudgetFacts, ...]
     asked: Numbers
     dense: Numbers
     left: Callable[[Labels], Numbers]
@@ -54,6 +54,11 @@ class Budgets:
     steps: tuple[int, ...]
     turning: bool
     turns: tuple[tuple[int, ...], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the budgets that were asked for."""
+        return tuple(one.name for one in self.facts)
 
     @property
     def smooth(self) -> bool:
@@ -68,26 +73,15 @@ class Budgets:
         """For a plan's provenance: of each budget what was asked for and what is left, and the one that binds."""
         left = self.left(counts)
         each = {
-            name: {"asked": as_given(name, asked), "left": as_given(name, value), "dense": as_given(name, dense)}
-            for name, asked, value, dense in zip(self.names, self.asked, left, self.dense, strict=True)
+            one.name: {
+                "asked": one.as_cost(asked),
+                "left": one.as_cost(value),
+                "dense": one.as_cost(dense),
+                **noted(one),
+            }
+            for one, asked, value, dense in zip(self.facts, self.asked, left, self.dense, strict=True)
         }
         return {"budgets": each, "binding": self.names[int(np.argmax(left / self.asked))]}
-
-
-def asked_for(budget: BudgetSettings) -> dict[str, float]:
-    """The budgets that are given."""
-    return {name: value for name, value in asdict(budget).items() if value is not None}
-
-
-def as_given(name: str, value: float) -> float:
-    """A figure of `Budgets` as the setting is given: a speedup for a share of time."""
-    return float(1 / value if name == "speedup" else value)
-
-
-def in_words(name: str, value: float) -> str:
-    """A figure of a budget, as `Budgets` has it, with its unit."""
-    unit = {"size_mb": " MB", "memory_mb": " MB", "latency_ms": " ms", "speedup": "x"}.get(name, "")
-    return f"{as_given(name, value):.4g}{unit}"
 
 
 def budgets_of(
@@ -100,20 +94,25 @@ def budgets_of(
 
     Raises:
         PlanError: a budget of time without the table.
+        UsageError: a budget's function returns something else than terms.
     """
-    asked = asked_for(settings.budget)
-    each = [_limited(channel_map, parts, name, settings, latency) for name in asked]
-    terms = [one for several in each for one in several]
-    starts = np.cumsum([0, *map(len, each)], dtype=np.int64)[:-1]
-    owner = np.repeat(np.arange(len(each)), [len(several) for several in each])
+    asked = settings.budget.given
+    budgets = [BUDGETS.get(name) for name in asked]
+    facts = [budget.facts for budget in budgets]
+    countable = Countable(channel_map, parts, settings.target, latency)
+    each = [_finer(budget.sums(countable), budget.facts) for budget in budgets]
+    terms = [one for several, _ in each for one in several]
+    starts = np.cumsum([0, *(len(several) for several, _ in each)], dtype=np.int64)[:-1]
+    owner = np.repeat(np.arange(len(each)), [len(several) for several, _ in each])
     model = cost_model(channel_map, parts, terms)
     dense = model(np.array([part.labels.size for part in parts]))
-    fixed = {"size_mb": MB, "memory_mb": MB, "latency_ms": NS_PER_MS}
-    scale = np.array([fixed.get(name, whole) for name, whole in zip(asked, dense[starts], strict=True)])[owner]
+    units = [finer * one.per_unit for one, (_, finer) in zip(facts, each, strict=True)]
+    wholes = zip(facts, dense[starts], units, strict=True)
+    scale = np.array([whole if one.share else unit for one, whole, unit in wholes])[owner]
     scale = np.maximum(scale, 1)
-    most = np.array([as_given(name, value) for name, value in asked.items()])  # one over it is its own inverse
+    most = np.array([one.as_cost(value) for one, value in zip(facts, asked.values(), strict=True)])
     within = _within(dense / scale, most, owner)
-    each_group = [index for index, name in enumerate(asked) if name == "channels" and settings.scope == "uniform"]
+    each_group = [index for index, one in enumerate(facts) if one.each_group and settings.scope == "uniform"]
     worst = _worst(parts)
 
     def counted(of: CostModel, scale: Numbers, owner: Labels) -> Callable[[Labels], Numbers]:
@@ -127,7 +126,7 @@ def budgets_of(
 
     every = counted(model, scale, owner)
     return Budgets(
-        names=tuple(asked),
+        facts=tuple(facts),
         asked=most,
         dense=np.maximum.reduceat(dense / scale, starts),
         left=lambda counts: np.maximum.reduceat(every(counts), starts, axis=-1),
@@ -151,17 +150,17 @@ def _within(dense: Numbers, most: Numbers, owner: Labels) -> Labels:
     return np.flatnonzero(above)
 
 
-def _limited(
-    channel_map: ChannelMap, parts: list[Part], name: str, settings: PruneSettings, latency: LatencyTable | None
-) -> list[list[Term]]:
-    """What a budget counts: a sum of products of widths, or several, the most of which counts."""
-    if name == "memory_mb":
-        return memory_terms(channel_map, settings.target.batch, settings.target.dtype)
-    if name not in LATENCIES:
-        return [terms_of(channel_map, parts, COUNTED[name])]
-    if latency is None:
-        raise PlanError(f"budget {name}: expected a latency table of the target; `prunekit.profile` measures one")
-    return [latency_terms(channel_map, latency)]
+def _finer(sums: list[list[Term]], facts: BudgetFacts) -> tuple[list[list[Term]], float]:
+    """Terms whose sums are precise as whole numbers, which are all that is counted, and how much finer they are.
+
+    Constants that are whole stay as they are, and so do times, which are in nanoseconds.
+    """
+    terms = [term for one in sums for term in one]
+    if facts.measured or all(float(term.constant).is_integer() for term in terms):
+        return sums, 1.0
+    most = max(abs(term.constant) * math.prod(factor.size for factor in term.factors) for term in terms) or 1.0
+    finer = 2.0 ** (BITS - math.ceil(math.log2(most)))
+    return [[term.times(finer) for term in one] for one in sums], finer
 
 
 def _worst(parts: list[Part]) -> Callable[[Labels], Numbers]:
