@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from prunekit.visualize import class_activation_map, saliency
     from prunekit.workflow import Own, RunResult, plan, profile, prune
     from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
+    from prunekit.workflow.pruner import Pruner
     from prunekit.workflow.sensitivity import sensitivity
 
 __version__ = version("prunekit")
@@ -60,6 +61,7 @@ _PLACES = {
     "Plan": "prunekit.planning:Plan",
     "PruneSettings": "prunekit.planning:PruneSettings",
     "PrunekitError": "prunekit.errors:PrunekitError",
+    "Pruner": "prunekit.workflow.pruner:Pruner",
     "RepairSettings": "prunekit.repair:RepairSettings",
     "RunResult": "prunekit.workflow:RunResult",
     "ScheduleSettings": "prunekit.planning:ScheduleSettings",
@@ -129,6 +131,7 @@ __all__ = [
     "Plan",
     "PruneSettings",
     "PrunekitError",
+    "Pruner",
     "RepairSettings",
     "RunResult",
     "ScheduleSettings",

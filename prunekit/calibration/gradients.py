@@ -161,11 +161,16 @@ def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
     """Weight times gradient summed over all axes but one, (size,), for each axis."""
     if gradient is None:
         yield from (np.zeros(size) for size in weight.shape)
-        return
+    else:
+        yield from (sums.cpu().double().numpy() for sums in axis_sums(weight, gradient))
+
+
+def axis_sums(weight: Tensor, gradient: Tensor) -> Iterator[Tensor]:
+    """Weight times gradient summed over all axes but one, (size,) float64 where the device has it, for each axis."""
     wide = torch.float32 if weight.device.type == "mps" else torch.float64
     rest = weight.detach() * gradient.detach()
     for _ in weight.shape:
-        yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide).cpu().double().numpy()
+        yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide)
         rest = rest.sum(0, dtype=wide)  # what is left for the axes behind is small
 
 

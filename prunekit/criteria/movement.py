@@ -16,6 +16,7 @@ from prunekit.channels.belonging import require_model
 from prunekit.criteria.registry import Scores
 from prunekit.errors import ArtifactError
 from prunekit.hooks import HookOwner, OwnedHook
+from prunekit.hooks.steps import unscaled, with_gradients
 
 
 class Movement(HookOwner):
@@ -44,10 +45,10 @@ class Movement(HookOwner):
 
     def register(self) -> None:
         """Looks at weights and gradients right before each step, when the gradients are complete and unscaled."""
-        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._add)))
+        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, with_gradients(self._add))))
 
     @torch.no_grad()
-    def _add(self, *_: Any) -> None:
+    def _add(self, optimizer: Optimizer) -> None:
         for name, weight in self._model.named_parameters():
             axes = self._map.labels.get(name, ())
             if weight.grad is None or not any(labels is not None for labels in axes):
@@ -57,7 +58,7 @@ class Movement(HookOwner):
                 if labels is not None:
                     rest = [other for other in range(weight.ndim) if other != axis]
                     key = name, axis
-                    along = moved.sum(rest) if rest else moved  # (size,)
+                    along = unscaled(optimizer, moved.sum(rest) if rest else moved)  # (size,)
                     self._sums[key] = self._sums[key] + along if key in self._sums else along
 
     def scores(self) -> Scores:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from prunekit.distributed.shards import local
 from prunekit.errors import UsageError
 from prunekit.hooks import GradientChange, HookOwner, OwnedHook, refuse_compiled
+from prunekit.hooks.steps import with_gradients
 from prunekit.masking.activations import Side, require_floating
 from prunekit.masking.counting import Tally
 from prunekit.masking.limiting import By, LossScale, limited, scaled
@@ -105,20 +106,7 @@ class WeightGradientClamp(GradientClamp):
                 f"clamp_weight_grad: expected an optimizer of this model's parameters, but this "
                 f"{type(self._optimizer).__name__} steps none of those to be clamped"
             )
-        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before_step)))
-
-    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
-        if closure is None:
-            self._clamp(optimizer)
-            return None
-
-        def clamped() -> Any:  # the closure makes the gradient, as often as the optimizer likes
-            loss = closure()
-            self._clamp(optimizer)
-            return loss
-
-        return arguments[:1], {**named, "closure": clamped}
+        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, with_gradients(self._clamp))))
 
     @torch.no_grad()
     def _clamp(self, optimizer: Optimizer) -> None:

@@ -75,6 +75,8 @@ class ChangingMasks(AbstractContextManager["ChangingMasks"]):
         plan: the first.
         optimizer: as for `WeightMasks`.
         restore: whether leaving brings back what was pruned last; False: it keeps the zeros.
+        gradients: whether gradients are masked too. Without that pruned weights are zero all the same, but what
+            gradients they have counts where gradients are clipped by norm, and goes into the optimizer's momentum.
 
     Example:
         >>> import prunekit as pk, torch
@@ -89,18 +91,26 @@ class ChangingMasks(AbstractContextManager["ChangingMasks"]):
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, optimizer: Optimizer | None = None, *, restore: bool = True
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: Optimizer | None = None,
+        *,
+        restore: bool = True,
+        gradients: bool = True,
     ) -> None:
         self.plan = plan
         model = unwrapped_for_hooks(model, "ChangingMasks")
         self._weights = WeightMasks(model, plan, optimizer, restore=restore, changing=True)
-        self._gradients = GradientMasks(model, plan, entries=self._weights.entries, changing=True)
+        entries = self._weights.entries
+        self._gradients = GradientMasks(model, plan, entries=entries, changing=True) if gradients else None
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.enter_context(self._weights)
-            stack.enter_context(self._gradients)
+            if self._gradients is not None:
+                stack.enter_context(self._gradients)
             self._entered = stack.pop_all()
         return self
 
@@ -112,7 +122,8 @@ class ChangingMasks(AbstractContextManager["ChangingMasks"]):
     def update(self, plan: Plan) -> None:
         """Puts another plan in force, between two steps; see `WeightMasks.update`."""
         self._weights.update(plan)
-        self._gradients.update(plan)
+        if self._gradients is not None:
+            self._gradients.update(plan)
         self.plan = plan
 
     @property

@@ -95,7 +95,7 @@ class WeightMasks(HookOwner):
         self.own(self._norms)
         self._running = 0
         if sharded:  # before shards are put together: what is written to the whole is lost
-            self.own_forward_pre(self._model, self._zero, again=True, first=True)
+            self.own_forward_pre(self._model, self.zero_, again=True, first=True)
         else:
             self.own_forward_pre(self._model, self._begin, again=True)
             for path, masked in self._masked.items():
@@ -105,10 +105,10 @@ class WeightMasks(HookOwner):
             known = type(self._optimizer) in FIXED_AT_ZERO and not sharded
             if known:
                 self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, self._before_step)))
-            after = self._after_step if known else self._zero
+            after = self._after_step if known else self.zero_
             self.own(self._optimizer.register_step_post_hook(OwnedHook(self, after)))
         self.own(register_optimizer_step_post_hook(OwnedHook(self, self._after_any_step)))
-        self._zero()
+        self.zero_()
 
     def update(self, plan: Plan) -> None:
         """Puts another plan in force, between two steps; the hooks stay where they are.
@@ -137,7 +137,7 @@ class WeightMasks(HookOwner):
         self._norms.__enter__()
         self.own(self._norms)
         self._held = HeldValues(self._model, plan)
-        self._zero()
+        self.zero_()
 
     @property
     def held(self) -> HeldValues:
@@ -176,7 +176,8 @@ class WeightMasks(HookOwner):
         for masked in self._masked.values():
             masked.zero_moved_(optimizer, alone=alone)
 
-    def _zero(self, *_: Any) -> None:
+    def zero_(self, *_: Any) -> None:
+        """Writes exact zeros to all that is pruned, now."""
         for masked in self._masked.values():
             masked.zero_()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import get_args
 
 import numpy as np
 
-from prunekit.errors import UsageError
+from prunekit.errors import UsageError, nearest
 from prunekit.settings.budgets import facts_of
 from prunekit.settings.pruning import (
     BudgetSettings,
@@ -140,6 +141,60 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int) -> Timeline
             f"and nothing has moved yet, got {settings.begin:g}"
         )
     return Timeline(settings, steps, epochs, begin, end, tuple(_stages(settings, begin, end, last, unit)))
+
+
+def in_steps(
+    schedule: ScheduleKind | ScheduleSettings, steps: int | None, begin: int
+) -> tuple[ScheduleSettings, tuple[Stage, ...]]:
+    """A schedule in steps, and its stages.
+
+    Raises:
+        UsageError: it is no schedule, or what was given does not fit together.
+    """
+    kinds = get_args(ScheduleKind)
+    if not isinstance(schedule, ScheduleSettings):
+        if schedule not in kinds:
+            raise UsageError(
+                f"schedule: expected {', '.join(kinds)} or ScheduleSettings, got {schedule!r}; "
+                f"{nearest(str(schedule), kinds)}"
+            )
+        schedule = ScheduleSettings(schedule)
+    placed = [key for key in ("begin", "end", "every", "freeze") if getattr(schedule, key)]
+    if schedule.unit == "epoch" and placed:
+        raise UsageError(
+            f"schedule.unit: expected 'step', because {placed[0]} is given and a pruner doesn't know your loop's "
+            "epochs, got 'epoch'; give steps of the optimizer"
+        )
+    if schedule.rewind_lr:
+        raise UsageError(
+            "schedule.rewind_lr: expected false: the learning rate is that of your loop, which may rewind it"
+        )
+    for key, value, at in (("steps", steps, schedule.end), ("begin", begin or None, schedule.begin or None)):
+        if value is not None and at is not None:
+            name = "end" if key == "steps" else key
+            raise UsageError(
+                f"{key}: expected nothing beside schedule.{name}, which says the same, got {value} and {at:g}"
+            )
+        if value is not None and (not isinstance(value, int) or value < (1 if key == "steps" else 0)):
+            raise UsageError(f"{key}: expected a number of optimizer steps, at least 1, got {value!r}")
+    once = schedule.kind == "oneshot"
+    if once and steps is not None:
+        raise UsageError(
+            f"steps: expected none, because schedule is 'oneshot', which prunes once, at begin; got {steps}: "
+            f"begin={steps} prunes then"
+        )
+    end = schedule.end if steps is None else steps
+    if end is None and not once:
+        raise UsageError(
+            f"steps: expected how many steps of the optimizer the schedule {schedule.kind!r} takes, such as "
+            "steps=1000; got none"
+        )
+    laid = replace(schedule, unit="step", begin=begin or schedule.begin, end=end)
+    if end is not None and laid.begin >= end:
+        raise UsageError(f"begin: expected less than the schedule's end of {end:g} steps, got {laid.begin:g}")
+    longest = int(max(laid.begin, laid.end or 0, laid.freeze or 0)) + 2
+    stages = timeline(laid, epochs=1, steps=longest).stages
+    return laid, tuple(stage for stage in stages if stage.progress > 0)
 
 
 def _end(settings: ScheduleSettings, begin: int, total: int, unit: int) -> int:

@@ -22,7 +22,14 @@ from prunekit.training.history import ClampRow, Compilation, EpochRow, History, 
 from prunekit.training.loop import fit
 from prunekit.training.optimizers import MakeOptimizer
 from prunekit.training.parts import Part, Training, Within
-from prunekit.training.pruning import LearningRateRewinding, PlanChange, Planner, PruningSchedule, steps_per_epoch
+from prunekit.training.pruning import (
+    LearningRateRewinding,
+    PlanChange,
+    Planner,
+    PruningSchedule,
+    ScheduledMasks,
+    steps_per_epoch,
+)
 from prunekit.training.recalibrate import recalibrate_batchnorm
 from prunekit.training.regularizers import Sparsifying
 from prunekit.training.replicas import share_buffers, share_corrupt
@@ -54,6 +61,7 @@ __all__ = [
     "Planner",
     "PruningSchedule",
     "RegulariserSettings",
+    "ScheduledMasks",
     "Sources",
     "Sparsifying",
     "TeacherCost",

@@ -202,9 +202,9 @@ def prune(
         raise DataError(
             "repair: expected samples to repair from, got none: prune(model, calibration=images, repair=...)"
         )
-    given = _Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
+    given = Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
     with reporting(progress, "prune"):
-        found = _found(model, given, repair or RepairSettings() if calibration is not None else None)
+        found = find_plan(model, given, repair or RepairSettings() if calibration is not None else None)
         if calibration is None or repair is False:
             return _timed(found, _as_planned(found))
         return _timed(found, _repaired(model, found, repair or RepairSettings()))
@@ -293,13 +293,13 @@ def plan(
         plain_classes=plain_classes,
         **budgets,
     )
-    given = _Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
+    given = Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
     with reporting(progress, "plan"):
-        return _found(model, given, None, channel_map).planned.plan
+        return find_plan(model, given, None, channel_map).planned.plan
 
 
 @dataclass(frozen=True, eq=False)
-class _Given:
+class Given:
     """What a plan is made for and from, as the caller gave it."""
 
     example: Any
@@ -314,7 +314,7 @@ class _Given:
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class Found:
     """A plan that meets the budgets.
 
     Attributes:
@@ -331,9 +331,9 @@ class _Found:
     notes: tuple[str, ...]
 
 
-def _found(
-    model: nn.Module, given: _Given, repairing: RepairSettings | None, chart: ChannelMap | None = None
-) -> _Found:
+def find_plan(
+    model: nn.Module, given: Given, repairing: RepairSettings | None, chart: ChannelMap | None = None
+) -> Found:
     """The plan, from what the criterion needs of the calibration data.
 
     Args:
@@ -387,7 +387,7 @@ def _found(
     frozen = None if goal is None else freeze(goal, plan, log=stage)
     planned = plan(settings, chart) if frozen is None else frozen.planned
     notes = () if samples is None else _notes(settings.criterion, stats, patches)
-    return _Found(planned, example, samples, frozen, notes)
+    return Found(planned, example, samples, frozen, notes)
 
 
 def _as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
@@ -401,7 +401,7 @@ def _as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
         ) from None
 
 
-def _as_planned(found: _Found) -> Pruned:
+def _as_planned(found: Found) -> Pruned:
     """The compact model as the trial left it."""
     planned = found.planned
     flushed = without_subnormals(planned.compact, found.example)
@@ -410,7 +410,7 @@ def _as_planned(found: _Found) -> Pruned:
     return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
 
 
-def _repaired(model: nn.Module, found: _Found, repairing: RepairSettings) -> Pruned:
+def _repaired(model: nn.Module, found: Found, repairing: RepairSettings) -> Pruned:
     """The compact model with what stays refitted to what the dense one computes on the samples."""
     planned = found.planned
     masked, report = repair_masked(model, planned.plan, found.samples, repairing, log=stage)
@@ -444,7 +444,7 @@ def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
         ) from error
 
 
-def _timed(found: _Found, result: Pruned) -> Pruned:
+def _timed(found: Found, result: Pruned) -> Pruned:
     """The result with what it was measured to take, where a budget is one of time."""
     if found.frozen is None:
         return result
