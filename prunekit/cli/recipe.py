@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
 import click
 
@@ -12,6 +14,14 @@ from prunekit.cli.output import Console, table
 from prunekit.errors import UsageError
 
 force_option = click.option("--force", is_flag=True, help="Write over a file that is there.")
+
+
+_INDENTED: dict[str, Any] = {
+    "initial_indent": "  ",
+    "subsequent_indent": "  ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
 
 
 @click.group("recipe", short_help="List, show and copy recipes; look up what their keys mean.")
@@ -57,6 +67,50 @@ def copy_recipe(name: str, file: Path | None, force: bool, as_json: bool) -> Non
     path = file or Path(f"{name.removesuffix('.yaml')}.yaml")
     write_new(path, text, force=force)
     Console(as_json).result({"path": str(path)}, f"Wrote {path}; run it with: prunekit finetune {path}")
+
+
+@recipe_group.command("reference", short_help="Show what keys mean.")
+@click.argument("key", default="", metavar="[KEY]")
+@common_options
+def show_reference(key: str, as_json: bool) -> None:
+    """Show what a key of a recipe may hold, its default, what it means, and an example; of a section all of its keys.
+
+    KEY is dotted, for example: prune.budget.macs. Without one all of them are shown.
+    """
+    from prunekit.recipe.reference import find
+
+    keys = find(key)
+    payload = [
+        {
+            "key": one.name,
+            "allowed": one.allowed,
+            "required": one.required,
+            "default": one.default,
+            "meaning": one.meaning,
+            "example": one.example,
+        }
+        for one in keys
+    ]
+    text = "\n\n".join(f"{one.name}\n{fill(one.text, 96, **_INDENTED)}" for one in keys)
+    Console(as_json).result({"keys": payload}, text)
+
+
+@recipe_group.command("schema", short_help="Write the JSON schema of recipes, for editors.")
+@click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@force_option
+def show_schema(file: Path | None, force: bool) -> None:
+    """Write the JSON schema of recipes to FILE, or print it.
+
+    Editors that know yaml-language-server complete and check a recipe that begins with the line
+    "# yaml-language-server: $schema=FILE".
+    """
+    from prunekit.recipe.reference import schema_text
+
+    if file is None:
+        Console(False).result({}, schema_text())
+        return
+    write_new(file, schema_text(), force=force)
+    Console(False).result({}, f"Wrote {file}; begin a recipe with: # yaml-language-server: $schema={file}")
 
 
 def write_new(path: Path, text: str, *, force: bool) -> None:

@@ -46,21 +46,21 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 
 def _inner(hint: Any, key: str | int) -> Any:
     if is_dataclass(hint):
-        beside = _beside(hint)
-        if beside is not None and str(key) in beside.names() and key not in _fields(hint):
+        beside = beside_of(hint)
+        if beside is not None and str(key) in beside.names() and key not in own_keys(hint):
             return beside.annotation(str(key)) | None
-        return _fields(hint).get(str(key), Any)
+        return own_keys(hint).get(str(key), Any)
     if get_origin(hint) is tuple:
         return get_args(hint)[0]
     return get_args(hint)[1] if get_origin(hint) is dict else Any
 
 
-def _fields(settings: Any) -> dict[str, Any]:
+def own_keys(settings: Any) -> dict[str, Any]:
     """Annotations of the fields of settings that are keys of a recipe."""
     return {name: hint for name, hint in _hints(settings).items() if not _marks(hint)}
 
 
-def _beside(settings: Any) -> Beside | None:
+def beside_of(settings: Any) -> Beside | None:
     """The further keys that settings have, where they have any."""
     return next((mark for hint in _hints(settings).values() for mark in _marks(hint)), None)
 
@@ -75,14 +75,14 @@ def _marks(hint: Any) -> list[Beside]:
 
 
 def _keys(settings: Any) -> list[str]:
-    beside = _beside(settings)
-    return list(dict.fromkeys([*_fields(settings), *(beside.names() if beside else ())]))
+    beside = beside_of(settings)
+    return list(dict.fromkeys([*own_keys(settings), *(beside.names() if beside else ())]))
 
 
 def is_open_mapping(path: KeyPath) -> bool:
     """Whether a key below `path` is a name of its own, dots and all."""
     parts = _parts(hint_at(path))
-    return any(get_origin(part) is dict or (is_dataclass(part) and _beside(part) is not None) for part in parts)
+    return any(get_origin(part) is dict or (is_dataclass(part) and beside_of(part) is not None) for part in parts)
 
 
 def keys_of(path: KeyPath) -> list[str] | None:
@@ -109,24 +109,28 @@ def written(location: KeyPath, values: Any) -> KeyPath:
     return path
 
 
-def describe(hint: Any) -> str:
-    """What an annotation allows, e.g. "a number above 0 and of at most 1, or null"."""
+def describe(hint: Any, *, brief: bool = False) -> str:
+    """What an annotation allows, e.g. "a number above 0 and of at most 1, or null".
+
+    Args:
+        brief: whether a mapping's keys are left out.
+    """
     if get_origin(hint) in (types.UnionType, Union):
-        return ", or ".join(describe(part) for part in get_args(hint))
+        return ", or ".join(describe(part, brief=brief) for part in get_args(hint))
     if get_origin(hint) is Annotated:
         kind, *constraints = get_args(hint)
         named = next((one.registry for one in constraints if isinstance(one, Registered)), None)
         if named is not None:
             return f"the name of a {named.kind}, or file.py:object"
-        return " ".join([describe(kind), *_bounds(constraints)])
+        return " ".join([describe(kind, brief=brief), *_bounds(constraints)])
     if get_origin(hint) is Literal:
         values = [repr(value) for value in get_args(hint)]
         return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
     if get_origin(hint) is tuple:
         return f"a list ({describe(get_args(hint)[0])} each)"
-    if is_dataclass(hint):
+    if is_dataclass(hint) and not brief:
         return f"a mapping with the keys {', '.join(_keys(hint))}"
-    return "a mapping" if get_origin(hint) is dict else PLAIN.get(hint, "a value")
+    return "a mapping" if get_origin(hint) is dict or is_dataclass(hint) else PLAIN.get(hint, "a value")
 
 
 def _bounds(constraints: list[Any]) -> Iterator[str]:

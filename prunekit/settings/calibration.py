@@ -14,21 +14,18 @@ MOMENTS_LIMIT_MIB = 4096
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made.
-
-    Attributes:
-        images: how many training images.
-        fused: whether activations are measured by compiled kernels: true, false, or null: once that pays off.
-        moments: `full`: also the Gram matrix of every layer's input channels; `none`: where the criterion needs it.
-        moments_ignore: globs over module paths whose Gram matrix is left out.
-        moments_limit_mib: memory that the Gram matrices may take together, in MiB.
-        moments_positions: places or tokens of each image that a Gram matrix is taken over, at most, drawn at
-            random; null: all of them.
-    """
+    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made."""
 
     images: PositiveInt = 512
+    """How many training images are looked at."""
     fused: bool | None = None
+    """Whether activations are measured by compiled kernels; null: where that pays off."""
     moments: Moments = "none"
+    """`full` also takes the Gram matrix of every layer's input channels; `none` does so only where the criterion needs
+    it."""
     moments_ignore: tuple[str, ...] = ()
+    """Globs over module paths whose Gram matrices are left out."""
     moments_limit_mib: PositiveInt = MOMENTS_LIMIT_MIB
+    """Memory that the Gram matrices may take together, in MiB."""
     moments_positions: PositiveInt | None = None
+    """The most places or tokens of each image that a Gram matrix is taken over, drawn at random; null: all of them."""

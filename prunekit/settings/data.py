@@ -24,9 +24,13 @@ class ColorJitterSettings:
     """Factors are drawn from 1 - x to 1 + x, the shift of the hue from -x to x (1 is once around)."""
 
     brightness: Strength = 0.4
+    """The brightness is multiplied by a factor from 1 - x to 1 + x."""
     contrast: Strength = 0.4
+    """The contrast is multiplied by a factor from 1 - x to 1 + x."""
     saturation: Strength = 0.4
+    """The saturation is multiplied by a factor from 1 - x to 1 + x."""
     hue: Annotated[float, Ge(0), Le(0.5)] = 0.0
+    """The hue is turned by -x to x; 1 is once around."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ class RandAugmentSettings:
     """RandAugment (Cubuk et al. 2020)."""
 
     num_ops: PositiveInt = 2
+    """How many operations are applied to an image, one after another."""
     magnitude: Annotated[int, Ge(0), Le(30)] = 9
+    """How strong they are, of 30."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +48,20 @@ class AugmentSettings:
     """Random changes of training images by torchvision's transforms, in this order."""
 
     crop: Literal["none", "shift", "padded", "resized"] = "none"
-    """`shift` by up to a tenth, `padded` by 4 pixels (as for CIFAR), `resized` (as for ImageNet)."""
+    """How a part of an image is chosen: `shift` moves it by up to a tenth, `padded` by up to 4 pixels (as for CIFAR),
+    `resized` takes a random part and resizes it (as for ImageNet)."""
     scale: Scale | None = None
     """Smallest and largest share of the image's area that a `resized` crop shows; null: 0.08 and 1."""
     flip: Probability = 0.0
-    """Of left and right being swapped."""
+    """Probability that left and right are swapped."""
     color_jitter: ColorJitterSettings | None = None
+    """Random brightness, contrast, saturation and hue."""
     rand_augment: RandAugmentSettings | None = None
+    """RandAugment (Cubuk et al. 2020): random operations of a given strength."""
     trivial_augment: bool = False
-    """TrivialAugment (Müller & Hutter 2021), in the place of RandAugment."""
+    """TrivialAugment (Müller & Hutter 2021): one random operation of random strength, in the place of RandAugment."""
     erase: Probability = 0.0
-    """Of a rectangle being set to the mean (random erasing, Zhong et al. 2020)."""
+    """Probability that a rectangle is set to the mean (random erasing, Zhong et al. 2020)."""
 
 
 Augment = NamedAugment | AugmentSettings
@@ -81,7 +90,9 @@ class DataSettings:
     """Which images, how they are split, and how they are fed."""
 
     source: Literal["digits", "imagefolder", "npz", "torchvision", "huggingface", "own"] = "digits"
-    """`own`: what `--data file.py:factory` returns."""
+    """Where the images are from: the handwritten digits that come with the package, a folder with one folder of images
+    for each class, an .npz file, a data set of torchvision or of Hugging Face, or `own`: what `--data file.py:factory`
+    returns."""
     root: Path | None = None
     """Folder (imagefolder: `train/` and `test/` or `val/`, or classes alone, which are split; torchvision: where its
     files are; huggingface: what `save_to_disk` wrote) or file (npz)."""
@@ -89,14 +100,18 @@ class DataSettings:
     """A data set of torchvision, such as `CIFAR10`, or of Hugging Face's hub in the place of `root`, such as
     `uoft-cs/cifar10`; files are fetched only with `download`."""
     columns: Columns | None = None
-    """huggingface: the columns of images and labels; None: the only ones of their kind."""
+    """For huggingface: the columns of images and labels; null: the only ones of their kind."""
     download: bool = False
+    """Whether files of the named data set may be fetched from the network."""
     image_size: PositiveInt = 32
     """Height and width of an input. An image file of another size is resized to 8/7 of it by its shorter side and its
     center taken; the digits and the arrays of an npz are resized to it as a whole."""
     mean: Mean | None = None
-    """Of a pixel in 0..1, per channel, subtracted; None: ImageNet's, 0.5 for the digits. `std`, likewise, divides."""
+    """Mean of a pixel in 0..1, for each of three channels, which is subtracted; null: ImageNet's, and 0.5 for the
+    digits."""
     std: Std | None = None
+    """Standard deviation of a pixel in 0..1, for each of three channels, which divides; null: ImageNet's, and 0.5 for
+    the digits."""
     augment: Augment = "none"
     """For training images only: `shift` by up to a tenth, `flip`, `crop_flip` (padded by 4 pixels, as for CIFAR),
     `resized_crop_flip` (as for ImageNet), or the random changes one by one."""
@@ -106,16 +121,19 @@ class DataSettings:
     batch: PositiveInt = 64
     """Images in a batch; of all processes together, where several train."""
     workers: Count = 0
-    """Processes that read ahead; 0: none."""
+    """Processes that read images ahead; 0: none."""
     prefetch: PositiveInt = 2
     """Batches that each worker reads ahead."""
     persistent_workers: bool = True
-    """Workers stay from one epoch to the next, those of training and of validation beside each other."""
+    """Whether workers stay from one epoch to the next, those of training and of validation beside each other."""
     pin_memory: bool = True
-    """What workers read goes to page-locked memory where the device is CUDA."""
+    """Whether what workers read goes to page-locked memory where the device is CUDA."""
     test_share: Annotated[float, Gt(0), Lt(1)] = 0.3
+    """Share of the images that are held out for the test, where the data has no test images of its own."""
     validation_share: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Share of the images that choose the best epoch, and are not trained on, where the data has none of its own."""
     split_seed: Count = 0
+    """Seed of how images are dealt to training, validation and test."""
     origin: str | None = None
     """Where the data of this recipe can be had; shown when it is missing."""
 

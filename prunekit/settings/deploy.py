@@ -15,9 +15,9 @@ class DeploySettings:
     """
 
     fold_batchnorm: bool = False
-    """Every BatchNorm that can be goes into the layer before it."""
+    """Whether every BatchNorm that can be is folded into the layer before it."""
     channels_last: bool = False
-    """Weights are laid out with their channels last, and the model is timed on images that are."""
+    """Whether weights are laid out with their channels last, and the model is timed on images that are."""
 
     @property
     def wanted(self) -> bool:

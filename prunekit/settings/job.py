@@ -28,12 +28,15 @@ class JobSettings:
     """A whole job: the resolved recipe."""
 
     name: str
+    """Name of the job, and of the folder that its runs are in."""
     model: ModelSettings
+    """Which model is pruned, and where its weights are from."""
     task: TaskName = "image_classification"
     """What the data is for: loss, metrics, and how a batch comes apart. `segmentation` (masks, 255 counts for nothing;
     mean IoU) and `text_classification` (token ids; top-1) need data of your own, and `own` is what
     `--task file.py:factory` returns."""
     data: DataSettings = field(default_factory=DataSettings)
+    """Which images, how they are split, and how they are fed."""
     baseline: TrainSettings | None = None
     """How to train the dense model first, when `model.weights` is not given."""
     sparsify: TrainSettings | None = None
@@ -41,26 +44,35 @@ class JobSettings:
     is made for `group_lasso` and `bn_l1`, which let the plan find what became small; after it for `growing`, which
     shrinks what the plan removes."""
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
+    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made."""
     prune: PruneSettings = field(default_factory=PruneSettings)
+    """Which channels go, and how many."""
     repair: RepairSettings | None = None
     """How what is left is fitted to the dense model, from calibration images without labels; null: not at all."""
     finetune: TrainSettings = field(default_factory=TrainSettings)
+    """How the pruned model is trained under its masks."""
     control: bool = True
     """Whether the dense model is trained on as well, as long and in the same way, for a fair comparison. That takes
     longer than fine-tuning itself; without it the pruned model is compared with the dense one as it was."""
     checkpoint: CheckpointSettings | None = field(default_factory=CheckpointSettings)
-    """Of all training, so that a run which was killed goes on where it was; null: each training starts anew."""
+    """When each training is written down, so that a run which was killed goes on where it was; null: each training
+    starts anew."""
     gradient_flow: bool = False
-    """Records how large the gradients of each layer are while a run trains, for `gradients.csv` and the report."""
+    """Whether to record how large the gradients of each layer are while a run trains, for `gradients.csv` and the
+    report."""
     watch: WatchSettings | None = field(default_factory=WatchSettings)
-    """Of all training; null: nothing but the run's own tables."""
+    """What is written down of each training while it runs; null: nothing but the run's own tables."""
     activations: ActivationSettings | None = None
     """Masks in force while fine-tuning; the result is measured with and without them."""
     deploy: DeploySettings = field(default_factory=DeploySettings)
     """What is done to a second copy of the compact model, for running it."""
     latency: LatencySettings = field(default_factory=LatencySettings)
+    """What is timed when the run is over."""
     seed: Annotated[int, Ge(0)] = 0
+    """Seed of everything that is random."""
     device: str = "auto"
+    """Where to train: auto, cpu, cuda, cuda:n or mps; auto takes CUDA where there is a device."""
     threads: Annotated[int, Ge(1)] | None = None
-    """Intra-op CPU threads for training; None leaves torch's choice."""
+    """Intra-op CPU threads for training; null leaves torch's choice."""
     output: Path = Path("runs")
+    """Folder that runs are written to."""

@@ -15,11 +15,17 @@ class LatencySettings:
     """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it takes."""
 
     batches: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1, 16)
+    """Batch sizes to time."""
     threads: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1,)
+    """Numbers of CPU threads to time with."""
     repeats: Annotated[int, Ge(5)] = 30
+    """How often each is timed."""
     runtimes: Annotated[tuple[RuntimeName, ...], MinLen(1)] = ("eager",)
+    """Runtimes to time in."""
     dtypes: Annotated[tuple[DtypeName, ...], MinLen(1)] = ("fp32",)
+    """Types of numbers to time in."""
     memory_formats: Annotated[tuple[MemoryFormat, ...], MinLen(1)] = ("contiguous",)
-    """Of the parameters and the input; runtimes that choose layouts themselves know `contiguous` alone."""
+    """Memory formats of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
+    alone."""
     explain: bool = True
     """Whether a job looks for what keeps the pruned model from its ideal speed, in eager on the CPU, first setting."""

@@ -13,10 +13,11 @@ class ActivationSettings:
     """Activation masks, while fine-tuning and when the result is measured; exactly one of the last two is given."""
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
-    """Globs over module paths."""
+    """Globs over the paths of modules whose activations are masked."""
     side: Literal["input", "output"] = "output"
+    """Whether what a module reads is masked, or what it gives."""
     threshold: Annotated[float, Ge(0)] | None = None
-    """|x| below it is zeroed."""
+    """Activations whose absolute value is below it are set to zero."""
     target: Annotated[float, Gt(0), Lt(1)] | None = None
     """Share of zeros behind each mask, for which thresholds are found on the calibration images."""
 
@@ -26,6 +27,8 @@ class ClampSettings:
     """A gradient clamp: see `prunekit.clamp_activation_grad` and `prunekit.clamp_weight_grad`."""
 
     limit: Annotated[float, Gt(0)]
+    """The largest absolute value of a gradient's entry, or with `by: norm` of the norm of the whole gradient."""
     by: Literal["value", "norm"] = "value"
+    """Whether each entry is clamped, or the whole is scaled down to a norm."""
     modules: Annotated[tuple[str, ...], MinLen(1)] | None = None
-    """Globs over module paths; None: every module that the clamp can act on."""
+    """Globs over module paths; null: every module that the clamp can act on."""

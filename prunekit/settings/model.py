@@ -11,6 +11,7 @@ class ModelSettings:
     """Which model: a zoo's constructor, its arguments, and where the weights come from."""
 
     name: str
+    """Name of the model in its zoo; of an own one the factory, `file.py:factory`."""
     zoo: Literal["torchvision", "cifar", "timm", "hf", "own"] = "torchvision"
     """`cifar`: ResNets for 32x32 images, `resnet8` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
     image classifier of a transformers model type such as `vit`, in its default configuration (extra `hf`). `own`: what

@@ -124,13 +124,18 @@ class Target:
     """What budgets of time and memory are meant on; memory depends on batch and dtype alone."""
 
     runtime: RuntimeName = "eager"
+    """Runtime that the model will run in."""
     device: str = "cpu"
+    """Device that the model will run on: cpu, cuda or cuda:n."""
     batch: PositiveInt = 1
+    """Images in a batch."""
     threads: PositiveInt = 1
-    """Of the CPU."""
+    """CPU threads."""
     dtype: DtypeName = "fp32"
+    """Type of the weights and activations."""
     memory_format: MemoryFormat = "contiguous"
-    """Of the parameters and the input; runtimes that choose layouts themselves know `contiguous` alone."""
+    """Memory format of the parameters and the input; runtimes that choose layouts themselves know `contiguous`
+    alone."""
     block: PositiveInt = 8
     """Channel counts are multiples of this where the axis allows it, beside `round_to`: kernels compute in blocks, and
     some are only used for whole ones."""
@@ -146,29 +151,30 @@ class ScheduleSettings:
     """How much is pruned when, while the masked model is fine-tuned; see `planning.schedule`."""
 
     kind: ScheduleKind = "cubic"
-    """All at once; in rounds of pruning and recovery (Han et al. 2015), each of which leaves the same share of what
-    the one before left; or gradually, along a line, a geometric sequence, or the cubic of Zhu & Gupta 2017."""
+    """How the share that is pruned grows: all at once (`oneshot`); in rounds of pruning and recovery, each of which
+    leaves the same share of what the one before left (`iterative`, Han et al. 2015); or gradually, along a line, a
+    geometric sequence, or the cubic of Zhu & Gupta 2017."""
     unit: ScheduleUnit = "epoch"
-    """Of `begin`, `end`, `every` and `freeze`: epochs, also fractions of them, or steps of the optimizer."""
+    """What `begin`, `end`, `every` and `freeze` count: epochs, also fractions of them, or steps of the optimizer."""
     begin: Annotated[float, Ge(0)] = 0.0
-    """Where the curve begins; `oneshot` and `iterative` prune there already."""
+    """When pruning begins; `oneshot` and `iterative` prune there already."""
     end: Annotated[float, Gt(0)] | None = None
-    """Where the budget is met; null: halfway from `begin` to the end of the training, and for `iterative` so that the
+    """When the budget is met; null: halfway from `begin` to the end of the training, and for `iterative` so that the
     last recovery is as long as the others."""
     rounds: PositiveInt | None = None
-    """How often is pruned, at even distances; null: 3 times for `iterative`, 10 times gradually."""
+    """How many times channels are pruned, at even distances; null: 3 times for `iterative`, 10 times gradually."""
     every: Annotated[float, Gt(0)] | None = None
-    """In place of `rounds`: the distance."""
+    """The distance from one pruning to the next, in the place of `rounds`."""
     score: ScheduleScore = "criterion"
-    """Channels are scored anew each time: by the criterion on the weights of that moment, or by how far training has
-    moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the training
-    is the criterion's in any case."""
+    """How channels are scored anew each time: by the criterion on the weights of that moment, or by how far training
+    has moved their weights away from zero (Sanh et al. 2020, Movement pruning). The plan that is tried before the
+    training is the criterion's in any case."""
     regrow: bool = False
     """Whether channels that were pruned may come back, with the values they had when they were."""
     freeze: Annotated[float, Gt(0)] | None = None
     """With `regrow`: until when masks of the same budget are chosen anew, after `end`; null: they freeze at `end`."""
     rewind_lr: bool = False
-    """Of `iterative`: whether the learning-rate schedule begins anew in each round (Renda et al. 2020)."""
+    """Whether the learning-rate schedule begins anew in each round of `iterative` (Renda et al. 2020)."""
 
 
 @dataclass(frozen=True)
@@ -176,26 +182,33 @@ class PruneSettings:
     """Which channels go."""
 
     budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
+    """What may be left of the model; at least one is given, and a plan meets all of them."""
     criterion: CriterionName = "l2"
+    """Importance score that says which channels go; `prunekit list criteria` shows what each measures and needs."""
     scope: Scope = "uniform"
+    """How channels of different groups compare: `uniform` keeps the same share of each group; `global` removes the
+    lowest scores of all groups; `per_mac` the lowest for what they cost, in MACs or what the budget counts; `capacity`
+    chooses widths alone, so that layers keep as much of their MACs as the budget allows, and scores say only which
+    channels of a group go."""
     round_to: PositiveInt = 1
     """Channel counts of every pruned axis are multiples of this where the axis allows it."""
     min_channels: PositiveInt = 1
+    """The fewest channels that a group keeps."""
     ignore: tuple[str, ...] = ()
     """Globs over module paths whose output channels stay whole."""
     target: Target = field(default_factory=Target)
-    """Runtime and device of `latency_ms` and `speedup`; batch and dtype of these and of `memory_mb`."""
+    """Runtime and device that `latency_ms` and `speedup` are meant on; batch and dtype of these and of `memory_mb`."""
     ratios: dict[str, Share] = field(default_factory=dict)
-    """Glob over module paths -> share of their output channels to keep."""
+    """Globs over module paths, each with the share of their output channels to keep."""
     plain_classes: bool = False
     """Whether all modules keep their classes, so that a pickled model loads where prunekit is not installed. Else some
     are compiled again with explicit sizes in their Python, or replaced by attention with explicit sizes, where channels
     could not go otherwise."""
     schedule: ScheduleSettings | None = None
-    """While fine-tuning; null: all is pruned before it."""
+    """When channels go while the model is fine-tuned; null: all of them before it."""
     compact_early: bool = False
-    """Fine-tuning goes on with the compact model as soon as the plan is final: as fast, and what comes out is the same
-    up to the order of sums and the numbers that dropout draws."""
+    """Whether fine-tuning goes on with the compact model as soon as the plan is final: it is as fast as that model, and
+    what comes out is the same up to the order of sums and the numbers that dropout draws."""
 
 
 WITH_REPAIR = "expected null, because prune.schedule prunes while training: before it, nothing is there to repair"

@@ -27,7 +27,7 @@ class RepairSettings:
     """Whether each layer reads what the repaired layers before it give, and corrects their errors; or what the dense
     ones give."""
     ridge: Annotated[float, Gt(0)] = 1e-3
-    """Pull toward the weights as they are, as a share of the mean square of the inputs."""
+    """How strongly weights are pulled toward what they are, as a share of the mean square of the inputs."""
     rows: Annotated[int, Ge(64)] = 32768
     """Positions sampled of each layer's output, over all images."""
     rectified_steps: Annotated[int, Ge(0)] = 3

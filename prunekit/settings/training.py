@@ -19,8 +19,9 @@ class FeatureSettings:
     """Features that a student is to share with its teacher: see `prunekit.training.Distillation`."""
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
-    """Globs over module paths; the outputs of these modules."""
+    """Globs over the paths of modules whose outputs are compared."""
     weight: Annotated[float, Gt(0)] = 1.0
+    """Weight of the loss on features, beside the cross entropy's 1."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,11 @@ class DistillSettings:
     """Knowledge distillation from the dense model: see `prunekit.training.Distillation`."""
 
     weight: Annotated[float, Ge(0)] = 1.0
-    """Of the loss on logits, beside the cross entropy's 1."""
+    """Weight of the loss on logits, beside the cross entropy's 1."""
     temperature: Annotated[float, Gt(0)] = 4.0
+    """What logits are divided by before they are compared: the higher, the more the small ones count."""
     features: FeatureSettings | None = None
+    """Features that the student is to share with its teacher; null: none."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,10 @@ class RegulariserSettings:
     """What makes whole channels small while training: see `prunekit.training.Sparsifying`."""
 
     method: Literal["group_lasso", "bn_l1", "growing"]
+    """Which regularizer: the norms of whole channels (`group_lasso`), the scales of BatchNorm (`bn_l1`), or a growing
+    pull on what a plan removes (`growing`, of `sparsify` alone)."""
     strength: Annotated[float, Gt(0)] | None = None
-    """Lambda of `group_lasso` and `bn_l1` (null: 1e-4); the ceiling of `growing` (null: 1)."""
+    """Factor of the penalty of `group_lasso` and `bn_l1` (null: 1e-4); the ceiling of `growing` (null: 1)."""
     rise: Annotated[float, Gt(0), Lt(1)] = 0.75
     """Share of the steps after which `growing` is at its ceiling."""
     every: Annotated[int, Ge(1)] = 10
@@ -51,8 +56,9 @@ class AverageSettings:
     """An average of weights that is evaluated and kept in their place: see `prunekit.training.Average`."""
 
     method: Literal["ema", "swa"] = "ema"
+    """Exponential moving average (`ema`) or the plain mean of stochastic weight averaging (`swa`)."""
     decay: Annotated[float, Ge(0), Lt(1)] = 0.999
-    """Of `ema`; the n-th update uses at most (1 + n) / (10 + n), or a short run would keep its first weights."""
+    """Decay of `ema`; the n-th update uses at most (1 + n) / (10 + n), or a short run would keep its first weights."""
     start: Annotated[float, Ge(0), Lt(1)] | None = None
     """Share of the steps after which averaging begins; null: 0 for `ema`, 0.75 for `swa`."""
     every: Annotated[int, Ge(1)] | None = None
@@ -60,8 +66,8 @@ class AverageSettings:
     lr: Annotated[float, Gt(0)] | None = None
     """Constant learning rate while averaging, as SWA was published with; null: the schedule goes on."""
     statistics: Literal["averaged", "recalibrated"] | None = None
-    """BatchNorm's: averaged as the weights are, or taken anew from training images whenever the average is evaluated;
-    null: averaged for `ema`, recalibrated for `swa`."""
+    """What becomes of BatchNorm's statistics: they are averaged as the weights are, or taken anew from training images
+    whenever the average is evaluated; null: averaged for `ema`, recalibrated for `swa`."""
 
 
 @dataclass(frozen=True)
@@ -69,35 +75,49 @@ class TrainSettings:
     """One training run: `baseline`, `sparsify` and `finetune` all have this form."""
 
     epochs: Count = 5
+    """Passes over the training images; 0 leaves the model as it is."""
     optimizer: Literal["sgd", "adam", "adamw", "own"] = "sgd"
-    """`own` is the user's own, given as `--optimizer file.py:factory`."""
+    """Optimizer; `own` is the user's own, given as `--optimizer file.py:factory`."""
     lr: Annotated[float, Gt(0)] = 0.05
+    """Largest learning rate."""
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Momentum of `sgd`."""
     nesterov: bool = False
+    """Whether the momentum of `sgd` is Nesterov's."""
     weight_decay: Annotated[float, Ge(0)] = 5e-4
+    """Weight decay."""
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
     """Share of the steps with a linear warm-up; then a cosine to zero (Loshchilov & Hutter 2017), or to a little above
     it where steps are skipped: those do not move the schedule."""
     label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of the target that is spread over all classes (Szegedy et al. 2016)."""
     mixup: Annotated[float, Ge(0)] = 0.0
-    """Images of a batch are blended in shares drawn from Beta(mixup, mixup), labels likewise (Zhang et al. 2018)."""
+    """Images of a batch are blended in shares drawn from Beta(mixup, mixup), and labels likewise (Zhang et al. 2018);
+    0: they are not."""
     cutmix: Annotated[float, Ge(0)] = 0.0
-    """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019). With both,
-    each batch draws one of them."""
+    """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019); 0: none is.
+    With mixup too, each batch draws one of them."""
     precision: Precision = "fp32"
-    """Of the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale for fp16."""
+    """Type of numbers in the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale
+    for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1
     """Batches whose gradients make one optimizer step."""
     sharding: Sharding = "replicas"
     """What each of several processes has: the whole model (DDP), or a part of every parameter, gradient and momentum
     (FSDP2), put together module by module while it is needed."""
     compile: bool = False
-    """Training steps through `torch.compile`; in eager, and saying why, where that cannot be (`CompiledForward`)."""
+    """Whether training steps run through `torch.compile`; where that cannot be, they run in eager, which the log
+    says."""
     clamp_activation_grad: ClampSettings | None = None
+    """Clamp of the gradients of activations, while they flow back; null: none."""
     clamp_weight_grad: ClampSettings | None = None
+    """Clamp of the gradients of weights, before each step; null: none."""
     distill: DistillSettings | None = None
+    """Knowledge distillation: the pruned model learns from the dense one too; null: it does not."""
     regularize: RegulariserSettings | None = None
+    """What makes whole channels small while training; null: nothing."""
     average: AverageSettings | None = None
+    """An average of weights that is evaluated and kept in their place; null: none."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +125,12 @@ class CheckpointSettings:
     """When training is written down so that it can be resumed, and how much of that is kept."""
 
     every_seconds: Annotated[float, Gt(0)] | None = 60.0
-    """Less often where writing would take more than a twentieth of the time. The end of a training is always kept."""
+    """Seconds from one checkpoint to the next; more where writing would take over a twentieth of the time. The end of a
+    training is always kept. null: only `every_steps` counts."""
     every_steps: Annotated[int, Ge(1)] | None = None
-    """Optimizer steps; as often as it says, whatever that costs."""
+    """Optimizer steps from one checkpoint to the next, whatever that costs; null: only `every_seconds` counts."""
     keep: Annotated[int, Ge(1)] = 2
-    """How many; the best weights are in each."""
+    """How many checkpoints are kept; the best weights are in each."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +138,11 @@ class WatchSettings:
     """What is written down of each training while it runs; nothing of it changes what is trained."""
 
     tensorboard: bool = True
-    """Events of TensorBoard; without them `scalars/<training>.csv` alone."""
+    """Whether events of TensorBoard are written; without them there is `scalars/<training>.csv` alone."""
     histograms: bool = False
-    """Of every parameter: its values, its mask, and its gradient in the first step of the epoch."""
+    """Whether histograms of every parameter are written: its values, its mask, and its gradient in the first step of
+    the epoch."""
     images: bool = False
-    """Filters of the first convolution, and a figure of every layer's sparsity."""
+    """Whether the filters of the first convolution are drawn, and the sparsity of every layer."""
     every: Annotated[int, Ge(1)] = 1
-    """Epochs between histograms, and between images; scalars are written in each epoch."""
+    """Epochs from one histogram or image to the next; scalars are written in each epoch."""

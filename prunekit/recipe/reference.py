@@ -1,0 +1,392 @@
+"""Every key of a recipe with its type, default, meaning and an example, as a page and as a JSON schema for editors.
+
+Both are made from the settings: annotations say what a key may hold, the text below a field what it means. After a
+change of either, `python -m prunekit.recipe.reference` writes them anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+
+from prunekit.artifacts import write_text
+from prunekit.errors import UsageError, nearest
+from prunekit.recipe.document import KeyPath
+from prunekit.recipe.overrides import split_key
+from prunekit.recipe.schema import beside_of, describe, own_keys
+from prunekit.registry import Registered
+from prunekit.settings.job import JobSettings
+from prunekit.settings.text import plain
+
+PAGE = Path(__file__).parent.parent / "guide" / "recipe.md"
+SCHEMA = Path(__file__).parent / "schema.json"
+EXAMPLES: dict[str, Any] = {
+    "JobSettings.name": "resnet34-half",
+    "JobSettings.model": {"name": "resnet18", "weights": "IMAGENET1K_V1"},
+    "JobSettings.data": {"source": "imagefolder", "root": "photos", "image_size": 224},
+    "JobSettings.baseline": {"epochs": 12, "lr": 0.05},
+    "JobSettings.sparsify": {"epochs": 5, "regularize": {"method": "group_lasso"}},
+    "JobSettings.calibration": {"images": 1024},
+    "JobSettings.prune": {"budget": {"macs": 0.5}, "criterion": "taylor"},
+    "JobSettings.repair": {"fit": "patch"},
+    "JobSettings.finetune": {"epochs": 10, "lr": 0.01},
+    "JobSettings.checkpoint": {"every_seconds": 300},
+    "JobSettings.watch": {"histograms": True},
+    "JobSettings.activations": {"modules": ["layer1.*.relu"], "target": 0.5},
+    "JobSettings.deploy": {"fold_batchnorm": True},
+    "JobSettings.latency": {"batches": [1, 16], "runtimes": ["eager", "onnxruntime"]},
+    "JobSettings.device": "cuda:0",
+    "JobSettings.threads": 4,
+    "LatencySettings.runtimes": ["eager", "onnxruntime"],
+    "LatencySettings.dtypes": ["fp32", "bf16"],
+    "LatencySettings.memory_formats": ["contiguous", "channels_last"],
+    "ModelSettings.name": "resnet18",
+    "ModelSettings.arguments": {"zero_init_residual": True},
+    "ModelSettings.weights": "resnet18.safetensors",
+    "ModelSettings.origin": "ask the team of the first floor",
+    "DataSettings.root": "photos",
+    "DataSettings.name": "CIFAR10",
+    "DataSettings.columns": ["image", "label"],
+    "DataSettings.image_size": 224,
+    "DataSettings.mean": [0.485, 0.456, 0.406],
+    "DataSettings.std": [0.229, 0.224, 0.225],
+    "DataSettings.augment": "crop_flip",
+    "DataSettings.max_corrupt": 0.01,
+    "DataSettings.workers": 4,
+    "DataSettings.origin": "ask the team of the first floor",
+    "AugmentSettings.scale": [0.3, 1.0],
+    "AugmentSettings.flip": 0.5,
+    "AugmentSettings.color_jitter": {"brightness": 0.2},
+    "AugmentSettings.rand_augment": {"num_ops": 2, "magnitude": 9},
+    "AugmentSettings.erase": 0.25,
+    "CalibrationSettings.fused": False,
+    "CalibrationSettings.moments_ignore": ["classifier.*"],
+    "CalibrationSettings.moments_positions": 64,
+    "BudgetSettings.channels": 0.5,
+    "BudgetSettings.macs": 0.4,
+    "BudgetSettings.params": 0.5,
+    "BudgetSettings.size_mb": 12,
+    "BudgetSettings.latency_ms": 8,
+    "BudgetSettings.speedup": 2,
+    "BudgetSettings.memory_mb": 40,
+    "PruneSettings.budget": {"macs": 0.4, "params": 0.5},
+    "PruneSettings.round_to": 8,
+    "PruneSettings.min_channels": 16,
+    "PruneSettings.ignore": ["conv1", "layer4.*"],
+    "PruneSettings.target": {"runtime": "onnxruntime", "batch": 8},
+    "PruneSettings.ratios": {"layer1.*.conv1": 0.75},
+    "PruneSettings.schedule": {"kind": "cubic", "rounds": 8},
+    "Target.device": "cuda",
+    "ScheduleSettings.end": 6,
+    "ScheduleSettings.rounds": 8,
+    "ScheduleSettings.every": 0.5,
+    "ScheduleSettings.freeze": 8,
+    "TrainSettings.label_smoothing": 0.1,
+    "TrainSettings.mixup": 0.2,
+    "TrainSettings.cutmix": 1.0,
+    "TrainSettings.accumulate": 4,
+    "TrainSettings.clamp_activation_grad": {"limit": 0.1},
+    "TrainSettings.clamp_weight_grad": {"limit": 1.0, "by": "norm"},
+    "TrainSettings.distill": {"weight": 1.0, "temperature": 4.0},
+    "TrainSettings.regularize": {"method": "group_lasso"},
+    "TrainSettings.average": {"method": "ema"},
+    "FeatureSettings.modules": ["layer*"],
+    "DistillSettings.features": {"modules": ["layer*"]},
+    "RegulariserSettings.method": "group_lasso",
+    "RegulariserSettings.strength": 0.001,
+    "AverageSettings.start": 0.5,
+    "AverageSettings.every": 10,
+    "AverageSettings.lr": 0.005,
+    "AverageSettings.statistics": "recalibrated",
+    "ClampSettings.limit": 0.1,
+    "ClampSettings.modules": ["layer4.*"],
+    "ActivationSettings.modules": ["layer1.*.relu"],
+    "ActivationSettings.threshold": 0.05,
+    "ActivationSettings.target": 0.5,
+    "CheckpointSettings.every_steps": 500,
+}
+"""Of keys whose default shows nothing; for others the default, or another choice, is the example."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a recipe.
+
+    Attributes:
+        path: where it stands.
+        hint: annotation of what it may hold.
+        required: whether it must be given; then there is no default.
+        default: as plain values.
+        meaning: in words.
+        example: a value, as plain values.
+        home: the section that its settings are described in; another one has the same keys.
+    """
+
+    path: KeyPath
+    hint: Any
+    required: bool
+    default: Any
+    meaning: str
+    example: Any
+    home: KeyPath
+
+    @property
+    def name(self) -> str:
+        """Its path with dots."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def allowed(self) -> str:
+        """What it may hold, in words."""
+        words = describe(self.hint, brief=True)
+        names = [f"`{name}`" for registry in _registries(self.hint) for name in registry.declared]
+        return f"{words} (built in: {', '.join(names)})" if names else words
+
+    @property
+    def text(self) -> str:
+        """Type, default, meaning and example in a paragraph."""
+        default = "required" if self.required else f"default `{flow(self.default)}`"
+        return f"{self.allowed}; {default}. {self.meaning} Example: `{self.name}={flow(self.example)}`."
+
+
+@cache
+def all_keys() -> tuple[Key, ...]:
+    """Every key, in the order of the settings, those of a section after it."""
+    homes: dict[type, KeyPath] = {}
+    for optional in (False, True):  # what is always there is described rather than what need not be
+        for path, hint in _sections(JobSettings, (), optional):
+            homes.setdefault(hint, path)
+    return tuple(_keys_of(JobSettings, (), homes))
+
+
+def _sections(kind: Any, path: KeyPath, optional: bool) -> Iterator[tuple[KeyPath, Any]]:
+    yield path, kind
+    for name, hint in own_keys(kind).items():
+        for part in _settings_in(hint):
+            if optional or part is hint:
+                yield from _sections(part, (*path, name), optional)
+
+
+def _keys_of(kind: Any, path: KeyPath, homes: Mapping[type, KeyPath]) -> Iterator[Key]:
+    said, known = meanings(kind), {field.name: field for field in fields(kind)}
+    for name, hint in own_keys(kind).items():
+        required, default = _is_required(known[name]), _default(known[name])
+        example = _example(kind, name, hint, default)
+        yield Key((*path, name), hint, required, default, said.get(name, ""), example, (*homes[kind], name))
+        for part in _settings_in(hint):
+            yield from _keys_of(part, (*path, name), homes)
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _settings_in(hint: Any) -> list[Any]:
+    """Settings that a key may hold as a mapping."""
+    if get_origin(hint) in (UnionType, Union):
+        return [part for part in get_args(hint) if is_dataclass(part)]
+    return [hint] if is_dataclass(hint) else []
+
+
+def _registries(hint: Any) -> list[Any]:
+    if get_origin(hint) is Annotated:
+        own = [one.registry for one in hint.__metadata__ if isinstance(one, Registered)]
+        return own or _registries(get_args(hint)[0])
+    return [found for part in get_args(hint) if get_origin(hint) is not Literal for found in _registries(part)]
+
+
+@cache
+def meanings(kind: Any) -> dict[str, str]:
+    """What each field of a dataclass means: the text below it in the source."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def _first_paragraph(kind: Any) -> str:
+    return " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+
+
+def _default(field: Field[Any]) -> Any:
+    if field.default_factory is not MISSING:
+        made = field.default_factory()
+        return _given(made) if is_dataclass(made) else plain(made, field.name)
+    return None if field.default is MISSING else plain(field.default, field.name)
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    """What settings say beyond the defaults of their fields."""
+    found = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if value != default:
+            found[field.name] = plain(value, field.name)
+    return found
+
+
+def _example(kind: Any, name: str, hint: Any, default: Any) -> Any:
+    given = f"{kind.__name__}.{name}"
+    if given in EXAMPLES:
+        return EXAMPLES[given]
+    if isinstance(default, bool):
+        return not default
+    named = () if isinstance(default, list) else (name for one in _registries(hint) for name in one.declared)
+    choices = [*(get_args(hint) if get_origin(hint) is Literal else ()), *named]
+    return next((choice for choice in choices if choice != default), default)
+
+
+def flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, str) and not any(mark in value for mark in ":#{}[],&*!|>'\"%@`"):
+        return value
+    return json.dumps(value)
+
+
+def find(name: str) -> list[Key]:
+    """The keys that a dotted name stands for: the key itself, and those below it; all of them for an empty one.
+
+    Raises:
+        UsageError: there is no such key; names the nearest.
+    """
+    path = split_key(name) if name else ()
+    found = [key for key in all_keys() if key.path[: len(path)] == path]
+    if not found:
+        raise UsageError(f"recipe key {name!r}: there is none; {nearest(name, [key.name for key in all_keys()])}")
+    return found
+
+
+def page() -> str:
+    """The reference as a page of the guide."""
+    lines = [
+        "# The keys of a recipe",
+        "",
+        "A recipe is a YAML file; `prunekit recipe list` shows those that come with the package, and `prunekit init`",
+        "writes one. `prunekit recipe reference prune.budget` shows a part of this page. Every key can be set on the",
+        "command line as the examples have it: `prunekit finetune mine.yaml prune.round_to=8`. For completion and",
+        "checks in an editor, write `prunekit recipe schema recipe.schema.json`, and begin recipes beside that file",
+        "with the line `# yaml-language-server: $schema=recipe.schema.json`.",
+        "",
+        "This page is made from the settings in `prunekit.settings` by `python -m prunekit.recipe.reference`.",
+    ]
+    for section, own in _by_section().items():
+        title = ".".join(map(str, section)) or "The job"
+        same = {key.path[:-1] for key in all_keys() if key.home[:-1] == section} - {section}
+        lines += ["", f"## {title}", ""]
+        if same:
+            others = " and ".join(f"`{other}`" for other in sorted(".".join(map(str, path)) for path in same))
+            lines += [f"The same keys are in {others}.", ""]
+        for key in own:
+            text = f"- **`{key.name}`**: {key.text}"
+            lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines) + "\n"
+
+
+def _by_section() -> dict[KeyPath, list[Key]]:
+    found: dict[KeyPath, list[Key]] = {}
+    for key in all_keys():
+        if key.path == key.home:
+            found.setdefault(key.path[:-1], []).append(key)
+    return found
+
+
+def json_schema() -> dict[str, Any]:
+    """The reference as a JSON schema (draft 7), which editors complete and check recipes by."""
+    kinds: dict[str, Any] = {}
+    top = _object_schema(JobSettings, kinds)
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A recipe of prunekit",
+        **top,
+        "definitions": dict(sorted(kinds.items())),
+    }
+
+
+def _object_schema(kind: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+    said, known = meanings(kind), {field.name: field for field in fields(kind)}
+    properties: dict[str, Any] = {}
+    for name, hint in own_keys(kind).items():
+        properties[name] = _schema(hint, kinds) | {"description": said.get(name, "")}
+        if not _is_required(known[name]):
+            properties[name]["default"] = _default(known[name])
+    required = [name for name in properties if _is_required(known[name])]
+    further = False if beside_of(kind) is None else {"type": "number"}
+    schema = {"type": "object", "description": _first_paragraph(kind), "additionalProperties": further}
+    return schema | {"properties": properties} | ({"required": required} if required else {})
+
+
+def _schema(hint: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+    """What an annotation allows."""
+    if get_origin(hint) in (UnionType, Union):
+        return {"anyOf": [_schema(part, kinds) for part in get_args(hint)]}
+    if get_origin(hint) is Annotated:
+        kind, *constraints = get_args(hint)
+        if (registry := next((one.registry for one in constraints if isinstance(one, Registered)), None)) is not None:
+            # Not the built-in names alone: others may be installed, or are the user's own files.
+            return {"anyOf": [{"enum": list(registry.declared)}, {"type": "string"}]}
+        bounds = {BOUNDS[type(one)]: getattr(one, fields(one)[0].name) for one in constraints if type(one) in BOUNDS}
+        return _schema(kind, kinds) | bounds
+    if get_origin(hint) is Literal:
+        return {"enum": list(get_args(hint))}
+    if get_origin(hint) is tuple:
+        return {"type": "array", "items": _schema(get_args(hint)[0], kinds)}
+    if get_origin(hint) is dict:
+        return {"type": "object", "additionalProperties": _schema(get_args(hint)[1], kinds)}
+    if is_dataclass(hint):
+        name = str(hint.__name__)  # type: ignore[union-attr]
+        if name not in kinds:
+            kinds[name] = {}  # it is being described: settings may hold their own kind
+            kinds[name] = _object_schema(hint, kinds)
+        return {"anyOf": [{"$ref": f"#/definitions/{name}"}]}  # beside a reference, draft 7 sees nothing
+    return dict(TYPES.get(hint, {}))
+
+
+BOUNDS = {
+    Gt: "exclusiveMinimum",
+    Ge: "minimum",
+    Lt: "exclusiveMaximum",
+    Le: "maximum",
+    MinLen: "minItems",
+    MaxLen: "maxItems",
+}
+TYPES = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    Path: {"type": "string"},
+    type(None): {"type": "null"},
+}
+
+
+def schema_text() -> str:
+    """The JSON schema as a file has it."""
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
+def main() -> None:
+    """Writes the page and the schema anew."""
+    for path, text in ((PAGE, page()), (SCHEMA, schema_text())):
+        write_text(path, text)
+
+
+if __name__ == "__main__":
+    main()
