@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torchvision
+from accelerate.state import AcceleratorState, GradientState
 from click.testing import CliRunner
 from little_time import measure_little
 from ruamel.yaml import YAML
@@ -82,8 +83,12 @@ def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch
 def test_python_runs_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
     names: dict[str, object] = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), names)
+    try:
+        for block in blocks("python"):
+            exec(compile(block, "README.md", "exec"), names)
+    finally:  # what Accelerate keeps of a process is no other test's
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
     assert type(names["again"]) is type(names["quick"]) is type(names["model"])
     assert names["repaired"].repair.after < names["repaired"].repair.before  # type: ignore[attr-defined]
 
