@@ -73,3 +73,18 @@ def _one_thread() -> None:
     import torch  # not above: the process that only hands out the tests never needs it, and takes seconds to import it
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_registrations_go() -> Iterator[None]:
+    """What a test registers is gone after it: other tests know the names that come with the package."""
+    from prunekit import registries
+    from prunekit.registry import Registry
+
+    each = [found for found in vars(registries).values() if isinstance(found, Registry)]
+    before = [set(one._items) for one in each]
+    yield
+    for one, names in zip(each, before, strict=True):
+        for name in set(one._items) - names - set(one.declared):
+            del one._items[name]
+            one._homes.pop(name, None)

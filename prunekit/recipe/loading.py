@@ -19,6 +19,7 @@ from prunekit.recipe.overrides import Overrides, apply_override, as_texts
 from prunekit.recipe.packaged import located, recipe_names
 from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
 from prunekit.registry import changed, named
+from prunekit.settings.budgets import facts_of
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import other_budgets
 from prunekit.settings.text import dump
@@ -174,13 +175,18 @@ def _validated(document: Document, name: str, code: Iterable[Finding]) -> JobSet
 
 
 def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Values of a recipe as the settings hold them: in a recipe all budgets stand beside each other."""
+    """Values of a recipe as the settings hold them: in a recipe all budgets stand beside each other.
+
+    Settings refuse figures that mean nothing as they are made; those are left out here, and reported with their place.
+    """
     prune = values.get("prune")
     budget = prune.get("budget") if isinstance(prune, Mapping) else None
     if not isinstance(prune, Mapping) or not isinstance(budget, Mapping):
         return values
-    own = {name: value for name, value in budget.items() if name not in other_budgets({name: value})}
-    return {**values, "prune": {**prune, "budget": {**own, "others": other_budgets(budget)}}}
+    others = other_budgets(budget)
+    own = {name: value for name, value in budget.items() if name not in others}
+    sound = {name: value for name, value in others.items() if facts_of(name).problem(value) is None}
+    return {**values, "prune": {**prune, "budget": {**own, "others": sound}}}
 
 
 def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tuple[KeyPath, str, bool]]:
