@@ -67,6 +67,8 @@ def prune_settings(
         raise UsageError(f"{unknown}: there is no such argument and no such budget; {nearest(unknown, known)}")
     if not budgets:
         raise UsageError(f"budget: expected at least one of {', '.join(known)}, such as macs=0.5; got none")
+    for name in budgets:
+        BUDGETS.renew(name)
     budget = BudgetSettings(**budgets)
     criterion = criterion or by_default
     spent_where_least = criterion == "elimination" or budget.measured

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -81,6 +82,17 @@ def test_one_of_an_amount_is_said_with_its_unit() -> None:
         PlanError, match=r"budget energy_uj: at most 0.001 uJ was asked for, but .* no less than .* uJ;"
     ):
         pk.plan(dense, X, energy_uj=0.001)
+
+
+def test_a_function_in_a_file_is_named_where_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def weights(countable):\n    return countable.terms('params')\n")
+    own: dict[str, Any] = {f"{file}:weights": 0.5}
+    plan = pk.plan(net(), X, **own)
+    assert np.array_equal(plan.keep, pk.plan(net(), X, params=0.5).keep)
+    assert f"{file}:weights" in plan.provenance["budgets"]
+    with pytest.raises(UsageError, match="expected a share above 0 and at most 1, got 2"):
+        pk.plan(net(), X, **{f"{file}:weights": 2})  # type: ignore[arg-type]
 
 
 def test_one_of_the_least_is_one_over_what_is_counted() -> None:
