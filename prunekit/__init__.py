@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from prunekit.planning.budgets import Term, register_budget
     from prunekit.repair import RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
+    from prunekit.report.sections import register_section
     from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer_average
     from prunekit.training.transfer import transfer  # likewise
     from prunekit.visualize import class_activation_map, saliency
@@ -95,6 +96,7 @@ _PLACES = {
     "register_budget": "prunekit.planning.budgets:register_budget",
     "register_criterion": "prunekit.criteria:register_criterion",
     "register_runtime": "prunekit.measure.runtimes:register_runtime",
+    "register_section": "prunekit.report.sections:register_section",
     "saliency": "prunekit.visualize:saliency",
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
@@ -163,6 +165,7 @@ __all__ = [
     "register_budget",
     "register_criterion",
     "register_runtime",
+    "register_section",
     "saliency",
     "save",
     "sensitivity",

@@ -29,6 +29,13 @@ CRITERIA: Registry[Any] = Registry(
     "register_criterion",
     _by("prunekit.criteria.registry.accept"),
 )
+SECTIONS: Registry[Any] = Registry(
+    "report section",
+    "sections",
+    "prunekit.report.sections",
+    "register_section",
+    _by("prunekit.report.sections.registry.accept"),
+)
 RUNTIMES: Registry[Any] = Registry(
     "runtime",
     "runtimes",

@@ -10,6 +10,7 @@ import click
 from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, plain, table
 from prunekit.errors import UsageError
+from prunekit.registries import SECTIONS
 
 COMPARISON = "comparison.html"
 
@@ -22,8 +23,16 @@ COMPARISON = "comparison.html"
     metavar="FILE",
     help="The page.  [default: report.html in the run's folder; comparison.html for several]",
 )
+@click.option(
+    "--section",
+    "sections",
+    multiple=True,
+    metavar="FILE.py:NAME",
+    help="A section of your own on the page of a run: a class with read(run) and html(data). May be given several "
+    "times; the file is run: name only files you trust.",
+)
 @common_options
-def report_command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
+def report_command(runs: tuple[Path, ...], output: Path | None, sections: tuple[str, ...], as_json: bool) -> None:
     """Write the report of a run again, from what is in its folder: after an update, or where pictures were added.
 
     Of several runs, which must have finished, one page compares them: score against multiply-accumulates and latency
@@ -33,13 +42,14 @@ def report_command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -
     Exits with 1 when something of a run is missing or damaged: the page shows the rest, and says what to do.
     """
     console = Console(as_json)
-    _check(runs, output)
+    _check(runs, output, sections)
     from prunekit import report
 
     with console.running():
         if len(runs) == 1:
-            page = report.write_again(runs[0], output)
-            missing = report.missing(runs[0])
+            raised = list[str]()
+            page = report.write_again(runs[0], output, sections=sections, log=raised.append)
+            missing = [*report.missing(runs[0]), *raised]
             for each in missing:
                 console.log(f"{runs[0]}: {each}")
             shown = {"page": str(page), "runs": [str(runs[0])], "missing": missing}
@@ -50,7 +60,7 @@ def report_command(runs: tuple[Path, ...], output: Path | None, as_json: bool) -
     console.result({"page": str(page), **found}, f"{_text(found)}\nComparison: {page}")
 
 
-def _check(runs: tuple[Path, ...], output: Path | None) -> None:
+def _check(runs: tuple[Path, ...], output: Path | None, sections: tuple[str, ...]) -> None:
     if not runs:
         raise UsageError("expected the folder of a run, such as runs/resnet34/<time>, or several to compare")
     wrong = [
@@ -62,6 +72,9 @@ def _check(runs: tuple[Path, ...], output: Path | None) -> None:
     wrong += [f"{run}: named twice" for index, run in enumerate(runs) if run.resolve() in seen[:index]]
     if output is not None and output.suffix.lower() not in (".html", ".htm"):
         wrong.append(f"--output {output}: expected a file whose name ends in .html")
+    if sections and len(runs) > 1:
+        wrong.append("--section: expected a single run: a comparison has no sections of runs")
+    wrong += [f"--section: {problem}" for name in sections if (problem := SECTIONS.problem(name)) is not None]
     if wrong:
         raise UsageError("\n".join(wrong))
 

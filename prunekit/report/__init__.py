@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +63,31 @@ def write_features(folder: StrPath) -> Path:
     return write_features_page(Path(folder))
 
 
-def write_again(run_folder: StrPath, page: StrPath | None = None) -> Path:
+def write_again(
+    run_folder: StrPath,
+    page: StrPath | None = None,
+    *,
+    sections: Sequence[str] = (),
+    log: Callable[[str], object] = lambda text: None,
+) -> Path:
     """Renders the page of a run of any kind: a job, a sensitivity analysis or a latency profile.
 
     Args:
         run_folder: of the run, finished or not.
         page: where to; None: `report.html` in the folder.
+        sections: of your own on the page of a job, by `file.py:object`, beside those that are registered.
+        log: is told of sections of others that raised; the page names them and has the rest.
 
     Raises:
         ArtifactError: the folder is not there.
+        UsageError: there is no such section.
 
     Files that are damaged or gone are left out, and named on the page; see `missing`. Where figures are gone, the page
     that was there before stays as `report.old.html`.
     """
     from prunekit.report.again import write_page_again
 
-    return write_page_again(Path(run_folder), None if page is None else Path(page))
+    return write_page_again(Path(run_folder), None if page is None else Path(page), sections, log)
 
 
 def missing(run_folder: StrPath) -> list[str]:

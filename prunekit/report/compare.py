@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from prunekit import numbers
-from prunekit.artifacts import write_text
 from prunekit.errors import UsageError
 from prunekit.measure.wording import computed, doubtful, where
 from prunekit.report.headline import capital, guessing, reference
@@ -19,13 +18,14 @@ from prunekit.report.points import MACHINE_KEYS, TEST_KEYS, Point, Side, by_late
 from prunekit.report.recipes import differences
 from prunekit.report.run import read_run
 from prunekit.report.summary import PROVEN
+from prunekit.report.templates import write
 
 PAGE = "report.html"
 
 
 def write_comparison_page(folders: Sequence[Path], page: Path) -> dict[str, Any]:
     """Renders the page and returns what is on it; see `prunekit.report.write_comparison`."""
-    from prunekit.report.page import environment, write_page
+    from prunekit.report.page import write_page
 
     found = sides([read_run(folder) for folder in folders])
     _require_finished(found)
@@ -35,7 +35,9 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> dict[str, Any]
     result = compared(found)
     score = " or ".join(dict.fromkeys(side.score[1] for side in found))
     panels = [panel for panel in _panels(found) if panel[2]]
-    text = environment().get_template("compare.html").render(
+    write(
+        page,
+        "compare.html",
         **result,
         score=score,
         figure=pareto(panels, score) if panels else None,
@@ -43,8 +45,7 @@ def write_comparison_page(folders: Sequence[Path], page: Path) -> dict[str, Any]
         left_out=max(0, len(panels) - MAX_PANELS),
         links={side.letter: linked(side.run.folder / PAGE, page) for side in found},
         command=" ".join(["prunekit report", *(shlex.quote(str(folder)) for folder in folders)]),
-    )  # fmt: skip
-    write_text(page, text)
+    )
     return result
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from prunekit.artifacts import write_text
 from prunekit.numbers import count, digits, factor, interval, share
 from prunekit.report.headline import Tile
+from prunekit.report.templates import write
 
 BARS = 30
 OUTSIDE = "between operators"
@@ -21,16 +21,7 @@ OTHERS = "all other modules"
 
 def write_explanation_page(folder: Path, result: Mapping[str, Any]) -> Path:
     """Renders `explain.html` and returns its path; see `prunekit.report.write_explanation`."""
-    page = folder / "explain.html"
-    write_text(page, render(result))
-    return page
-
-
-def render(result: Mapping[str, Any]) -> str:
-    """The page as HTML text."""
-    from prunekit.report.page import environment
-
-    return environment().get_template("explain.html").render(**explained(result))
+    return write(folder / "explain.html", "explain.html", **explained(result))
 
 
 def explained(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prunekit.artifacts import read_json, write_text
+from prunekit.artifacts import read_json
 from prunekit.errors import ArtifactError
+from prunekit.report.templates import write
 
 FACTS = "features.json"
 LARGEST = 1_000_000
@@ -17,11 +18,7 @@ LARGEST = 1_000_000
 
 def write_features_page(folder: Path) -> Path:
     """Renders `features.html` into a folder of pictures; see `prunekit.report.write_features`."""
-    from prunekit.report.page import environment
-
-    page = folder / "features.html"
-    write_text(page, environment().get_template("features.html").render(features=pictured(folder)))
-    return page
+    return write(folder / "features.html", "features.html", features=pictured(folder))
 
 
 def pictured(folder: Path) -> dict[str, Any] | None:

@@ -13,14 +13,14 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from prunekit.artifacts import read_json, write_text
+from prunekit.artifacts import read_json
 from prunekit.errors import ArtifactError
 from prunekit.report import figures
 from prunekit.report.features import as_data, read_picture
 from prunekit.report.figures import COLORS, MAX_GROUPS, canvas, shortened, svg
 from prunekit.report.links import linked
-from prunekit.report.page import environment
 from prunekit.report.run import read_run
+from prunekit.report.templates import write
 
 FACTS, PAGE = "histograms.json", "histograms.html"
 MOST_ROWS = 200
@@ -43,19 +43,16 @@ def write_histograms_page(folder: Path, run: Path | None = None) -> Path:
     except (ValueError, OSError) as error:
         raise ArtifactError(f"{folder / 'histograms.csv'}: expected a CSV table, but {error}") from error
     kinds = {kind: rows[rows["kind"] == kind] for kind in ("weights", "activations")}
-    page = folder / PAGE
-    write_text(
-        page,
-        environment().get_template("histograms.html").render(
-            facts=facts,
-            filters=as_data(read_picture(folder / facts["filters"])) if facts["filters"] else None,
-            most=MOST_ROWS,
-            parts={kind: figures.figure_or_none(distributions, part) for kind, part in kinds.items()},
-            scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),
-            summary=by_layer(facts["findings"]),
-        ),
-    )  # fmt: skip
-    return page
+    return write(
+        folder / PAGE,
+        "histograms.html",
+        facts=facts,
+        filters=as_data(read_picture(folder / facts["filters"])) if facts["filters"] else None,
+        most=MOST_ROWS,
+        parts={kind: figures.figure_or_none(distributions, part) for kind, part in kinds.items()},
+        scores=None if run is None else figures.figure_or_none(figures.histograms, read_run(run).scores),
+        summary=by_layer(facts["findings"]),
+    )
 
 
 def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:

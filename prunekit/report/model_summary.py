@@ -92,10 +92,10 @@ class ModelSummary:
 
     def to_html(self) -> str:
         """A page that needs no other file."""
-        from prunekit.report.page import environment
+        from prunekit.report.templates import rendered
 
         totals = self._totals().partition(": ")[2]
-        return environment().get_template("summary.html").render(summary=self, totals=totals, records=self.records())
+        return rendered("summary.html", summary=self, totals=totals, records=self.records())
 
 
 def summary(model: nn.Module, example_inputs: Any, *, name: str | None = None) -> ModelSummary:

@@ -7,21 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prunekit.display import Table
-from prunekit.measure.wording import doubtful, where
-from prunekit.numbers import factor, interval
-from prunekit.report.headline import (
-    budgeted,
-    clamped,
-    compared,
-    deployed,
-    early,
-    masked,
-    models,
-    on_time,
-    reference,
-    repaired,
-    taught,
-)
+from prunekit.report.headline import compared, models, reference
 
 
 def comparison(metrics: Mapping[str, Any]) -> Table:
@@ -32,22 +18,12 @@ def comparison(metrics: Mapping[str, Any]) -> Table:
 
 
 def lines(metrics: Mapping[str, Any], folder: Path) -> list[str]:
-    """What else there is to say: budgets, speed, repair, shortfalls, and where everything is."""
-    speedups = [
-        f"Speedup of {row['model']} ({where(row)}): {factor(row['median'])} "
-        f"{interval(row['low'], row['high'])}{doubtful(row)}"
-        for row in metrics["speedup"]
-    ]
+    """What else there is to say: what the sections of its page say, shortfalls, and where everything is."""
+    from prunekit.report.page import headline  # pandas and matplotlib take most of a second to import
+    from prunekit.report.run import Run
+
     return [
-        *(f"Budget {text}" for text in budgeted(metrics.get("plan", {}))),
-        *(f"Time: {text}" for text in on_time(metrics)),
-        *speedups,
-        *(f"Repair: {text}" for text in repaired(metrics)),
-        *(f"Deployed: {text}" for text in deployed(metrics)),
-        *(f"Under the activation masks: {text}" for text in masked(metrics)),
-        *(f"Clamped at most: {text}" for text in clamped(metrics)),
-        *(f"Teacher's time: {text}" for text in taught(metrics)),
-        *(f"Compact early: {text}" for text in early(metrics)),
+        *headline(Run(folder, metrics=dict(metrics))),
         *(f"Shortfall: {shortfall}" for shortfall in metrics["shortfalls"]),
         f"Model: {folder / 'model'}",
         f"Report: {folder / 'report.html'}",

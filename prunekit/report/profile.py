@@ -12,8 +12,8 @@ from prunekit.numbers import digits, duration, share
 from prunekit.report import figures, staircases
 from prunekit.report.gaps import gaps
 from prunekit.report.headline import Tile
-from prunekit.report.page import environment, flat, records
-from prunekit.report.run import Run, read_run
+from prunekit.report.page import of_run
+from prunekit.report.run import Run, read_run, records
 
 
 def write_profile_page(folder: Path, state: str | None = None) -> Path:
@@ -27,18 +27,18 @@ def render(run: Run, state: str | None = None) -> str:
     """The page as HTML text."""
     facts = run.profile
     drawn = [layer for layer in run.fits.get("layers", []) if layer["widths"]]
-    return environment().get_template("profile.html").render(
-        run=run,
+    return of_run(
+        "profile.html",
+        run,
+        state,
+        gaps(run, "profile.json"),
         facts=facts,
-        state=state or str(run.status.get("state", "unknown")),
         tiles=_tiles(facts) if facts else [],
         where=wording.where(facts["setting"]) if facts else "",
         layers=staircases.layers(run.fits["layers"]) if drawn else None,
         predictions=figures.figure_or_none(lambda rows: staircases.predictions(records(rows) or []), run.networks),
         machine=wording.surroundings(facts.get("machine", {})),
-        environment=list(flat(run.environment)),
-        gaps=list(gaps(run, "profile.json")),
-    )  # fmt: skip
+    )
 
 
 def _tiles(facts: Mapping[str, Any]) -> list[Tile]:

@@ -58,27 +58,34 @@ class Run:
     """The files of a run folder; {} or None stands for a file that the run did not write."""
 
     folder: Path
-    status: dict[str, Any]
-    metrics: dict[str, Any]
-    environment: dict[str, Any]
-    recipe: str | None
-    layers: pd.DataFrame | None
-    history: pd.DataFrame | None
-    scores: pd.DataFrame | None
-    coupling: pd.DataFrame | None
-    locks: pd.DataFrame | None
-    latency_samples: pd.DataFrame | None
-    clamps: pd.DataFrame | None
-    repair: pd.DataFrame | None
-    sensitivity: pd.DataFrame | None
-    schedule: pd.DataFrame | None
-    gradients: pd.DataFrame | None
-    networks: pd.DataFrame | None
-    analysis: dict[str, Any]
-    profile: dict[str, Any]
-    fits: dict[str, Any]
+    status: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    recipe: str | None = None
+    layers: pd.DataFrame | None = None
+    history: pd.DataFrame | None = None
+    scores: pd.DataFrame | None = None
+    coupling: pd.DataFrame | None = None
+    locks: pd.DataFrame | None = None
+    latency_samples: pd.DataFrame | None = None
+    clamps: pd.DataFrame | None = None
+    repair: pd.DataFrame | None = None
+    sensitivity: pd.DataFrame | None = None
+    schedule: pd.DataFrame | None = None
+    gradients: pd.DataFrame | None = None
+    networks: pd.DataFrame | None = None
+    analysis: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] = field(default_factory=dict)
+    fits: dict[str, Any] = field(default_factory=dict)
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Names of files that are there and cannot be read, and why; they are left out."""
+    page: Path | None = None
+    """Where the page goes that links lead from; None: into the folder."""
+
+    @property
+    def page_folder(self) -> Path:
+        """The folder of the page."""
+        return self.folder if self.page is None else self.page.parent
 
 
 def read_run(folder: Path, *, whole: bool = True) -> Run:
@@ -156,3 +163,10 @@ def _table(path: Path, columns: tuple[str, ...]) -> pd.DataFrame | None:
     if missing:
         raise ArtifactError(f"{path}: expected the columns {', '.join(columns)}; {', '.join(missing)} not found")
     return frame
+
+
+def records(frame: Any) -> list[dict[str, Any]] | None:
+    """A table's rows, with None where a field is empty; None where there is no table."""
+    if frame is None:
+        return None
+    return [dict(record) for record in frame.astype(object).where(frame.notna(), None).to_dict("records")]

@@ -9,7 +9,7 @@ from prunekit.numbers import digits, percent
 from prunekit.report import curves
 from prunekit.report.gaps import gaps
 from prunekit.report.headline import Tile
-from prunekit.report.page import environment, flat
+from prunekit.report.page import of_run
 from prunekit.report.run import Run, read_run
 
 
@@ -24,17 +24,17 @@ def render(run: Run, state: str | None = None) -> str:
     """The page as HTML text."""
     rows, facts = run.sensitivity, run.analysis
     there = rows is not None and bool(curves.ways(rows))
-    return environment().get_template("sensitivity.html").render(
-        run=run,
+    return of_run(
+        "sensitivity.html",
+        run,
+        state,
+        gaps(run, "sensitivity.json"),
         facts=facts,
-        state=state or str(run.status.get("state", "unknown")),
         tiles=_tiles(run),
         heatmap=curves.heatmap(rows) if there else None,
         lines=curves.lines(rows) if there else None,
         both=rows is not None and len(curves.ways(rows)) == 2,
-        environment=list(flat(run.environment)),
-        gaps=list(gaps(run, "sensitivity.json")),
-    )  # fmt: skip
+    )
 
 
 def _tiles(run: Run) -> list[Tile]:

@@ -291,7 +291,7 @@ def test_every_column_of_figures_says_how_they_were_measured() -> None:
     """But those of names and settings, and of counts that need no method."""
     plain = {"module", "model", "layer", "run", "batch", "threads", "group", "weight", "key", "cause", "against", "#"}
     plain |= {"channel", "channels", "like channel"}
-    for template in Path(methods.__file__).parent.glob("*.html"):
+    for template in Path(methods.__file__).parent.rglob("*.html"):
         html = template.read_text(encoding="utf-8")
         bare = set(re.findall(r"<th(?: class=\"soft\")?>([^<{]+)</th>", html))
         assert bare <= plain, template.name

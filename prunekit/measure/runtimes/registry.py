@@ -149,6 +149,7 @@ def register_runtime(
                 typed_files,
                 forget,
             ),
+            function,
         )
         return function
 

@@ -1,0 +1,5 @@
+"""The sections of a run's page: each registers itself in a file of its own here, beside its part of the template."""
+
+from prunekit.report.sections.registry import SECTIONS, Section, register_section
+
+__all__ = ["SECTIONS", "Section", "register_section"]
