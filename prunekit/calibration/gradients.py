@@ -162,12 +162,12 @@ def _sums(weight: Tensor, gradient: Tensor | None) -> Iterator[FloatArray]:
     if gradient is None:
         yield from (np.zeros(size) for size in weight.shape)
     else:
-        yield from (sums.cpu().double().numpy() for sums in axis_sums(weight, gradient))
+        wide = torch.float32 if weight.device.type == "mps" else torch.float64
+        yield from (sums.cpu().double().numpy() for sums in axis_sums(weight, gradient, wide))
 
 
-def axis_sums(weight: Tensor, gradient: Tensor) -> Iterator[Tensor]:
-    """Weight times gradient summed over all axes but one, (size,) float64 where the device has it, for each axis."""
-    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+def axis_sums(weight: Tensor, gradient: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
+    """Weight times gradient summed in a type over all axes but one, (size,), for each axis."""
     rest = weight.detach() * gradient.detach()
     for _ in weight.shape:
         yield rest.unsqueeze(-1).flatten(1).sum(1, dtype=wide)

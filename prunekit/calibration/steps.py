@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from prunekit.errors import ArtifactError, NonFiniteError, UsageError
 from prunekit.hooks import HookOwner, OwnedHook
 from prunekit.hooks.steps import unscaled, with_gradients
 
-STEPS = 128
+STEPS = 64
 """The most steps whose terms are kept; of more, as many that are evenly spread."""
 
 
@@ -62,10 +63,10 @@ class StepGradients(HookOwner):
         row: dict[Axis, Tensor] = {}
         for name, weight in self._model.named_parameters():
             if weight.grad is not None and (axes := self._axes.get(name)):
-                sums = axis_sums(weight, weight.grad.to_dense() if weight.grad.is_sparse else weight.grad)
-                row |= {
-                    (name, axis): unscaled(optimizer, each).float() for axis, each in enumerate(sums) if axis in axes
-                }
+                gradient = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
+                sums = axis_sums(weight, gradient, torch.float32)  # in each step: half the time that float64 takes
+                found = enumerate(islice(sums, axes[-1] + 1))
+                row |= {(name, axis): unscaled(optimizer, each) for axis, each in found if axis in axes}
         self._rows.append(row)
 
     def terms(self) -> TaylorTerms:

@@ -19,7 +19,8 @@ from prunekit.calibration.gradients import Loss
 from prunekit.compaction import compact
 from prunekit.display import Displayed, Table
 from prunekit.distributed.group import is_main
-from prunekit.errors import ArtifactError, UsageError
+from prunekit.distributed.shards import is_sharded
+from prunekit.errors import ArtifactError, ModelError, UsageError
 from prunekit.hooks import HookOwner, OwnedHook
 from prunekit.inputs import moved
 from prunekit.masking import ClampSettings, sparsity
@@ -56,7 +57,7 @@ class Pruner(Displayed):
 
     Steps are counted where the optimizer makes them, so it does no harm to call `step()` after each micro-batch, and
     steps that a GradScaler skips don't count. Criteria that look at gradients (`taylor`) see those of the loop's own
-    steps since the stage before, of at most 128 steps evenly spread, without the loss scale; so their first stage comes
+    steps since the stage before, of at most 64 steps evenly spread, without the loss scale; so their first stage comes
     after at least one step. Weights are scored as they are at each stage, and activations (`apoz`, `wanda`, ...) on
     `calibration` samples; criteria of Gram matrices (`elimination`, `obs`, `chip`) score the dense model once.
 
@@ -163,6 +164,11 @@ class Pruner(Displayed):
     ) -> None:
         inner = unwrapped_for_hooks(model, "Pruner")
         require_values(inner, "Pruner")
+        if is_sharded(inner):
+            raise ModelError(
+                "Pruner: the model is sharded, and a schedule holds the values of what it prunes, which no process has "
+                "whole; use DistributedDataParallel, or prune at once: prunekit.masked(model, plan, optimizer)"
+            )
         self._model, self._given, self._optimizer = inner, optimizer, _own_optimizer(inner, optimizer)
         laid, stages = in_steps(schedule, steps, begin)
         asked = prune_settings(
@@ -186,6 +192,8 @@ class Pruner(Displayed):
             plain_classes=plain_classes,
             **budgets,
         )
+        if asked.schedule is not None:
+            raise UsageError("settings.schedule: expected None beside a pruner's own; give it as schedule=")
         self.settings = replace(asked, schedule=laid)
         labeled = require_evidence(self.settings, stages, calibration, loss, task)
         # A plan that is tried before any stage shows what is locked. Of criteria that score anew at each stage it goes

@@ -15,6 +15,8 @@ import pytest
 import torch
 from process_group import together
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -302,7 +304,9 @@ def test_gradients_of_many_steps_are_spread_over_all_of_them() -> None:
             optimizer.step()
         terms = seen.terms().terms["0.bias", 0]
         steps = terms[:, 0] / model[0].bias[0].item()
-        np.testing.assert_allclose(steps, np.arange(0, 2 * STEPS + 5, 4), rtol=1e-5)  # of 256 every second, then of 128
+        np.testing.assert_allclose(
+            steps, np.arange(0, 2 * STEPS + 5, 4), rtol=1e-5
+        )  # every second of twice as many, and so on
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -560,6 +564,10 @@ def test_a_state_of_something_else_is_refused() -> None:
         ),
         ({"steps": 4, "clamp_weight_grad": -1.0}, "clamp_weight_grad"),
         ({"steps": 4, "macs": None}, "budget: expected at least one of"),
+        (
+            {"steps": 4, "macs": None, "settings": PruneSettings(schedule=ScheduleSettings())},
+            "settings.schedule: expected None beside a pruner's own; give it as schedule=",
+        ),
     ],
 )
 def test_bad_arguments_are_told_before_anything_is_hooked(arguments: dict[str, Any], message: str) -> None:
@@ -589,6 +597,28 @@ def test_what_never_has_a_gradient_is_named() -> None:
     with pytest.raises(UsageError, match="no parameter on which the channels of group '0' lie had a gradient"):
         pruner.step()
     pruner.close()
+
+
+def test_an_example_may_be_given_by_name() -> None:
+    model = Net()
+    pruner = Pruner(model, MOMENTUM(model.parameters()), {"x": X[:2]}, macs=0.5, schedule="oneshot")
+    pruner.finish()
+    assert pruner.verification is not None
+    assert pruner.verification.inputs == 2
+
+
+def _sharded() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), mesh=mesh)
+    try:
+        Pruner(model, MOMENTUM(model.parameters()), torch.ones(1, 4), macs=0.5, steps=4)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
+    assert all("use DistributedDataParallel, or prune at once" in said for said in together(2, tmp_path, _sharded))
 
 
 def test_all_at_once_is_pruned_when_it_is_made() -> None:
