@@ -68,7 +68,7 @@ def built(name: str, size: int, weights: Path | None) -> tuple[nn.Module, str]:
                 nn.init.normal_(module.weight, std=0.02)
         images = torch.randn(8, 3, size, size)
         if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
-            prunekit.recalibrate_batchnorm(model, [(images, torch.zeros(len(images)))], torch.device("cpu"))
+            prunekit.recalibrate_batchnorm(model, [(images, torch.zeros(len(images)))])
     return model.eval(), "random"
 
 

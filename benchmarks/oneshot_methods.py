@@ -136,7 +136,7 @@ def recalibrated(case: Case, method: Method) -> Result:
     result = method(case)
     model = deepcopy(result.model)
     batches = [(images, torch.zeros(len(images))) for images in case.images.split(BATCH)]  # the labels are not used
-    prunekit.recalibrate_batchnorm(model, batches, torch.device("cpu"))
+    prunekit.recalibrate_batchnorm(model, batches)
     return replace(result, model=model)
 
 

@@ -264,6 +264,13 @@ def on_device(device: str | torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(found) if found.type == "cuda" else nullcontext()
 
 
+def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Return a device that was asked for; None: where the model's parameters are, on the CPU if it has none."""
+    if device is not None:
+        return torch.device(device)
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def resolve_device(name: str) -> torch.device:
     """Turns `auto`, `cpu`, `cuda`, `cuda:n` or `mps` into a device that is there; each of several processes has one.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,12 @@ def example(model: nn.Module, given: Any) -> tuple[Any, ...]:
     if any(isinstance(value, np.ndarray) for value in leaves(given)) and not gather(given):
         raise UsageError(f"{EXPECTED}, got NumPy arrays {described(given)}; give torch.from_numpy(array)")
     return (*positional, _keywords(model, positional, named)) if named else positional
+
+
+def examples(model: nn.Module, given: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield one example, or each of a list or another iterable of several, in the form of `example`."""
+    single = isinstance(given, (Tensor, tuple, Mapping, np.ndarray)) or not isinstance(given, Iterable)
+    return (example(model, one) for one in ([given] if single else given))
 
 
 def call(model: Callable[..., Any], example: tuple[Any, ...]) -> Any:

@@ -20,7 +20,6 @@ from prunekit.progress import LOGGER, reporting, stage, tracked, wanted
 from prunekit.repair import RepairSettings, repair
 from prunekit.workflow import prune_job
 
-CPU = torch.device("cpu")
 LONG = [
     prunekit.prune,
     prunekit.calibrate,
@@ -65,10 +64,10 @@ def pruned(**more: Any) -> Any:
 
 def through(**more: Any) -> None:
     model = net()
-    prunekit.calibrate(model, images(), CPU, **more)
-    prunekit.recalibrate_batchnorm(model, images(), CPU, **more)
-    prunekit.calibrate_thresholds(model, images(), CPU, ["2"], target=0.6, **more)
-    prunekit.collect_gradients(model, [(images()[0], torch.arange(8) % 3)], CPU, nn.functional.cross_entropy, **more)
+    prunekit.calibrate(model, images(), **more)
+    prunekit.recalibrate_batchnorm(model, images(), **more)
+    prunekit.calibrate_thresholds(model, images(), ["2"], target=0.6, **more)
+    prunekit.collect_gradients(model, [(images()[0], torch.arange(8) % 3)], nn.functional.cross_entropy, **more)
     prunekit.sensitivity(model, images(), measured_on=images(), **more)
     repair(model, pruned(**more).plan, torch.cat(images()), **more)
 
@@ -111,7 +110,7 @@ def test_an_error_or_an_interrupt_clears_the_bars(error: type[BaseException], mo
         raise error
 
     with pytest.raises(error):
-        prunekit.calibrate(net(), broken(), CPU)
+        prunekit.calibrate(net(), broken())
     assert "calibration: " in terminal.getvalue()
     assert not tqdm._instances
 
@@ -120,7 +119,7 @@ def test_an_error_or_an_interrupt_clears_the_bars(error: type[BaseException], mo
             raise error
 
     with pytest.raises(error):
-        prunekit.calibrate(Broken(), images(), CPU)
+        prunekit.calibrate(Broken(), images())
     assert not tqdm._instances
 
 

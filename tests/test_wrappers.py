@@ -88,7 +88,7 @@ def test_a_wrapped_model_is_worked_on_as_the_model_itself(
         assert prunekit.verify(wrapped, small, pruned.plan, [(X,)]).max_relative_difference <= 1e-12
     folder = prunekit.save(DataParallel(small), tmp_path / "small", pruned.plan)
     assert torch.equal(prunekit.load(folder, model=Mixer())(X), small.eval()(X))
-    stats = prunekit.calibrate(wrapped, [X], CPU)
+    stats = prunekit.calibrate(wrapped, [X])
     assert {key.module for key in stats.layers} <= dict(inner.named_modules()).keys()
     assert prunekit.summary(wrapped, X).macs == prunekit.summary(model, X).macs
 
@@ -142,7 +142,7 @@ def test_what_is_no_model_is_refused_with_what_to_give(given: Any, says: str) ->
         lambda: prunekit.prune(given, (X,), macs=0.5),
         lambda: prunekit.trace(given, (X,)),
         lambda: prunekit.summary(given, X),
-        lambda: prunekit.calibrate(given, [X], CPU),
+        lambda: prunekit.calibrate(given, [X]),
     ):
         with pytest.raises(UsageError, match=re.escape(f"model: expected a torch.nn.Module, {says}")):
             call()
@@ -160,7 +160,7 @@ def test_models_that_cannot_be_worked_on_yet_say_what_makes_them_ready() -> None
     offloaded = accelerate.cpu_offload(randomized(Mixer()), execution_device=CPU)
     with pytest.raises(ModelError, match=r"offloads the weights of into; .*remove_hook_from_submodules\(model\)"):
         prunekit.prune(offloaded, (X,), macs=0.5)
-    assert prunekit.calibrate(offloaded, [X], CPU).layers  # which runs it, and no more
+    assert prunekit.calibrate(offloaded, [X]).layers  # which runs it, and no more
     accelerate.hooks.remove_hook_from_submodules(offloaded)
     assert prunekit.prune(offloaded, (X,), macs=0.5).max_relative_difference <= 1e-12
 
@@ -198,7 +198,7 @@ def test_an_exported_module_is_worked_on_in_the_mode_it_has() -> None:
     batch = torch.export.Dim("batch", min=2, max=64)
     exported = torch.export.export(model, (X,), dynamic_shapes=({0: batch},)).module()
     images = torch.randn(24, 5)
-    assert prunekit.calibrate(exported, [X], CPU).layers
+    assert prunekit.calibrate(exported, [X]).layers
     assert prunekit.summary(exported, (X,)).macs == prunekit.summary(model, (X,)).macs
     done = prunekit.prune(exported, calibration=images, macs=0.6)
     assert done.max_relative_difference < 1e-9

@@ -15,6 +15,7 @@ from prunekit.calibration.moments_collector import MomentsCollector
 from prunekit.calibration.passes import PassHooks, run_passes
 from prunekit.calibration.ranks import RankCollector
 from prunekit.calibration.stats import ChannelStats
+from prunekit.context import device_of
 from prunekit.errors import UsageError
 from prunekit.inputs import inputs_in, moved, taken
 from prunekit.progress import reporting
@@ -53,8 +54,8 @@ class Collectors:
 def collect(
     model: nn.Module,
     batches: Any,
-    device: torch.device,
     *,
+    device: torch.device | str | None = None,
     modules: Sequence[str] | None = None,
     inputs: bool = True,
     outputs: bool = True,
@@ -70,10 +71,11 @@ def collect(
     """Runs a model over batches, in eval mode without gradients, and returns its channel statistics.
 
     Args:
-        model: already on `device`; every module is afterwards in the mode it had.
+        model: every module is afterwards in the mode it had.
         batches: as `prunekit.prune` takes them: tensors, or mappings of them by the names of the model's arguments; or
             tuples and lists whose first entry is that or a tuple of all arguments, such as (images, labels). Or all
             samples as one tensor or one mapping of tensors, or a data set of them.
+        device: where the batches go; None: where the model's parameters are.
         modules, inputs, outputs, fused: as for `StatsCollector`.
         moments: "full": also the Gram matrix of every layer's input channels, as `MomentsCollector` collects them.
         moments_ignore, moments_limit_mib, moments_positions: its `ignore`, `limit_mib` and `positions`.
@@ -87,6 +89,7 @@ def collect(
         NonFiniteError: as for `RankCollector`.
     """
     model = unwrapped(model, offloaded=True)
+    place = device_of(model, device)
     stats = StatsCollector(model, modules=modules, inputs=inputs, outputs=outputs, fused=fused)
     second: MomentsCollector | None = None
     pairs: Iterable[Any] = Pairs(model, batches, task)
@@ -94,13 +97,13 @@ def collect(
         few, pairs = few_samples(pairs)
         second = MomentsCollector(
             model,
-            moved(few, device),
+            moved(few, place),
             ignore=moments_ignore,
             limit_mib=moments_limit_mib,
             positions=moments_positions,
         )
     with reporting(progress, "calibrate"):
-        return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, device)
+        return Collectors(stats, second, RankCollector(model) if ranks else None).run(model, pairs, place)
 
 
 def few_samples(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:

@@ -97,7 +97,7 @@ class StatsCollector(ReadHooks):
             if not never_called(module):  # seen where its weight is used
                 self._watch(path, module)
 
-    def run(self, batches: Iterable[Any], device: torch.device) -> ChannelStats:
+    def run(self, batches: Iterable[Any], *, device: torch.device | str | None = None) -> ChannelStats:
         """Runs the model over batches, as `collect` does, and returns the statistics so far."""
         run_passes(self._model, batches, device, self)
         return self.stats()

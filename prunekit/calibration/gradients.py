@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prunekit.calibration.curvature import Factors, curvature_factors
 from prunekit.calibration.layer_stats import FloatArray
 from prunekit.channels.running import plain_attention
-from prunekit.context import gradients_of, training_mode
+from prunekit.context import device_of, gradients_of, training_mode
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.inputs import call, described, moved
 from prunekit.nested import gather
@@ -55,9 +55,9 @@ def _joined(ours: Mapping[Axis, FloatArray], theirs: Mapping[Axis, FloatArray]) 
 def collect_gradients(
     model: nn.Module,
     batches: Any,
-    device: torch.device,
     loss: Loss | None = None,
     *,
+    device: torch.device | str | None = None,
     second_order: bool = False,
     seed: int = 0,
     dealt: tuple[int, int] = (0, 1),
@@ -74,9 +74,10 @@ def collect_gradients(
     et al. 2007): its noise falls with the number of batches, and with the size of a slice.
 
     Args:
-        model: already on `device`; modes, `requires_grad` and `grad` are afterwards what they were.
+        model: modes, `requires_grad` and `grad` are afterwards what they were.
         batches: inputs, as `calibrate` takes them, and targets, such as images and labels.
         loss: such as `torch.nn.functional.cross_entropy`, where the model returns its logits; None: the task's.
+        device: where the batches go; None: where the model's parameters are.
         second_order: whether to collect `curvature` and `diagonal` too.
         seed: of the random signs.
         dealt: number, from 0, of the first batch and the step to the next, where they are a share of a data set's.
@@ -89,6 +90,7 @@ def collect_gradients(
         NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter and the batch.
     """
     model = unwrapped(model, offloaded=True)
+    place = device_of(model, device)
     if loss is None and task is None:
         raise UsageError(
             "gradients: expected a loss, such as torch.nn.functional.cross_entropy, or a task; got neither"
@@ -103,7 +105,7 @@ def collect_gradients(
         for index, pair in enumerate(tracked(Pairs(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
-            inputs, targets = moved(pair, device)
+            inputs, targets = moved(pair, place)
             value = _checked(wanted(call(model, inputs), targets))
             gradients = gradients_of(value, weights, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.channels.storages import is_plain
-from prunekit.context import training_mode, without_gradients
+from prunekit.context import device_of, training_mode, without_gradients
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
 from prunekit.inputs import Keywords, arguments, call, counted_positions, inputs_in, moved, rows_of, sequence_shape
@@ -127,16 +127,18 @@ class PassHooks(HookOwner):
         self._depth -= 1
 
 
-def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device, *owners: HookOwner) -> None:
+def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None, *owners: HookOwner) -> None:
     """Runs a model over batches, in eval mode without gradients, while the owners look on.
 
     Args:
-        model: already on `device`; every module is afterwards in the mode it had.
+        model: every module is afterwards in the mode it had.
         batches: inputs as `arguments` takes them, or tuples and lists whose first entry is that.
+        device: where they go; None: where the model's parameters are.
     """
+    place = device_of(model, device)
     with training_mode(model, False), torch.compiler.set_stance("force_eager"), ExitStack() as entered:
         for owner in owners:
             entered.enter_context(owner)
         for batch in tracked(batches, "calibration"):
-            given = moved(arguments(model, inputs_in(batch)), device)
+            given = moved(arguments(model, inputs_in(batch)), place)
             without_gradients(partial(call, model, given))

@@ -108,7 +108,7 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
         inputs: a few samples, as `arguments` takes them.
     """
     finder = _Finder(model)
-    run_passes(model, [(inputs,)], next((t.device for t in model.parameters()), torch.device("cpu")), finder)
+    run_passes(model, [(inputs,)], None, finder)
     return finder.consumers
 
 

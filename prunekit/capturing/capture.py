@@ -16,8 +16,10 @@ from prunekit.capturing.layers import Layers
 from prunekit.capturing.reducers import Named, Reducer, reducer_of
 from prunekit.capturing.sizes import Size, copy_ms, size_of
 from prunekit.capturing.store import OnDisk, Store, mib
+from prunekit.context import device_of
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks import refuse_nested
+from prunekit.inputs import example as normalized
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,18 +60,18 @@ class Capture(LayerHooks):
         every: int,
         to: StrPath,
         limit_mib: float | None,
-        example: tuple[Any, ...] | None,
+        example: Any,
     ) -> None:
         super().__init__(model, layers, what, every)
         self._layers, self._reduced, self._reduce = layers, reduce is not None, reducer_of(reduce)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         self._store = Store(to, limit_mib, device)
         self._entries: list[Captured] = []
         self._whole = self._channels = 0
         self.expected: Size | None = None
         """What one forward pass would add as full copies, where an example was given; in memory how long it takes."""
         if example is not None:
-            self.expected = size_of(model, layers, what, example)
+            self.expected = size_of(model, layers, what, normalized(model, example))
             if not self._reduced and self.expected.bytes > self._store.limit:
                 raise self._too_much(f"one forward pass takes {mib(self.expected.bytes)}", self.expected)
             if to == "cpu" or (to == "device" and device.type == "cpu"):
@@ -169,7 +171,7 @@ def capture(
     every: int = 1,
     to: StrPath = "cpu",
     limit_mib: float | None = None,
-    example: tuple[Any, ...] | None = None,
+    example: Any = None,
 ) -> Capture:
     """Captures what layers read and make, every call in its order, for as long as the `with` lasts.
 
@@ -200,8 +202,9 @@ def capture(
         every: of so many forward passes the first; calls outside of `model(...)` all count.
         to: `cpu`; `device`, where the tensors are; or a new folder, for a file of safetensors each.
         limit_mib: how much is kept at most; None: half of the memory, or of the disk, that is free.
-        example: positional arguments of `forward`: `expected` then says what full copies of a forward pass on them take
-            before anything is captured, and how long copying that takes.
+        example: what the model is called with, a tensor, a tuple of positional arguments or a mapping of arguments by
+            name: `expected` then says what full copies of a forward pass on it take before anything is captured, and
+            how long copying that takes.
 
     Raises:
         UsageError: a glob, a class or a group matches nothing; or, in a forward pass or with `example` at once, full

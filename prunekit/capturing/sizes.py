@@ -69,7 +69,7 @@ def size_of(model: nn.Module, layers: Layers, what: What | Iterable[What], examp
 
     Args:
         model, layers, what: as for `capture`.
-        example: positional arguments of `forward`.
+        example: see `prunekit.inputs.example`.
 
     Raises:
         UsageError: as for `capture`.

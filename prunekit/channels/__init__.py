@@ -46,35 +46,31 @@ from prunekit.channels.resolve import channel_map
 from prunekit.channels.rules import Call, rule
 from prunekit.channels.tracing import channel_axis, trace_model
 from prunekit.distributed.shards import is_sharded
-from prunekit.errors import ModelError, UsageError
+from prunekit.errors import ModelError
+from prunekit.inputs import example as normalized
 from prunekit.wrappers import unwrapped
 
 
-def trace(model: nn.Module, example_inputs: tuple[Any, ...], *more_examples: tuple[Any, ...]) -> ChannelMap:
-    """Runs a model on example inputs and returns its channel map; the model is not changed.
+def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
+    """Runs a model on an example and returns its channel map; the model is not changed.
 
     Args:
         model: any module; traced in eval mode, and once more in train mode if its code asks which of the two it is in.
-        example_inputs: the positional arguments of `forward`, such as `(torch.randn(1, 3, 224, 224),)`.
-        more_examples: further inputs, for branches that the first does not take.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name.
+        more_examples: further ones, for branches that the first does not take.
 
     Raises:
-        UsageError: an example is not a tuple.
+        UsageError: an example is none of these.
         ModelError: the model does not run on an example, or cannot be copied.
     """
-    for example in (example_inputs, *more_examples):
-        if not isinstance(example, tuple):
-            raise UsageError(
-                f"example_inputs: expected a tuple, the positional arguments of forward, got {type(example).__name__}; "
-                "a single input is written (x,)"
-            )
     model = unwrapped(model)
     if is_sharded(model):
         raise ModelError(
             f"{type(model).__name__}: each process has only its shards; trace and prune the whole model, and call "
             "fully_shard on what comes out"
         )
-    return channel_map(model, trace_model(model, [example_inputs, *more_examples]))
+    examples = [normalized(model, one) for one in (example, *more_examples)]
+    return channel_map(model, trace_model(model, examples))
 
 
 __all__ = [

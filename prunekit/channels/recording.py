@@ -151,7 +151,7 @@ def record(
 
     Args:
         model: not changed.
-        example: positional arguments of `forward`. Tensors whose first axis is that of the first tensor count as
+        example: see `prunekit.inputs.example`. Tensors whose first axis is that of the first tensor count as
             batches, and are taken in the size of `batch`.
         dtype: "fp32", "bf16" or "fp16", of all floating-point tensors.
         prepare: is done to the copy that runs.

@@ -177,7 +177,7 @@ def trace_model(model: nn.Module, examples: list[tuple[Any, ...]], *, both_modes
 
     Args:
         model: not changed.
-        examples: positional arguments of its forward, a tuple for each.
+        examples: see `prunekit.inputs.example`.
         both_modes: whether train mode is looked at.
 
     Raises:

@@ -42,7 +42,8 @@ own_model_option = click.option(
     "--model",
     "factory",
     metavar="FILE.py:FACTORY",
-    help="Your own model; runs the file's code. python:MODULE:FACTORY takes it from an installed module.",
+    help="Your own model, or (model, example); runs the file's code. python:MODULE:FACTORY takes it from an installed "
+    "module.",
 )
 data_option = click.option(
     "--data",
@@ -93,7 +94,12 @@ def model_options(function: Decorated) -> Decorated:
         task_option,
         data_option,
         click.option("--zoo", type=zoos, help=ZOO),
-        click.option("--input-shape", callback=_shape, metavar="1x3x224x224", help="Shape of one input, batch first."),
+        click.option(
+            "--input-shape",
+            callback=_shape,
+            metavar="1x3x224x224",
+            help="Shape of one input, batch first.",
+        ),
         click.option("--weights", metavar="FILE|NAME", help="State dict, or a torchvision weights name."),
         own_model_option,
     ):

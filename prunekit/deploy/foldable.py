@@ -115,7 +115,7 @@ def foldable(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
 
     Args:
         model: its mode is restored.
-        example: positional inputs of `forward`.
+        example: see `prunekit.inputs.example`.
     """
     watch = _Watch(model)
     with training_mode(model, False), plain_attention(), watch.watching():

@@ -16,6 +16,7 @@ from prunekit.channels.doubled import doubled, to_double
 from prunekit.compaction.folded import FoldedNorm, set_folds
 from prunekit.context import seeded, set_mode
 from prunekit.deploy.foldable import Foldable, Pair, foldable
+from prunekit.inputs import example as normalized
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
 from prunekit.wrappers import unwrapped
@@ -38,7 +39,7 @@ class Folded:
     max_relative_difference: float
 
 
-def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, tolerance: float = TOLERANCE) -> Folded:
+def fold_batchnorm(model: nn.Module, example: Any, *, tolerance: float = TOLERANCE) -> Folded:
     """Folds every BatchNorm that alone reads a convolution's or a linear layer's output into that layer.
 
     What is left computes the same in eval mode with one operator and one pass over the activations less for each norm.
@@ -48,23 +49,26 @@ def fold_batchnorm(model: nn.Module, example_inputs: tuple[Any, ...], *, toleran
 
     Args:
         model: not changed.
-        example_inputs: positional arguments of `forward`; layers are found by running the model on them.
+        example: what the model is called with: a tensor, a tuple of positional arguments or a mapping of arguments by
+            name; layers are found by running the model on it.
         tolerance: largest relative difference of the outputs, in float64, that counts as equal.
 
     Raises:
+        UsageError: the example is none of these.
         VerificationError: the folded model computes something else.
     """
     model = unwrapped(model)
-    found = to_fold(model, example_inputs)
+    given = normalized(model, example)
+    found = to_fold(model, given)
     double = _folded(doubled(model, to_double), found.pairs)
     narrow = folded(model, found.pairs)
-    difference = compare_outputs(model, double, example_inputs, tolerance=tolerance, narrow=narrow)
+    difference = compare_outputs(model, double, given, tolerance=tolerance, narrow=narrow)
     return Folded(narrow, {pair.norm: pair.layer for pair in found.pairs}, found.kept, difference)
 
 
-def to_fold(model: nn.Module, example_inputs: tuple[Any, ...]) -> Foldable:
+def to_fold(model: nn.Module, example: tuple[Any, ...]) -> Foldable:
     """What `fold_batchnorm` folds: norms that alone read a layer's output and do no more than a norm."""
-    found = foldable(model, example_inputs)
+    found = foldable(model, example)
     reasons = {pair.norm: _more_than_a_norm(model.get_submodule(pair.norm), pair) for pair in found.pairs}
     more = {norm: reason for norm, reason in reasons.items() if reason}
     return Foldable(tuple(pair for pair in found.pairs if pair.norm not in more), found.kept | more)

@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
+from prunekit.inputs import example as normalized
 from prunekit.layout import with_channels_last
 from prunekit.measure.verify import compare_outputs
 from prunekit.wrappers import unwrapped
 
 
-def channels_last(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Module:
+def channels_last(model: nn.Module, example: Any) -> nn.Module:
     """A copy whose convolutions hold their weights channels-last, and so compute their outputs.
 
     Memory alone lies in another order: names and shapes stay. A model folder says so, and models loaded from it lie
@@ -20,14 +21,15 @@ def channels_last(model: nn.Module, example_inputs: tuple[Any, ...]) -> nn.Modul
 
     Args:
         model: not changed.
-        example_inputs: positional arguments of `forward`.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name.
 
     Raises:
+        UsageError: the example is none of these.
         VerificationError: the copy computes something else, as code may that looks at strides.
     """
     model = unwrapped(model)
     result = laid_out(model)
-    compare_outputs(model, result, example_inputs)
+    compare_outputs(model, result, normalized(model, example))
     return result
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.errors import VerificationError
+from prunekit.inputs import example as normalized
 from prunekit.measure.operator_costs import is_subnormal
 from prunekit.measure.verify import compare_outputs
 from prunekit.wrappers import unwrapped
@@ -47,29 +48,31 @@ class Flushed:
         )
 
 
-def flush_subnormals(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flushed:
+def flush_subnormals(model: nn.Module, example: Any) -> Flushed:
     """A copy with zeros in place of subnormal weights and buffers, where there are any.
 
     Args:
         model: not changed.
-        example_inputs: positional arguments of `forward`.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name.
 
     Raises:
+        UsageError: the example is none of these.
         VerificationError: the copy computes something else.
     """
     model = unwrapped(model)
+    given = normalized(model, example)
     if not count_subnormals(model):
         return Flushed(model, {}, 0.0)
     own = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
     flushed = with_tensors(model, own)
     counts = flush_subnormals_in_place(flushed)
-    return Flushed(flushed, counts, compare_outputs(model, flushed, example_inputs))
+    return Flushed(flushed, counts, compare_outputs(model, flushed, given))
 
 
-def without_subnormals(model: nn.Module, example_inputs: tuple[Any, ...]) -> Flushed:
+def without_subnormals(model: nn.Module, example: tuple[Any, ...]) -> Flushed:
     """As `flush_subnormals`, but a model that computes something else without such numbers stays as it is."""
     try:
-        return flush_subnormals(model, example_inputs)
+        return flush_subnormals(model, example)
     except VerificationError as error:  # it takes their logarithm, or divides by them
         count = sum(count_subnormals(model).values())
         return Flushed(model, {}, 0.0, f"{count} subnormal numbers stay: {error}")

@@ -40,12 +40,12 @@ class Transform:
 AS_IT_IS = Transform()
 
 
-def transform_of(model: nn.Module, example_inputs: tuple[Any, ...], settings: DeploySettings) -> Transform:
+def transform_of(model: nn.Module, example: tuple[Any, ...], settings: DeploySettings) -> Transform:
     """Finds, once, in a dense model what of it and its compact models a deployment changes.
 
     Args:
         model: not changed.
-        example_inputs: positional arguments of `forward`.
+        example_inputs: an example, see `prunekit.inputs.example`.
     """
-    pairs = to_fold(model, example_inputs).pairs if settings.fold_batchnorm else ()
+    pairs = to_fold(model, example).pairs if settings.fold_batchnorm else ()
     return Transform(settings, tuple(replace(pair, output=None) for pair in pairs))

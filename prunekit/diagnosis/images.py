@@ -23,7 +23,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Positional inputs of a model with their labels, where there are any."""
+    """What a model is called with, and its labels, where there are any."""
 
     inputs: tuple[Any, ...]
     labels: Tensor | None

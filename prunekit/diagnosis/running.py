@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from prunekit.calibration import ChannelStats, StatsCollector
-from prunekit.context import gradients_of, seeded, training_mode
+from prunekit.context import device_of, gradients_of, seeded, training_mode
 from prunekit.diagnosis.before import batchnorm_modes, unchanged
 from prunekit.diagnosis.curvature import largest_eigenvalue, too_sharp, trial
 from prunekit.diagnosis.failing import failure_of
@@ -54,7 +54,7 @@ class Observer:
 
     def __init__(self, model: nn.Module, loss: Loss | None) -> None:
         self.model, self.loss, self.classifies = model, loss or cross_entropy, loss is None
-        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = device_of(model)
         self.running = Running(model)
         self.units = UnitWatch(self.running)
         self.watched = GradientWatch(model)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prunekit.artifacts import StrPath, read_json, write_json
 from prunekit.calibration import MagnitudeSketch
 from prunekit.channels import channel_axis
-from prunekit.context import training_mode
+from prunekit.context import device_of, training_mode
 from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks import HookOwner
 from prunekit.inputs import call, moved
@@ -115,11 +115,11 @@ def chosen_paths(model: nn.Module, settings: ActivationSettings) -> list[str]:
 def calibrate_thresholds(
     model: nn.Module,
     batches: Any,
-    device: torch.device,
     modules: Iterable[str],
     *,
     target: float,
     side: Side = "output",
+    device: torch.device | str | None = None,
     task: Task | str | None = None,
     progress: bool | None = None,
 ) -> ActivationThresholds:
@@ -130,12 +130,12 @@ def calibrate_thresholds(
     exceed the target, the threshold is 0 and `reached` says what they come to.
 
     Args:
-        model: run in eval mode, without gradients, on `device`; not changed.
+        model: run in eval mode, without gradients; moved to `device` where one is given.
         batches: gone through several times: as `prunekit.calibrate` takes them.
-        device: where it runs.
         modules: globs over module paths.
         target: share of zeros behind each mask, above 0 and below 1.
         side: which activations of the modules.
+        device: where it runs; None: where the model's parameters are.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
@@ -154,13 +154,15 @@ def calibrate_thresholds(
             "batches: the search goes through them several times; expected a list or a loader, got an iterator"
         )
     pairs = Pairs(model, batches, task, "threshold search")
-    model.to(device)
+    place = device_of(model, device)
+    if device is not None:
+        model.to(place)
     thresholds, rounds = dict.fromkeys(paths, 0.0), 0
     with reporting(progress, "calibrate_thresholds"):
         while True:
             rounds += 1
             stage(f"threshold search: pass {rounds}, {ROUNDS} at most")
-            sketches, reached = _measure(model, pairs, device, thresholds, side)
+            sketches, reached = _measure(model, pairs, place, thresholds, side)
             # A layer that is near stays as it is, so that what comes after it can settle.
             far = {path: sketches[path].quantile(target) for path in paths if abs(reached[path] - target) > NEAR}
             if far.items() <= thresholds.items() or rounds == ROUNDS:

@@ -111,7 +111,7 @@ def break_down(
 
     Args:
         dense, pruned: on the device, in eval mode.
-        inputs: positional arguments of `forward`, on the device.
+        inputs: an example, see `prunekit.inputs.example`, on the device.
         batch: samples in them.
         rounds: at least 5.
     """

@@ -95,7 +95,7 @@ def module_table(model: nn.Module, example_inputs: tuple[Any, ...]) -> ModuleTab
 
     Args:
         model: not changed; its modes are restored.
-        example_inputs: positional arguments of forward, batch first.
+        example_inputs: an example, see `prunekit.inputs.example`, batch first.
 
     Raises:
         ModelError: the model is compiled, or does not run on the inputs.
@@ -113,7 +113,7 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
     def run() -> None:
         nonlocal seen, counter, counted
         seen, counter, counted = _Seen(), FlopCounter(), 0
-        seen.hold(plain_in([*model.parameters(), *model.buffers(), *example_inputs]))
+        seen.hold(plain_in([*model.parameters(), *model.buffers(), example_inputs]))
         with stack, counter:
             call(model, example_inputs)
 

@@ -25,7 +25,7 @@ FLAT = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Positional inputs of a model with their labels, where there are any."""
+    """What a model is called with, and its labels, where there are any."""
 
     inputs: tuple[Any, ...]
     labels: Tensor | None
@@ -82,7 +82,7 @@ def observed(model: nn.Module, inputs: tuple[Any, ...], output: Any, where: str)
     counted = counted_positions(model, inputs)
     tensors = tuple(blank_padding(tensor.detach(), counted).reshape(samples, -1).to(wide) for tensor in rows)
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        collect(model, [(inputs,)], device, fused=False, progress=False).require_finite()
+        collect(model, [(inputs,)], device=device, fused=False, progress=False).require_finite()
         raise NonFiniteError(f"sensitivity: the output of {where} is NaN or Inf, and no layer's is before it")
     return Observed(output, tensors, _class_scores(output, samples))
 

@@ -38,7 +38,7 @@ class DensePrefix:
 
     Args:
         model: dense, in eval mode.
-        inputs: of a few samples, a tensor or a tuple of all positional inputs; below too.
+        inputs: of a few samples, a tensor or an example, see `prunekit.inputs.example`; below too.
         tensors: by a group's name the names of the tensors that its masks change.
         masked: see `Masked`.
         batch: samples of the largest batch to come.

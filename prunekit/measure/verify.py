@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from prunekit.channels.comparing import check, following, record
 from prunekit.channels.copying import has_gradients, named_tensors
@@ -20,8 +20,8 @@ from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.errors import ModelError, UsageError, VerificationError
-from prunekit.inputs import call
-from prunekit.inputs import example as normalized
+from prunekit.inputs import advice, call
+from prunekit.inputs import examples as each
 from prunekit.measure.differing import largest_difference
 from prunekit.nested import gather, tensors_in
 from prunekit.planning import Plan, require_plan
@@ -97,7 +97,7 @@ def verify(
     masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
     misplaced_in: dict[Way, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS
-    for example in _each(masked, examples):
+    for example in each(masked, examples):
         expected = _expected(masked_in, example, ways, lambda twin: NarrowNorms(twin, plan.channel_map, plan.keep))
         way, allowed = expected.way, max(tolerance, expected.rounding)
         ways = ways[ways.index(way) :]  # what does not run in float64 on one example is not tried on the next
@@ -141,7 +141,7 @@ def compare_outputs(
     Args:
         model: the reference.
         changed: what should compute the same.
-        example: positional inputs of `forward`.
+        example: see `prunekit.inputs.example`.
         tolerance: largest relative difference that counts as equal.
         narrow: what is compared in the model's own precision, if it is not `changed`.
 
@@ -202,14 +202,8 @@ def _expected(
         return _Expected(way, output, max(way.tolerance(), watch.found))
     raise ModelError(
         f"{type(twins.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
-        f"{failures[-1]}; expected the positional arguments of its forward, one tuple for each call"
+        f"{failures[-1]}; {advice(twins.model, [example])}"
     ) from failures[-1]
-
-
-def _each(model: nn.Module, examples: Any) -> Iterator[tuple[Any, ...]]:
-    """One example, or each of several, in the form that models are called with."""
-    single = isinstance(examples, (Tensor, tuple, Mapping)) or not isinstance(examples, Iterable)
-    return (normalized(model, one) for one in ([examples] if single else examples))
 
 
 class _Rounding(OperatorMode):

@@ -1,7 +1,7 @@
 """Models: built by a zoo's constructor or the user's own factory, with weights from a name or a file."""
 
 from prunekit.models.checks import is_frozen, require_trainable
-from prunekit.models.factory import load_factory
+from prunekit.models.factory import load_factory, load_with_example
 from prunekit.models.optional import OPTIONAL_ZOOS, image_shape
 from prunekit.models.outputs import auxiliary, logits
 from prunekit.models.weights import load_weights
@@ -29,6 +29,7 @@ __all__ = [
     "is_weights_file",
     "load_factory",
     "load_weights",
+    "load_with_example",
     "logits",
     "missing_weights",
     "require_trainable",

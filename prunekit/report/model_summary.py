@@ -13,7 +13,8 @@ from prunekit.artifacts import StrPath, atomic_file
 from prunekit.channels.copying import named_tensors
 from prunekit.display import table
 from prunekit.errors import ModelError
-from prunekit.inputs import arguments, moved
+from prunekit.inputs import example as normalized
+from prunekit.inputs import moved
 from prunekit.measure.module_table import ModuleRow, Shapes, module_table
 from prunekit.measure.size import count_bytes, count_memory
 from prunekit.numbers import count, share, size
@@ -98,7 +99,7 @@ class ModelSummary:
         return rendered("summary.html", summary=self, totals=totals, records=self.records())
 
 
-def summary(model: nn.Module, example_inputs: Any, *, name: str | None = None) -> ModelSummary:
+def summary(model: nn.Module, example: Any, *, name: str | None = None) -> ModelSummary:
     """Shapes, parameters, MACs and activation memory of each module, by one forward pass in eval mode.
 
         print(prunekit.summary(model, torch.zeros(1, 3, 224, 224)).text())
@@ -107,15 +108,15 @@ def summary(model: nn.Module, example_inputs: Any, *, name: str | None = None) -
 
     Args:
         model: not changed.
-        example_inputs: a tensor, a tuple of all positional arguments of `forward`, or a mapping by their names; batch
-            first.
+        example: a tensor, a tuple of positional arguments or a mapping of arguments by name; batch first.
         name: what the model is called; None: its class.
 
     Raises:
+        UsageError: the example is none of these.
         ModelError: the model is compiled, or does not run on the inputs.
     """
     model = unwrapped(model, offloaded=True)
-    given = arguments(model, example_inputs)
+    given = normalized(model, example)
     if all(tensor.is_meta for _, tensor in named_tensors(model)):
         given = moved(given, torch.device("meta"))  # shapes need no values
     found = module_table(model, given)

@@ -106,7 +106,7 @@ class Average(Part):
         try:
             _copy(_tensors(self.average.module), model)
             if self._recalibrates:
-                recalibrate_batchnorm(model, self._images, self._training.device, progress=False)
+                recalibrate_batchnorm(model, self._images, device=self._training.device, progress=False)
             yield
         finally:
             _copy(raw, model)

@@ -52,7 +52,7 @@ def first_non_finite(model: nn.Module, inputs: tuple[Any, ...]) -> str:
     The run is in the model's present mode, without gradients. A sharded model does not run in one process alone.
 
     Args:
-        inputs: positional arguments of `forward`.
+        inputs: an example, see `prunekit.inputs.example`.
     """
     if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors_in(inputs)):
         return "the input images" if len(inputs) == 1 else "the inputs"

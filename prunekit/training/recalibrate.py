@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.context import training_mode
+from prunekit.context import device_of, training_mode
 from prunekit.errors import DataError
 from prunekit.hooks import HookOwner
 from prunekit.inputs import call, count_of, described, joined, moved
@@ -61,8 +61,8 @@ class _Moments(HookOwner):
 def recalibrate_batchnorm(
     model: nn.Module,
     batches: Any,
-    device: torch.device,
     *,
+    device: torch.device | str | None = None,
     task: Task | str | None = None,
     progress: bool | None = None,
 ) -> tuple[str, ...]:
@@ -74,11 +74,11 @@ def recalibrate_batchnorm(
     else (dropout too) is in eval mode. Modes and momentum are as before afterwards.
 
     Args:
-        model: moved to `device`.
+        model: moved to `device` where one is given.
         batches: as `prunekit.prune` takes them, with or without targets, which are not used: a loader of images
             (B, C, H, W), all of them as one tensor, mappings... A batch of one sample joins the one before: alone it
             may have no variance.
-        device: where it runs.
+        device: where it runs; None: where the model's parameters are.
         task: takes batches apart that come in another form; itself or its name.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
 
@@ -95,14 +95,16 @@ def recalibrate_batchnorm(
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and module.running_mean is not None
     }
-    model.to(device)
+    place = device_of(model, device)
+    if device is not None:
+        model.to(place)
     with ExitStack() as stack:
         stack.enter_context(reporting(progress, "recalibrate_batchnorm"))
         stack.enter_context(training_mode(model, False))
         stack.enter_context(_batch_statistics([owner.module for owner in moments.values()]))
         for owner in moments.values():
             stack.enter_context(owner)
-        _run(model, Pairs(model, batches, task, "BatchNorm recalibration"), device)
+        _run(model, Pairs(model, batches, task, "BatchNorm recalibration"), place)
     for owner in moments.values():
         owner.write()
     return tuple(name for name, owner in moments.items() if owner.calls)

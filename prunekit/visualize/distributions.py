@@ -52,8 +52,9 @@ def weight_distributions(model: nn.Module, bins: int = BINS) -> dict[str, Distri
 def activation_distributions(
     model: nn.Module,
     batches: Iterable[Any],
-    device: torch.device,
     layers: Layers | None = None,
+    *,
+    device: torch.device | str | None = None,
     bins: int = BINS,
 ) -> dict[str, Distribution]:
     """Of what layers return, over all calls, by their paths in order of execution; in eval mode.
@@ -61,9 +62,10 @@ def activation_distributions(
     The model runs twice over the batches: once for the ranges, once to count.
 
     Args:
-        model: already on `device`; not changed.
+        model: not changed.
         batches: can be gone through twice; see `run_passes`.
         layers: see `prunekit.capture`; None: convolutions, linear layers and projections of attention.
+        device: where the batches go; None: where the model's parameters are.
         bins: of each histogram.
 
     Raises:

@@ -38,8 +38,8 @@ def find_thresholds(prepared: Prepared, compact: nn.Module, *, log: Log) -> Acti
     found = calibrate_thresholds(
         compact,
         calibration_batches(prepared),
-        prepared.device,
         settings.modules,
+        device=prepared.device,
         target=settings.target,
         side=settings.side,
         progress=False,

@@ -199,8 +199,8 @@ def gradients_of_all(prepared: Prepared, model: nn.Module, images: Batches) -> T
         seen = collect_gradients(
             model,
             mine,
-            prepared.device,
             prepared.splits.task.loss,
+            device=prepared.device,
             second_order=second,
             seed=prepared.job.seed,
             dealt=share,

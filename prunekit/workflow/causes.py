@@ -31,7 +31,7 @@ class Search:
 
     Attributes:
         dense, pruned: on the device, in eval mode.
-        inputs: positional arguments of `forward`, on the device.
+        inputs: an example, see `prunekit.inputs.example`, on the device.
         batch: samples in them.
         device: where they run.
         found: the time of both by operator.

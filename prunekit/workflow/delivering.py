@@ -168,7 +168,7 @@ def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> Non
     measured.
 
     Args:
-        example_inputs: positional arguments of `forward`.
+        example_inputs: an example, see `prunekit.inputs.example`.
 
     Raises:
         PlanError: they cannot be met; with the best that can be.

@@ -86,7 +86,7 @@ def statistics(model: nn.Module, images: Any, criterion: str) -> ChannelStats | 
     if not needs_activations(criterion):
         return None
     moments: Moments = "full" if "moments" in needs else "none"
-    return collect(model, in_batches(images), gather(images)[0].device, moments=moments, ranks="ranks" in needs)
+    return collect(model, in_batches(images), device=gather(images)[0].device, moments=moments, ranks="ranks" in needs)
 
 
 def patch_statistics(

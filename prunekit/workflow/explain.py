@@ -14,6 +14,7 @@ from prunekit.context import on_device, paused_garbage_collection, resolve_devic
 from prunekit.context import threads as with_threads
 from prunekit.errors import ModelError, UsageError
 from prunekit.inputs import call
+from prunekit.inputs import example as normalized
 from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
 from prunekit.measure.causes import Cause
 from prunekit.measure.evidence import Estimate, oversubscribed
@@ -68,7 +69,7 @@ class Explanation:
 def explain(
     dense: nn.Module,
     pruned: nn.Module,
-    example: tuple[Any, ...],
+    example: Any,
     *,
     threads: int | None = None,
     device: str | None = None,
@@ -84,7 +85,8 @@ def explain(
     Args:
         dense: not changed.
         pruned: the compact model, or a masked one; not changed.
-        example: positional arguments of `forward`, samples on the first axis of every tensor.
+        example: what the models are called with: a tensor, a tuple of positional arguments or a mapping of arguments by
+            name; samples on the first axis of every tensor.
         threads: of the CPU; None: as many as torch uses now.
         device: `auto`, `cpu` or a CUDA device, which is timed by events; None: where the pruned model is.
         rounds: timed forward passes of each model, as it is and by operator; at least 5.
@@ -98,10 +100,10 @@ def explain(
     if rounds < 5:
         raise UsageError(f"rounds: expected at least 5, got {rounds}")
     place = resolve_device(device or str(next(pruned.parameters(), torch.empty(0)).device))
-    inputs = map_tensors(example, lambda tensor: tensor.to(place))
+    inputs = map_tensors(normalized(pruned, example), lambda tensor: tensor.to(place))
     batch = next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), 0)
     if not batch:
-        raise UsageError("example: expected positional arguments of forward with a tensor of samples, got none")
+        raise UsageError("example: expected at least one tensor of samples, got none")
     dense, pruned = _placed(dense, place), _placed(pruned, place)
     with (
         training_mode(dense, False), training_mode(pruned, False), with_threads(threads), seeded(0),

@@ -16,7 +16,7 @@ from prunekit.calibration.shortage import dead_inputs, too_few_rows
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.precision import HALF
 from prunekit.compaction import compact, remarks
-from prunekit.context import paused_garbage_collection, training_mode
+from prunekit.context import device_of, paused_garbage_collection, training_mode
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
 from prunekit.errors import DataError, ModelError, UsageError
@@ -343,7 +343,7 @@ def find_plan(
     settings, samples, patches, stats = given.settings, None, None, given.stats
     if given.calibration is not None:
         stage("read the samples")
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         samples = moved(gathered(model, given.calibration, given.images, given.task), device)
         samples = map_tensors(samples, pixel_by_pixel)
     if given.example is not None:

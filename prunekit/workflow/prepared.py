@@ -44,7 +44,7 @@ class Prepared:
 
     @property
     def example_inputs(self) -> tuple[Any, ...]:
-        """The positional inputs of one real training sample as a batch."""
+        """The inputs of one real training sample as a batch."""
         return example_of(self.model, self.splits)
 
     @property
@@ -54,7 +54,7 @@ class Prepared:
 
 
 def example_of(model: nn.Module, splits: Splits) -> tuple[Any, ...]:
-    """The positional inputs of one training sample as a batch."""
+    """The inputs of one training sample as a batch."""
     return arguments(model, next(iter(batches(splits.train, 1, shuffle_seed=None)))[0])
 
 

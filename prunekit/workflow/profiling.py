@@ -22,6 +22,7 @@ from prunekit.compaction import compact
 from prunekit.context import paused_garbage_collection
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import NotMeasuredError
+from prunekit.inputs import examples as normalized
 from prunekit.measure.choosing import choose
 from prunekit.measure.profile import (
     Network,
@@ -58,7 +59,7 @@ REPEATS = 9
 def profile(
     model: nn.Module,
     channel_map: ChannelMap,
-    examples: Sequence[tuple[Any, ...]],
+    examples: Any,
     target: Target,
     prune: PruneSettings,
     *,
@@ -78,8 +79,7 @@ def profile(
     Args:
         model: dense; on the CPU.
         channel_map: of it, traced.
-        examples: that it was traced on, positional arguments of `forward` each; networks are timed on inputs like the
-            first.
+        examples: the example that it was traced on, or a list of several; networks are timed on inputs like the first.
         target: runtime, device, batch, threads, dtype and memory format. A runtime that cannot tell layers apart is
             profiled in eager, which a note says: what a plan takes on it is measured all the same.
         prune: what may go: exclusions, roundings, least widths.
@@ -102,8 +102,9 @@ def profile(
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
     wanted = in_blocks(replace(prune, target=target, ratios={}))
-    inputs = inputs_like(examples[0])
-    channel_map = _tried(model, channel_map, wanted, examples)
+    given = list(normalized(model, examples))
+    inputs = inputs_like(given[0])
+    channel_map = _tried(model, channel_map, wanted, given)
     parts = _parts(channel_map, wanted)
     keeps = list(sampled(channel_map, parts, networks or NETWORKS))
     made = _networks(model, channel_map, keeps, transform)

@@ -83,7 +83,7 @@ def plan_model(
 
     Args:
         model: the dense model; not changed.
-        example_inputs: positional arguments of `forward`.
+        example_inputs: an example, see `prunekit.inputs.example`.
         settings: criterion, scope, budget and limits.
         stats: channel statistics, for criteria that need them.
         gradients: Taylor terms, for criteria that need them.

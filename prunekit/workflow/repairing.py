@@ -58,7 +58,7 @@ def _repaired(
         model = copied(dense, prepared.device)
         with masked(model, plan, restore=False):
             if training:
-                recalibrate_batchnorm(model, calibration_batches(prepared), prepared.device, progress=False)
+                recalibrate_batchnorm(model, calibration_batches(prepared), device=prepared.device, progress=False)
         return model.cpu(), None
     images = calibration_images(prepared)
     run.log(

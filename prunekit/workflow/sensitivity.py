@@ -21,7 +21,7 @@ from prunekit.criteria import score
 from prunekit.criteria.elimination import eliminations
 from prunekit.errors import PlanError
 from prunekit.globs import globs, matching
-from prunekit.inputs import arguments, count_of, moved, taken
+from prunekit.inputs import arguments, count_of, example, moved, taken
 from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
 from prunekit.nested import gather
 from prunekit.planning import MeasuredPoint, SensitivityCurve
@@ -101,7 +101,7 @@ def sensitivity(
     measured_on: Any = None,
     groups: Sequence[str] = (),
     loss: Loss | None = None,
-    more_examples: Sequence[tuple[Any, ...]] = (),
+    more_examples: Sequence[Any] = (),
     task: Task | str | None = None,
     log: Log = stage,
     progress: bool | None = None,
@@ -122,7 +122,7 @@ def sensitivity(
         groups: globs over the names of channel groups, which are module paths; none: all.
         loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
             scores.
-        more_examples: further inputs for the trace, for branches of the model that the images do not take.
+        more_examples: further examples for the trace, for branches of the model that the images do not take.
         task: takes batches apart that come in another form; itself or its name.
         log: told what happens, and before measuring how many forward passes it takes.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -143,7 +143,7 @@ def analyze_sensitivity(
     measured_on: Any = None,
     groups: Sequence[str] = (),
     loss: Loss | None = None,
-    more_examples: Sequence[tuple[Any, ...]] = (),
+    more_examples: Sequence[Any] = (),
     task: Task | str | None = None,
     log: Log = stage,
     *,
@@ -153,7 +153,7 @@ def analyze_sensitivity(
     calibration = gathered(model, images, sys.maxsize, task)
     first = next(model.parameters(), gather(calibration)[0])
     calibration = moved(calibration, first.device)
-    examples = [arguments(model, taken(calibration, slice(2))), *more_examples]
+    examples = [arguments(model, taken(calibration, slice(2))), *(example(model, one) for one in more_examples)]
     with paused_garbage_collection():
         chart = trace(model, *examples)
         chosen_groups(chart, groups)

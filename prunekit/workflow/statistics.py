@@ -114,7 +114,7 @@ def _histograms(
     name: str, model: nn.Module, images: Batches, device: torch.device, layers: Layers | None
 ) -> Sequence[Row]:
     weights = weight_distributions(model)
-    activations = activation_distributions(model, images, device, layers)
+    activations = activation_distributions(model, images, layers, device=device)
     return [
         *rows_of(weights, model=name, kind="weights"),
         *rows_of(activations, model=name, kind="activations"),

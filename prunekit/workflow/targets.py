@@ -13,9 +13,19 @@ from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
 from prunekit.data import Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
-from prunekit.inputs import Keywords, call
+from prunekit.inputs import Keywords, call, described
 from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
-from prunekit.models import ZOOS, ModelSettings, build_model, image_shape, load_factory, load_weights, zoo_names
+from prunekit.models import (
+    ZOOS,
+    ModelSettings,
+    build_model,
+    image_shape,
+    load_factory,
+    load_weights,
+    load_with_example,
+    zoo_names,
+)
+from prunekit.nested import gather
 from prunekit.settings.job import JobSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.workflow.dense import prepare, train_baseline
@@ -36,7 +46,7 @@ class InputModel:
         sample_shape: shape of one input without the batch, such as (3, 224, 224).
         splits: the data of the job, when it came from one.
         trained: whether the model has weights from somewhere; without them its accuracy means nothing.
-        inputs: positional arguments of one forward, samples first, of a model that is not for images alone.
+        inputs: an example, samples first, of a model that is not for images alone.
     """
 
     model: nn.Module
@@ -46,11 +56,9 @@ class InputModel:
     trained: bool = True
     inputs: tuple[Any, ...] | None = None
 
-    def example_inputs(self, batch: int = 1) -> tuple[Any, ...]:
-        """The positional arguments of one forward: zeros of shape (batch, *sample_shape), or as the inputs are."""
-        if self.inputs is not None:
-            return inputs_like(self.inputs).sample(batch)
-        return (torch.zeros(batch, *self.sample_shape),)
+    def example_inputs(self) -> tuple[Any, ...]:
+        """What one forward is called with: the inputs, or zeros of shape (1, *sample_shape)."""
+        return (torch.zeros(1, *self.sample_shape),) if self.inputs is None else self.inputs
 
     @property
     def timed(self) -> Inputs:
@@ -117,7 +125,7 @@ def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: O
 
 
 def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:
-    """The positional inputs of a sample; None of images, which their shape says enough of."""
+    """The inputs of a sample; None of images, which their shape says enough of."""
     return None if splits.task is IMAGE_CLASSIFICATION else example_of(model, splits)
 
 
@@ -131,7 +139,7 @@ def probe(target: InputModel) -> Any:
         with training_mode(target.model, False), torch.no_grad():
             return call(target.model, target.example_inputs())
     except Exception as error:  # a model's own code may raise anything
-        shape = "x".join(map(str, (1, *target.sample_shape)))
+        shape = "x".join(map(str, (1, *target.sample_shape))) if target.inputs is None else described(target.inputs)
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         told = target.splits is not None or target.inputs is not None
         cure = "" if told else "; --input-shape gives another, and a recipe has models of other inputs than one image"
@@ -220,13 +228,23 @@ def _hint(name: str) -> str:
 
 
 def _from_factory(factory: str, weights: str | None, shape: tuple[int, ...] | None) -> InputModel:
-    if shape is None:
-        raise UsageError("--model: expected --input-shape with it, such as --input-shape 1x3x224x224")
-    model = load_factory(factory)
+    model, example = load_with_example(factory)
+    if shape is None and example is None:
+        raise UsageError(
+            "--model: expected --input-shape with it, such as --input-shape 1x3x224x224, or a factory that returns "
+            "(model, example)"
+        )
     if weights is not None:
         load_weights(model, Path(weights))
     # A factory may load weights itself: only its author knows.
-    return InputModel(model, factory.rpartition(":")[2], shape)
+    name = factory.rpartition(":")[2]
+    if shape is not None:
+        return InputModel(model, name, shape)
+    assert example is not None
+    first = next((tensor for tensor in gather(example) if tensor.dim()), None)
+    if first is None:
+        raise ModelError(f"{factory}: expected an example with a tensor of samples, got {described(example)}")
+    return InputModel(model, name, tuple(first.shape[1:]), inputs=example)
 
 
 def _sample_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,8 +13,6 @@ import prunekit.models  # noqa: F401  # registers torchvision's window attention
 from prunekit.calibration import Consumer, ReadHooks, StatsCollector, collect, find_consumers
 from prunekit.hooks import count_hooks
 
-CPU = torch.device("cpu")
-
 
 class Conv1D(nn.Module):
     """As in transformers: the weight lies transposed."""
@@ -109,17 +107,17 @@ def test_attention_is_seen_inside_and_is_afterwards_what_it_was() -> None:
 
 def test_statistics_of_layers_whose_modules_are_not_called() -> None:
     model, x = attention(), torch.randn(2, 5, 12)
-    stats = collect(model, [x], CPU)
+    stats = collect(model, [x])
     with torch.no_grad():
         made = F.linear(x, model.self_attn.in_proj_weight, model.self_attn.in_proj_bias).flatten(0, 1)
     found = stats["self_attn.in_proj_weight", "output", 0]
     np.testing.assert_allclose(found.mean, made.double().mean(0).numpy(), rtol=1e-5, atol=1e-6)
     assert stats["self_attn.out_proj", "input", 0].channels == 12
     assert [key for key in stats if key.module == "linear1"] == [("linear1", "input", 0), ("linear1", "output", 0)]
-    only = collect(model, [x], CPU, modules=["self_attn.out_proj"], outputs=False)
+    only = collect(model, [x], modules=["self_attn.out_proj"], outputs=False)
     assert list(only) == [("self_attn.out_proj", "input", 0)]
     swin = models.swin_t(weights=None).eval()
-    stats = collect(swin, [torch.randn(1, 3, 32, 32)], CPU)
+    stats = collect(swin, [torch.randn(1, 3, 32, 32)])
     assert stats["features.1.0.attn.qkv", "output", 0].channels == 288
 
 

@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 from prunekit.calibration import StatsCollector, collect, fused
 from prunekit.calibration.reduce import measure_eagerly, summarize
 
-CPU = torch.device("cpu")
 COMPILER = os.environ.get("CXX", "g++")
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"{COMPILER} is not there")
 SHAPES = [(16, 64, 100), (3, 5, 7), (8, 8, 8), (1, 6, 50), (4, 1, 30), (5, 4, 1), (1, 1, 1)]
@@ -47,7 +46,7 @@ def test_one_kernel_serves_every_shape(shapes: list[tuple[int, ...]]) -> None:
 def test_the_kernel_does_not_depend_on_the_state_it_runs_in(guard: type) -> None:
     images = torch.randn(3, 3, 8, 8)
     model = net().eval()
-    expected = collect(model, [images], CPU, fused=False)
+    expected = collect(model, [images], fused=False)
     torch._dynamo.reset()
     with guard(), torch.autocast("cpu", enabled=False), StatsCollector(model, fused=True) as collector:
         model(images)
@@ -75,7 +74,7 @@ def test_compiling_waits_until_it_pays_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_turned_off() -> None:
-    stats = collect(net(), [torch.randn(2, 3, 8, 8)], CPU, fused=False)
+    stats = collect(net(), [torch.randn(2, 3, 8, 8)], fused=False)
     assert stats.provenance == {"reduction": "eager"}
 
 

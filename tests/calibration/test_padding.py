@@ -18,7 +18,6 @@ from prunekit.inputs import Keywords, counted_positions
 from prunekit.repair import RepairSettings
 from prunekit.workflow.evidence import gathered
 
-CPU = torch.device("cpu")
 LENGTHS = [3, 5, 8, 6, 2, 7, 4, 8, 5, 6, 8, 3, 7, 7, 4, 8]
 
 
@@ -78,8 +77,8 @@ def alone() -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("flat", [False, True])
 def test_statistics_of_texts_are_those_of_each_alone(flat: bool) -> None:
     model = net(tokens=True, flat=flat)
-    wanted = prunekit.calibrate(model, alone(), CPU, moments="full")
-    found = prunekit.calibrate(model, texts(11, 17), CPU, moments="full")
+    wanted = prunekit.calibrate(model, alone(), moments="full")
+    found = prunekit.calibrate(model, texts(11, 17), moments="full")
     assert found.keys() == wanted.keys()
     for key, layer in wanted.items():
         for name in ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction"):
@@ -87,10 +86,10 @@ def test_statistics_of_texts_are_those_of_each_alone(flat: bool) -> None:
     for path, moments in wanted.moments.items():
         assert found.moments[path].count == moments.count
         assert np.allclose(found.moments[path].blocks, moments.blocks, rtol=1e-9, atol=1e-12), path
-    ranks = prunekit.calibrate(model, texts(11, 17), CPU, ranks=True).ranks
+    ranks = prunekit.calibrate(model, texts(11, 17), ranks=True).ranks
     assert all(
         (ranks[key].total == other.total).all()
-        for key, other in prunekit.calibrate(model, texts(9, 2), CPU, ranks=True).ranks.items()
+        for key, other in prunekit.calibrate(model, texts(9, 2), ranks=True).ranks.items()
     )
 
 
@@ -107,7 +106,7 @@ def test_lengths_may_differ_from_batch_to_batch() -> None:
 
     torch.manual_seed(3)
     model, batches = Told().double().eval(), [torch.arange(12).view(3, 4), torch.arange(12).view(2, 6)]
-    stats = prunekit.calibrate(model, batches, CPU)
+    stats = prunekit.calibrate(model, batches)
     assert stats["act", "output", 0].channels == 12
     assert (stats["act", "output", 0].count == 24).all()
 

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from prunekit.calibration import collect_gradients
 from prunekit.errors import NonFiniteError, UsageError
 
-CPU = torch.device("cpu")
-
 
 class Net(nn.Module):
     """A linear layer, a scalar factor and a layer that is never used."""
@@ -34,7 +32,7 @@ def batches(count: int = 2) -> list[tuple[Tensor, Tensor]]:
 def test_terms_are_weights_times_gradients_by_batch() -> None:
     torch.manual_seed(0)
     model = Net().eval()
-    found = collect_gradients(model, batches(), CPU, F.cross_entropy).terms
+    found = collect_gradients(model, batches(), F.cross_entropy).terms
     for number, (x, y) in enumerate(batches()):
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -57,7 +55,7 @@ def test_the_model_is_left_as_it_was() -> None:
     kept = model.fc.bias.grad = torch.ones(3)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
-        found = collect_gradients(model, batches(), CPU, F.cross_entropy)
+        found = collect_gradients(model, batches(), F.cross_entropy)
     assert found.terms["fc.weight", 0].any()  # frozen, and important nevertheless
     assert [model.training, model.norm.training, model.fc.weight.requires_grad] == [True, False, False]
     assert model.fc.bias.grad is kept
@@ -71,9 +69,9 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     model.fc.weight.requires_grad_(False)
     message = r"batch 2: expected inputs and the targets that the loss needs, got float32 \(5, 4\) alone"
     with pytest.raises(UsageError, match=message):
-        collect_gradients(model, [batches()[0], torch.randn(5, 4)], CPU, F.cross_entropy)
+        collect_gradients(model, [batches()[0], torch.randn(5, 4)], F.cross_entropy)
     with pytest.raises(UsageError, match="no batch was given"):
-        collect_gradients(model, [], CPU, F.cross_entropy)
+        collect_gradients(model, [], F.cross_entropy)
     assert model.training
     assert not model.fc.weight.requires_grad
 
@@ -88,16 +86,16 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 )
 def test_losses_without_a_gradient(loss: Any, got: str) -> None:
     with pytest.raises(UsageError, match=f"loss: expected one number that depends on .*, got {got}"):
-        collect_gradients(Net(), batches(), CPU, loss)
+        collect_gradients(Net(), batches(), loss)
 
 
 def test_what_is_not_finite_is_named() -> None:
     first, (x, y) = batches()
     with pytest.raises(NonFiniteError, match=r"gradient of parameter '.*' .* NaN or Inf in batch 2"):
-        collect_gradients(Net(), [first, (x * torch.inf, y)], CPU, F.cross_entropy)
+        collect_gradients(Net(), [first, (x * torch.inf, y)], F.cross_entropy)
     model = Net()
     with torch.no_grad():
         model.unused.weight[0, 0] = torch.nan  # the loss does not depend on it
         model.fc.weight[0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match=r"in batch 1"):
-        collect_gradients(model, [first], CPU, F.cross_entropy)
+        collect_gradients(model, [first], F.cross_entropy)

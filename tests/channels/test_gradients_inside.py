@@ -44,7 +44,7 @@ def test_they_are_pruned_to_what_the_masked_model_computes(own: bool) -> None:
         for masked, small in zip(model(POSITIONS), pruned.model(POSITIONS), strict=True):
             torch.testing.assert_close(masked, small)
     assert prunekit.summary(model, POSITIONS).macs == count_macs(model, (POSITIONS,))
-    assert prunekit.calibrate(model, [POSITIONS], torch.device("cpu")).layers
+    assert prunekit.calibrate(model, [POSITIONS]).layers
 
 
 def test_a_backward_operator_without_a_rule_is_named_and_locks_what_it_reads() -> None:

@@ -181,5 +181,5 @@ def test_what_a_graph_sums_over_neighbors_is_pruned(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics_leave_out_what_has_no_values_of_its_own(name: str) -> None:
-    stats = prunekit.calibrate(_made(name), [torch.randn(4, 5, 6)], torch.device("cpu"))
+    stats = prunekit.calibrate(_made(name), [torch.randn(4, 5, 6)])
     assert {"inner", "out"} <= {key.module for key in stats}

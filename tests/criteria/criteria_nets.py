@@ -14,7 +14,6 @@ from prunekit.calibration import ChannelStats, TaylorTerms, collect, collect_gra
 from prunekit.channels import ChannelMap, trace
 from prunekit.criteria import score
 
-CPU = torch.device("cpu")
 Scores = npt.NDArray[np.float64]
 
 
@@ -82,5 +81,5 @@ class Scored:
 def scored(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Scored:
     """Traces a model and collects statistics and gradients."""
     chart = trace(model, (batches[0][0][:1],))
-    stats = collect(model, batches, CPU, moments="full", ranks=True)
-    return Scored(model, chart, stats, collect_gradients(model, batches, CPU, F.cross_entropy, second_order=True))
+    stats = collect(model, batches, moments="full", ranks=True)
+    return Scored(model, chart, stats, collect_gradients(model, batches, F.cross_entropy, second_order=True))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from criteria_nets import CPU, Scored, data, scored, small_net
+from criteria_nets import Scored, data, scored, small_net
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -143,7 +143,7 @@ def test_obd_is_lecun_et_al_1990_on_average(net: Scored) -> None:
     places, w, _, h = hessian(net, images, labels)
     exact = (h.diagonal() * w**2)[places["fc.weight"]].view(4, 20).sum(0).numpy()
     many = [
-        collect_gradients(net.model, [(images, labels)], CPU, F.cross_entropy, second_order=True, seed=seed)
+        collect_gradients(net.model, [(images, labels)], F.cross_entropy, second_order=True, seed=seed)
         for seed in range(60)
     ]
     found = np.array([terms.diagonal["fc.weight", 1][0] for terms in many])  # type: ignore[index]
@@ -161,9 +161,7 @@ def test_obd_is_exact_where_the_hessian_is_diagonal() -> None:
             return self.weight * x
 
     x = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
-    terms = collect_gradients(
-        Scales(), [(x, torch.zeros(1))], CPU, lambda out, _: (out**2).sum() / 2, second_order=True
-    )
+    terms = collect_gradients(Scales(), [(x, torch.zeros(1))], lambda out, _: (out**2).sum() / 2, second_order=True)
     assert terms.diagonal is not None
     np.testing.assert_allclose(terms.diagonal["weight", 1][0], [1, 16, 2.25])
 
@@ -213,7 +211,7 @@ def test_attention_heads_and_mlp_widths() -> None:
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
     tokens = [torch.randn(7, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
-    stats = collect(model, tokens, CPU, moments="full", ranks=True)
+    stats = collect(model, tokens, moments="full", ranks=True)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
     assert joint is not None
     labels, positions = chart.deciding(joint)  # whole heads, and positions in all of them
@@ -227,13 +225,13 @@ def test_attention_heads_and_mlp_widths() -> None:
         score("activation_rms", model, chart, stats=stats)[labels], rms.reshape(3, 4).mean(1).repeat(4)
     )
     labeled = [(batch, torch.arange(7) % 3) for batch in tokens]
-    gradients = collect_gradients(model, labeled, CPU, F.cross_entropy, second_order=True)
+    gradients = collect_gradients(model, labeled, F.cross_entropy, second_order=True)
     for name in ("l2", "fpgm", "activation", "activation_rms", "wanda", "obs", "chip", "taylor", "taylor2", "obd"):
         scores = score(name, model, chart, stats=stats, gradients=gradients)
         heads, widths = scores[labels], scores[chart.labels["block.linear1.weight"][0]]  # type: ignore[index]
         assert len(np.unique(heads)) == 3, name
         assert len(np.unique(widths)) > 10, name
-    np.testing.assert_allclose(score("wanda", model, chart, stats=collect(model, tokens, CPU)), found)
+    np.testing.assert_allclose(score("wanda", model, chart, stats=collect(model, tokens)), found)
 
 
 def test_what_attention_hides_is_measured() -> None:
@@ -241,7 +239,7 @@ def test_what_attention_hides_is_measured() -> None:
     model, draw = Encoder().double().eval(), torch.Generator().manual_seed(0)
     tokens = [torch.randn(4, 6, 5, dtype=torch.float64, generator=draw) for _ in range(2)]
     chart = trace(model, (tokens[0],))
-    stats = collect(model, tokens, CPU, ranks=True)
+    stats = collect(model, tokens, ranks=True)
     joint = chart.labels["block.self_attn.out_proj.weight"][1]
     assert joint is not None
     heads, positions = chart.deciding(joint)
@@ -265,7 +263,7 @@ def test_too_few_positions_are_said_and_raise_the_ridge() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4)).double()
     images = torch.randn(5, 3, dtype=torch.float64)
-    chart, stats = trace(model, (images,)), collect(model, [images], CPU, moments="full")
+    chart, stats = trace(model, (images,)), collect(model, [images], moments="full")
     with pytest.warns(
         CalibrationWarning, match=r"'obs': .* input of 2 has rank \d for 8 channels: 5 positions are too"
     ):
@@ -332,7 +330,7 @@ def test_where_a_gram_matrix_was_left_out_the_diagonal_speaks(net: Scored) -> No
 def test_operators_without_second_derivative_are_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Hardsigmoid(), nn.Linear(4, 2))
     with pytest.raises(UsageError, match="second_order: an operator of the model has no second derivative"):
-        collect_gradients(model, [(torch.randn(2, 3), torch.tensor([0, 1]))], CPU, F.cross_entropy, second_order=True)
+        collect_gradients(model, [(torch.randn(2, 3), torch.tensor([0, 1]))], F.cross_entropy, second_order=True)
 
 
 def test_weights_that_are_not_finite_are_named(net: Scored) -> None:

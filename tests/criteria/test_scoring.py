@@ -19,8 +19,6 @@ from prunekit.criteria import Evidence, get_criterion, normalize, register_crite
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.registries import CRITERIA
 
-CPU = torch.device("cpu")
-
 
 class Net(nn.Module):
     """conv (3 -> 4) with norm and ReLU, flattened 2x2 into linear (16 -> 3)."""
@@ -132,7 +130,7 @@ def test_labels_on_vectors_only_are_judged_by_those(name: str) -> None:
 
 def test_activation_is_the_mean_magnitude_behind_norms_and_activations() -> None:
     model, x = net().eval(), torch.randn(5, 3, 2, 2)
-    stats = collect(model, [x], CPU)
+    stats = collect(model, [x])
     with torch.no_grad():
         normed = model.norm(model.conv(x)).double()
     behind = [part.abs().mean((0, 2, 3)).numpy() for part in (normed, normed.relu())]
@@ -143,7 +141,7 @@ def test_activation_is_the_mean_magnitude_behind_norms_and_activations() -> None
 
 def test_activation_falls_back_to_other_outputs_and_inputs() -> None:
     model, x = net().eval(), torch.randn(5, 3, 2, 2)
-    stats, chart = dataclasses.replace(collect(model, [x], CPU), reads={}), handmade_map()
+    stats, chart = dataclasses.replace(collect(model, [x]), reads={}), handmade_map()
     free = np.arange(1, 5)
     for path, side in (("conv", "output"), ("norm", "input")):
         only = dataclasses.replace(chart, activations={(path, side, 0): free})
@@ -153,7 +151,7 @@ def test_activation_falls_back_to_other_outputs_and_inputs() -> None:
 
 def test_activation_without_the_statistics_it_needs() -> None:
     model = net().eval()
-    partial = dataclasses.replace(collect(model, [torch.randn(2, 3, 2, 2)], CPU, modules=["fc"]), reads={})
+    partial = dataclasses.replace(collect(model, [torch.randn(2, 3, 2, 2)], modules=["fc"]), reads={})
     with pytest.raises(UsageError, match="'activation' needs channel statistics: pass stats="):
         score("activation", model, handmade_map())
     with pytest.raises(UsageError, match=r"no statistics for 4 of 4 channels of group 'conv'; collect them over every"):
@@ -162,7 +160,7 @@ def test_activation_without_the_statistics_it_needs() -> None:
 
 def test_statistics_of_another_model() -> None:
     wider = nn.Sequential(nn.Conv2d(3, 7, 1))
-    seven = collect(wider, [torch.randn(2, 3, 2, 2)], CPU, inputs=False)["0", "output", 0]
+    seven = collect(wider, [torch.randn(2, 3, 2, 2)], inputs=False)["0", "output", 0]
     stats = ChannelStats({StatsKey("norm", "output", 0): seven})
     with pytest.raises(UsageError, match="output of 'norm': the channel map has 4 channels, the statistics 7"):
         score("activation", net(), handmade_map(), stats=stats)
@@ -207,7 +205,7 @@ def test_weights_and_statistics_that_are_not_finite_are_named(value: float) -> N
         model.conv.weight[1, 0, 0, 0] = value
     with pytest.raises(NonFiniteError, match=r"parameter 'conv\.weight' holds NaN or Inf"):
         score("l1", model, handmade_map())
-    stats = collect(model, [torch.randn(2, 3, 2, 2)], CPU)
+    stats = collect(model, [torch.randn(2, 3, 2, 2)])
     with pytest.raises(NonFiniteError, match="in the output of conv"):
         score("activation", model, handmade_map(), stats=stats)
 
@@ -292,10 +290,10 @@ def test_every_channel_of_a_real_model_gets_a_score(name: str) -> None:
     torch.manual_seed(0)
     model = resnet() if name == "resnet" else getattr(models, name)(weights=None, num_classes=5)
     x = torch.randn(2, 3, 64, 64)
-    chart, stats = trace(model, (x,)), collect(model, [x], CPU, moments="full", ranks=True)
+    chart, stats = trace(model, (x,)), collect(model, [x], moments="full", ranks=True)
     smooth = name != "mobilenet_v3_small"  # whose hard sigmoid has no second derivative
     labeled = [(x, torch.tensor([0, 1]))]
-    gradients = collect_gradients(model, labeled, CPU, functional.cross_entropy, second_order=smooth)
+    gradients = collect_gradients(model, labeled, functional.cross_entropy, second_order=smooth)
     patches = collect_patches(model, [x], norms=chart.norms, images=2, memory_bytes=2**21)  # wide ones by channels
     left_out = set() if smooth else {"taylor2", "obd"}
     left_out |= set() if name == "resnet" else {"apoz"}  # the others have linear bottlenecks

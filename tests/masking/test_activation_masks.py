@@ -22,7 +22,6 @@ from prunekit.hooks import HookWarning, count_hooks
 from prunekit.masking import ActivationMasks, ActivationThresholds, calibrate_thresholds
 from prunekit.nested import tensors_in
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -272,7 +271,7 @@ def images(count: int, seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("target", [0.65, 0.8])
 def test_a_target_is_met_on_unseen_data_with_all_masks_in_force(target: float, side: Any) -> None:
     net = trained_like()
-    found = calibrate_thresholds(net, images(24, 1), CPU, ["0", "3", "6"], target=target, side=side)
+    found = calibrate_thresholds(net, images(24, 1), ["0", "3", "6"], target=target, side=side)
     assert found.off_target(0.001) == {}
     with ActivationMasks(net.eval(), found, side=side) as masks, torch.no_grad():
         for batch in images(24, 2):
@@ -283,14 +282,14 @@ def test_a_target_is_met_on_unseen_data_with_all_masks_in_force(target: float, s
 
 
 def test_where_zeros_exceed_the_target_the_threshold_is_zero_and_it_is_said() -> None:
-    found = calibrate_thresholds(trained_like(), images(4, 1), CPU, ["2"], target=0.2)
+    found = calibrate_thresholds(trained_like(), images(4, 1), ["2"], target=0.2)
     assert dict(found) == {"2": 0.0}
     assert found.off_target() == {"2": pytest.approx(0.5, abs=0.1)}
     assert found.rounds == 1
 
 
 def test_thresholds_are_saved_and_loaded(tmp_path: Path) -> None:
-    found = calibrate_thresholds(trained_like(), images(2, 1), CPU, "*", target=0.9)
+    found = calibrate_thresholds(trained_like(), images(2, 1), "*", target=0.9)
     found.save(tmp_path / "thresholds.json")
     again = ActivationThresholds.load(tmp_path / "thresholds.json")
     assert vars(again) == vars(found)
@@ -322,24 +321,24 @@ def test_damaged_thresholds_are_refused(name: str, wrong: Any, message: str, tmp
 
 def test_a_search_on_finite_data_looks_at_no_value_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "isfinite")
-    assert len(calibrate_thresholds(trained_like(), images(1, 1), CPU, ["0", "3"], target=0.5)) == 2
+    assert len(calibrate_thresholds(trained_like(), images(1, 1), ["0", "3"], target=0.5)) == 2
 
 
 def test_a_search_that_cannot_work_says_why() -> None:
     net, data = trained_like(), images(2, 1)
     for target in (0.0, 1.0, -1.0, math.nan):
         with pytest.raises(UsageError, match="target: expected a share of zeros above 0 and below 1"):
-            calibrate_thresholds(net, data, CPU, ["3"], target=target)
+            calibrate_thresholds(net, data, ["3"], target=target)
     with pytest.raises(DataError, match="expected at least one batch"):
-        calibrate_thresholds(net, [], CPU, ["3"], target=0.5)
+        calibrate_thresholds(net, [], ["3"], target=0.5)
     with pytest.raises(UsageError, match="got an iterator"):
-        calibrate_thresholds(net, iter(data), CPU, ["3"], target=0.5)
+        calibrate_thresholds(net, iter(data), ["3"], target=0.5)
     with pytest.raises(UsageError, match="modules: 'conv' matches no module path"):
-        calibrate_thresholds(net, data, CPU, ["conv"], target=0.5)
+        calibrate_thresholds(net, data, ["conv"], target=0.5)
     net.unused = nn.ReLU()
     net.forward = lambda x: net[0](x)  # type: ignore[method-assign]
     with pytest.raises(ModelError, match="unused was not called"):
-        calibrate_thresholds(net, data, CPU, ["0", "unused"], target=0.5)
+        calibrate_thresholds(net, data, ["0", "unused"], target=0.5)
 
 
 def test_non_finite_activations_name_layer_batch_and_channel() -> None:
@@ -347,8 +346,8 @@ def test_non_finite_activations_name_layer_batch_and_channel() -> None:
     with torch.no_grad():
         net[3].bias[5] = math.inf
     with pytest.raises(NonFiniteError, match="NaN or Inf in the output of 3, batch 1, channel 5"):
-        calibrate_thresholds(net, data, CPU, ["0", "3"], target=0.5)
+        calibrate_thresholds(net, data, ["0", "3"], target=0.5)
     data[1][3, 2] = math.nan
     with pytest.raises(NonFiniteError, match="NaN or Inf in the input of 0, batch 2, channel 2"):
-        calibrate_thresholds(trained_like(), data, CPU, ["0"], target=0.5, side="input")
+        calibrate_thresholds(trained_like(), data, ["0"], target=0.5, side="input")
     assert count_hooks(net) == 0

@@ -216,7 +216,7 @@ def test_depthwise_convolutions_are_fitted_tap_by_tap() -> None:
 def test_recalibration_gives_each_output_what_its_norm_stands_for() -> None:
     model = randomized(Residual().double()).eval()
     assert isinstance(model, Residual)
-    recalibrate_batchnorm(model, [(IMAGES, torch.zeros(len(IMAGES)))], torch.device("cpu"))
+    recalibrate_batchnorm(model, [(IMAGES, torch.zeros(len(IMAGES)))])
     plan = planned(model, "conv1.weight", [1, 3])
     settings = RepairSettings(fit="batchnorm", rows=10**6, sequential=False)
     repaired, report = repair(model, plan, IMAGES, settings)

@@ -77,13 +77,16 @@ FORMS: dict[str, tuple[bool, Any]] = {
 
 def through(model: nn.Module, data: Any, task: Any = None) -> Iterator[tuple[str, Any]]:
     """What every function makes of data that needs no targets."""
-    pairs = iter(prunekit.calibrate(model, data, CPU, task=task).values())
+    pairs = iter(prunekit.calibrate(model, data, task=task).values())
     yield "calibrate", [layer.mean.copy() for layer in pairs]
     fresh = net()
-    prunekit.recalibrate_batchnorm(fresh, data, CPU, task=task)
+    prunekit.recalibrate_batchnorm(fresh, data, task=task)
     yield "recalibrate", [fresh.norm.running_mean, fresh.norm.running_var]
     if not isinstance(data, Iterator):
-        yield "thresholds", prunekit.calibrate_thresholds(model, data, CPU, ["stem"], target=0.3, task=task)["stem"]
+        yield (
+            "thresholds",
+            prunekit.calibrate_thresholds(model, data, ["stem"], target=0.3, task=task)["stem"],
+        )
     found = prunekit.sensitivity(model, data, task=task, measured_on=data)
     yield "sensitivity", [point.error for points in found.measured.values() for point in points]
     settings = RepairSettings(joint_steps=0)
@@ -110,7 +113,7 @@ def test_functions_that_need_targets_find_them(name: str) -> None:
     second, data = FORMS[name]
     model = net()
     pair = ((LEFT, RIGHT), LABELS) if second else (LEFT, LABELS)
-    want, got = (prunekit.collect_gradients(model, each, CPU, F.cross_entropy).terms for each in ([pair], data))
+    want, got = (prunekit.collect_gradients(model, each, F.cross_entropy).terms for each in ([pair], data))
     for axis, terms in want.items():  # of batches of other sizes the mean is not the same
         assert got[axis].shape[1:] == terms.shape[1:]
     assert evaluate(model, data, "image_classification", CPU) == evaluate(model, [pair], IMAGE_CLASSIFICATION, CPU)
@@ -125,8 +128,8 @@ def test_a_task_takes_batches_apart_everywhere() -> None:
     task = replace(IMAGE_CLASSIFICATION, name="signals", unpack=unpack)
     data = [{"signal": LEFT[:12], "class": LABELS[:12]}, {"signal": LEFT[12:], "class": LABELS[12:]}]
     assert dict(through(model, data, task)).keys() == dict(through(model, LEFT)).keys()
-    terms = prunekit.collect_gradients(model, data, CPU, task=task).terms
-    plain = prunekit.collect_gradients(model, [unpack(batch) for batch in data], CPU, F.cross_entropy).terms
+    terms = prunekit.collect_gradients(model, data, task=task).terms
+    plain = prunekit.collect_gradients(model, [unpack(batch) for batch in data], F.cross_entropy).terms
     assert all((terms[axis] == plain[axis]).all() for axis in plain)
     for call in (prunekit.calibrate, prunekit.recalibrate_batchnorm):
         with pytest.raises(DataError, match=r"batch 1: expected tensors by the names .* got dict {signal.*task=\.\.\."):
@@ -155,10 +158,10 @@ def wrong(call: Callable[..., Any], data: Any, says: str) -> None:
     ],
 )
 def test_forms_that_are_none_are_refused_alike(data: Any, says: str) -> None:
-    wrong(lambda model, data: prunekit.calibrate(model, data, CPU), data, says)
-    wrong(lambda model, data: prunekit.recalibrate_batchnorm(model, data, CPU), data, says)
-    wrong(lambda model, data: prunekit.calibrate_thresholds(model, data, CPU, ["stem"], target=0.3), data, says)
-    wrong(lambda model, data: prunekit.collect_gradients(model, data, CPU, F.cross_entropy), _labeled(data), says)
+    wrong(lambda model, data: prunekit.calibrate(model, data), data, says)
+    wrong(lambda model, data: prunekit.recalibrate_batchnorm(model, data), data, says)
+    wrong(lambda model, data: prunekit.calibrate_thresholds(model, data, ["stem"], target=0.3), data, says)
+    wrong(lambda model, data: prunekit.collect_gradients(model, data, F.cross_entropy), _labeled(data), says)
     wrong(lambda model, data: prunekit.sensitivity(model, data), data, says)
     wrong(lambda model, data: prunekit.diagnose(model, data), data, says)
     if data is not None:  # which is none
@@ -203,9 +206,9 @@ def test_tasks_are_known_by_name_and_a_wrong_name_lists_them() -> None:
     )
     for call in (
         lambda task: prunekit.prune(net(), calibration=LEFT, macs=0.5, task=task),
-        lambda task: prunekit.calibrate(net(), LEFT, CPU, task=task),
-        lambda task: prunekit.recalibrate_batchnorm(net(), LEFT, CPU, task=task),
-        lambda task: prunekit.collect_gradients(net(), [(LEFT, LABELS)], CPU, task=task),
+        lambda task: prunekit.calibrate(net(), LEFT, task=task),
+        lambda task: prunekit.recalibrate_batchnorm(net(), LEFT, task=task),
+        lambda task: prunekit.collect_gradients(net(), [(LEFT, LABELS)], task=task),
         lambda task: prunekit.diagnose(net(), LEFT, task=task),
         lambda task: prunekit.sensitivity(net(), LEFT, task=task),
         lambda task: evaluate(net(), [(LEFT, LABELS)], task, CPU),

@@ -132,7 +132,7 @@ def test_swa_is_the_mean_of_epoch_ends_with_statistics_of_its_own() -> None:
     mean = {name: (ends[0][name] + ends[1][name]) / 2 for name in ends[0] if "running" not in name}
     by_hand = net()
     by_hand.load_state_dict({**ends[1], **mean})
-    recalibrate_batchnorm(by_hand, batches(splits().train, 16, shuffle_seed=None), CPU)
+    recalibrate_batchnorm(by_hand, batches(splits().train, 16, shuffle_seed=None))
     close(recorder.seen[3], by_hand.state_dict())
     close(recorder.seen[0], recorder.steps[3])  # no average yet
     assert history.best_epoch in (3, 4)  # epochs before do not count, however good

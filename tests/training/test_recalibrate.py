@@ -8,7 +8,6 @@ import pytest
 import torch
 import torchvision
 from torch import Tensor, nn
-from training_models import CPU
 
 from prunekit.errors import DataError
 from prunekit.hooks import count_hooks
@@ -35,7 +34,7 @@ def test_equal_to_one_batch_of_everything(norm: Any, momentum: float | None) -> 
     x = data(6, *dims)
     model, reference = norm(6, momentum=momentum).double(), norm(6, momentum=1.0).double()
     reference(x)
-    assert recalibrate_batchnorm(nn.Sequential(model), batches(x), CPU) == ("0",)
+    assert recalibrate_batchnorm(nn.Sequential(model), batches(x)) == ("0",)
     torch.testing.assert_close(model.running_mean, reference.running_mean, rtol=1e-12, atol=0)
     torch.testing.assert_close(model.running_var, reference.running_var, rtol=1e-12, atol=0)
     assert model.momentum == momentum
@@ -45,7 +44,7 @@ def test_equal_to_one_batch_of_everything(norm: Any, momentum: float | None) -> 
 def test_float32_keeps_a_small_variance_beside_a_large_mean() -> None:
     x = 1000 + 0.1 * data(6, 4, 4).sub(100).div(30)
     model = nn.BatchNorm2d(6)
-    recalibrate_batchnorm(model, batches(x.float()), CPU)
+    recalibrate_batchnorm(model, batches(x.float()))
     expected = x.float().double().transpose(0, 1).flatten(1).var(1)
     torch.testing.assert_close(model.running_var.double(), expected, rtol=1e-6, atol=0)
 
@@ -60,7 +59,7 @@ def test_deep_layers_pool_what_reaches_them() -> None:
         module.register_forward_pre_hook(lambda m, i, name=name: seen.setdefault(name, []).append(i[0].clone()))
         for name, module in norms.items()
     ]
-    assert recalibrate_batchnorm(model, batches(x), CPU) == tuple(norms)
+    assert recalibrate_batchnorm(model, batches(x)) == tuple(norms)
     for handle in handles:
         handle.remove()
     for name, module in norms.items():
@@ -75,7 +74,7 @@ def test_modes_are_restored_and_nothing_else_changes() -> None:
     before = {name: value.clone() for name, value in model.named_parameters()}
     dropped: list[bool] = []
     model[2].register_forward_hook(lambda m, i, o: dropped.append(not torch.equal(i[0], o)))
-    recalibrate_batchnorm(model, batches(data(3, 5, 5)), CPU)
+    recalibrate_batchnorm(model, batches(data(3, 5, 5)))
     assert [module.training for module in model] == [True, True, True, False]
     assert [model[i].track_running_stats for i in (1, 3)] == [True, True]
     assert count_hooks(model) == 1
@@ -87,7 +86,7 @@ def test_a_module_that_does_not_run_keeps_its_statistics() -> None:
     torch.manual_seed(0)
     model = torchvision.models.googlenet(num_classes=2, init_weights=False)
     model.register_module("unused", nn.BatchNorm2d(3))
-    recalibrated = recalibrate_batchnorm(model, batches(torch.randn(4, 3, 64, 64), (2, 2)), CPU)
+    recalibrated = recalibrate_batchnorm(model, batches(torch.randn(4, 3, 64, 64), (2, 2)))
     assert "conv1.bn" in recalibrated
     assert not any(name.startswith(("aux", "unused")) for name in recalibrated)
     assert model.aux1.conv.bn.num_batches_tracked == 0
@@ -97,7 +96,7 @@ def test_a_module_that_does_not_run_keeps_its_statistics() -> None:
 def test_too_little_data_changes_nothing(sizes: tuple[int, ...], message: str) -> None:
     model = nn.Sequential(nn.BatchNorm1d(6)).double()
     with pytest.raises(DataError, match=message):
-        recalibrate_batchnorm(model, batches(data(6)[: sum(sizes)], sizes) if sizes else [], CPU)
+        recalibrate_batchnorm(model, batches(data(6)[: sum(sizes)], sizes) if sizes else [])
     assert torch.equal(model[0].running_mean, torch.zeros(6))
     assert model[0].num_batches_tracked == 0
     assert model[0].track_running_stats
@@ -105,4 +104,4 @@ def test_too_little_data_changes_nothing(sizes: tuple[int, ...], message: str) -
 
 
 def test_a_model_without_batchnorm() -> None:
-    assert recalibrate_batchnorm(nn.Linear(6, 2), batches(data(6).float()), CPU) == ()
+    assert recalibrate_batchnorm(nn.Linear(6, 2), batches(data(6).float())) == ()

@@ -94,7 +94,7 @@ class Twice(nn.Module):
 
 def test_activations_are_counted_over_all_batches_and_calls() -> None:
     model, batches = Twice(), [torch.randn(5, 4), 3 * torch.randn(7, 4)]
-    found = activation_distributions(model, batches, torch.device("cpu"), ["layer", "relu"], bins=16)
+    found = activation_distributions(model, batches, ["layer", "relu"], bins=16)
     values = {"layer": [], "relu": []}  # type: ignore[var-annotated]
     with torch.no_grad():
         for batch in batches:
@@ -118,7 +118,7 @@ def test_activations_are_counted_over_all_batches_and_calls() -> None:
 def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     weight_norm(model.linear1)
-    found = activation_distributions(model, [torch.randn(3, 5, 8)], torch.device("cpu"), bins=4)
+    found = activation_distributions(model, [torch.randn(3, 5, 8)], bins=4)
     assert list(found) == ["self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"]
     assert found["self_attn.in_proj_weight"].total == 3 * 5 * 24
     assert set(weight_distributions(model, 4)) == set(found)
@@ -138,5 +138,5 @@ def test_what_is_not_finite_or_all_the_same() -> None:
     weights = weight_distributions(model, 4)["0"]
     assert (weights.low, weights.high, weights.counts) == (0.5, 0.5, (4, 0, 0, 0))
     given = [torch.tensor([[1.0, 1.0], [torch.nan, 1.0]])]
-    found = activation_distributions(model, given, torch.device("cpu"), bins=4)["0"]
+    found = activation_distributions(model, given, bins=4)["0"]
     assert (found.total, found.not_finite) == (2, 2)

@@ -59,7 +59,7 @@ def test_the_journey_step_by_step(tmp_path: Path) -> None:
     splits = load_splits(DataSettings(image_size=32))
     images = batches(splits.train, 32, shuffle_seed=0, indices=range(64))
     model = torchvision.models.resnet18(num_classes=10)
-    stats = prunekit.calibrate(model, images, torch.device("cpu"))
+    stats = prunekit.calibrate(model, images)
     settings = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="activation")
     plan = prunekit.plan(model, EXAMPLE, settings=settings, stats=stats)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)

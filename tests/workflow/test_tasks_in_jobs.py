@@ -188,8 +188,8 @@ def test_one_call_and_calibration_on_batches_of_several_inputs(texts: Any) -> No
     loader = DataLoader(docstrings()[0], 32)
     task = TEXT_CLASSIFICATION
     pairs = [task.unpack(batch) for _, batch in zip(range(3), loader, strict=False)]
-    stats = prunekit.calibrate(model, pairs, CPU)
-    same = prunekit.calibrate(model, [(arguments(model, inputs), labels) for inputs, labels in pairs], CPU)
+    stats = prunekit.calibrate(model, pairs)
+    same = prunekit.calibrate(model, [(arguments(model, inputs), labels) for inputs, labels in pairs])
     assert stats.keys() == same.keys()
     assert all((stats[key].mean == same[key].mean).all() for key in stats)
     with torch.no_grad():
