@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
     from prunekit.diagnosis import diagnose
     from prunekit.errors import PrunekitError
+    from prunekit.inputs import Keywords
     from prunekit.jobs import finetune
     from prunekit.masking import (
         ActivationMasks,
@@ -56,6 +57,7 @@ _PLACES = {
     "ChannelStats": "prunekit.calibration:ChannelStats",
     "Evidence": "prunekit.criteria:Evidence",
     "GradientFlow": "prunekit.training:GradientFlow",
+    "Keywords": "prunekit.inputs:Keywords",
     "ModelSettings": "prunekit.models:ModelSettings",
     "ModelSummary": "prunekit.report.model_summary:ModelSummary",
     "Own": "prunekit.workflow:Own",
@@ -127,6 +129,7 @@ __all__ = [
     "ChannelStats",
     "Evidence",
     "GradientFlow",
+    "Keywords",
     "ModelSettings",
     "ModelSummary",
     "Own",

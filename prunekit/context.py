@@ -265,10 +265,14 @@ def on_device(device: str | torch.device) -> AbstractContextManager[object]:
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Return a device that was asked for; None: where the model's parameters are, on the CPU if it has none."""
+    """Return a device that was asked for; None: where the model's parameters are, the CPU if it has none of its own.
+
+    Of a model that Accelerate offloads the parameters are on the meta device between their uses: its hooks take inputs
+    to where they are used.
+    """
     if device is not None:
         return torch.device(device)
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
 
 
 def resolve_device(name: str) -> torch.device:

@@ -22,7 +22,22 @@ EXPECTED = "expected an example: a tensor, a tuple of positional arguments or a 
 class Keywords(dict[str, Any]):
     """Arguments of `forward` that are given by name: the last entry of an example, after the positional ones.
 
-    A class of its own, so that it is never taken for a dictionary that is itself a positional argument.
+    A class of its own, so that it is never taken for a dictionary that is itself a positional argument. A mapping alone
+    need not be one.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> class Scaled(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.wide, self.head = torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)
+        ...     def forward(self, x, *, scale):
+        ...         return self.head(self.wide(x).relu() * scale)
+        >>> x, scale = torch.randn(1, 4), torch.ones(1, 1)
+        >>> pk.prune(Scaled(), (x, pk.Keywords(scale=scale)), macs=0.5).model.wide.out_features
+        8
+        >>> pk.prune(Scaled(), {"x": x, "scale": scale}, macs=0.5).model.wide.out_features
+        8
     """
 
 

@@ -91,7 +91,7 @@ WITHOUT = """
 import torch
 from prunekit.calibration import collect, fused
 model, images = torch.nn.Conv2d(3, 4, 3), [torch.randn(2, 3, 8, 8)]
-found = [collect(model, images, torch.device("cpu"), fused=form) for form in (True, False, True)]
+found = [collect(model, images, fused=form) for form in (True, False, True)]
 assert all((stats[key].rows == found[1][key].rows).all() for stats in found for key in stats)
 assert fused.compiled.cache_info().misses == 1, fused.compiled.cache_info()
 print(found[2].provenance["reduction"])

@@ -133,7 +133,7 @@ def test_a_task_takes_batches_apart_everywhere() -> None:
     assert all((terms[axis] == plain[axis]).all() for axis in plain)
     for call in (prunekit.calibrate, prunekit.recalibrate_batchnorm):
         with pytest.raises(DataError, match=r"batch 1: expected tensors by the names .* got dict {signal.*task=\.\.\."):
-            call(model, data, CPU)
+            call(model, data)
 
 
 def wrong(call: Callable[..., Any], data: Any, says: str) -> None:
