@@ -75,7 +75,6 @@ class LoopEvidence(Evidence):
                 terms = collect_gradients(
                     model,
                     self._pairs,
-                    next(model.parameters()).device,
                     self._loss,
                     second_order=True,
                     seed=self._seed,

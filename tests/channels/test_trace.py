@@ -392,9 +392,9 @@ def test_an_example_that_does_not_fit_is_a_clear_error() -> None:
         trace(plain(), (torch.ones(1, 4, 8, 8),))
 
 
-def test_an_example_that_is_not_a_tuple_is_a_clear_error() -> None:
+def test_an_example_that_is_a_list_is_a_clear_error() -> None:
     with pytest.raises(PrunekitError):
-        trace(plain(), torch.ones(1, 3, 8, 8))  # type: ignore[arg-type]
+        trace(plain(), [torch.ones(1, 3, 8, 8)])
 
 
 def test_a_dtype_fixed_in_the_models_code() -> None:

@@ -70,8 +70,8 @@ def test_a_function_or_a_class(file: Path, name: str) -> None:
     ("name", "message"),
     [
         ("biuld", r"there is no function or class 'biuld' here; did you mean 'build'\?"),
-        ("size", "there is no function or class 'size' here"),
-        ("three", "expected the factory to return an nn.Module, got int"),
+        ("size", "size: expected a function or class, got int"),
+        ("three", r"expected the factory to return an nn.Module, or \(module, example\), got int"),
         ("broken", "the factory raised ValueError: no weights here"),
     ],
 )

@@ -289,7 +289,7 @@ def test_gradients_are_those_of_the_steps_with_and_without_a_scale(name: str) ->
         found = seen.terms()
         assert seen.terms().terms.keys() == found.terms.keys()  # until the next step the same again
     assert count_all(model, optimizer) == 0
-    wanted = collect_gradients(model, [batch(n) for n in range(3)], CPU, F.cross_entropy)
+    wanted = collect_gradients(model, [batch(n) for n in range(3)], F.cross_entropy)
     for key, values in found.terms.items():
         np.testing.assert_allclose(values, wanted.terms[key], rtol=1e-3, atol=1e-6)
 

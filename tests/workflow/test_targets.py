@@ -102,7 +102,6 @@ def test_a_model_folder_of_the_users_own_model_needs_the_factory(tmp_path: Path)
         ({"target": JOB, "weights": "IMAGENET1K_V1"}, UsageError, "--weights goes with"),
         ({"target": "squeezenet1_1", "weights": "IMAGENET"}, ModelError, "did you mean 'IMAGENET1K_V1'"),
         ({"target": "squeezenet1_1", "input_shape": (3,)}, UsageError, "such as 1x3x224x224, got 3"),
-        ({"target": None, "factory": "own.py:build"}, UsageError, "expected --input-shape with it"),
         ({"target": None, "factory": "nowhere.py:build", "input_shape": (1, 3)}, ModelError, "no such file"),
     ],
 )
@@ -111,6 +110,11 @@ def test_what_does_not_go_together_or_is_not_there(
 ) -> None:
     with pytest.raises(error, match=expected):
         resolve(**arguments)
+
+
+def test_a_factory_without_an_example_needs_a_shape(factory: str) -> None:
+    with pytest.raises(UsageError, match=r"expected --input-shape with it.* or a factory that returns \(model"):
+        resolve(None, factory=factory)
 
 
 def test_a_folder_without_a_manifest_is_no_model(tmp_path: Path) -> None:
