@@ -21,6 +21,10 @@ class UsageError(PrunekitError):
     exit_code = 2
 
 
+class SettingsError(UsageError, ValueError):
+    """Settings hold what they cannot; all of it is in the message. A `ValueError` too, for whoever fills them in."""
+
+
 class RecipeError(UsageError):
     """A recipe has problems; all of them are in the message, one a line, with file, line and column."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,8 @@ from prunekit.planning.budgets.limits import Budgets, budgets_of
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.select import Part, Scores, free_parts
 from prunekit.planning.terms import Numbers
-from prunekit.registries import BUDGETS
 from prunekit.settings.budgets import facts_of
-from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, budget_names
+from prunekit.settings.pruning import BudgetSettings, PruneSettings, budget_names
 
 LIMITS = ("ignore", "ratios", "min_channels", "round_to")
 SWEEPS = 4
@@ -74,9 +73,7 @@ def require_met_untimed(channel_map: ChannelMap, settings: PruneSettings) -> Non
     Raises:
         PlanError: one cannot; or nothing is free, or a glob matches no module.
         ModelError: the model does not run on the batch and dtype that memory is counted for.
-        UsageError: a setting is out of range.
     """
-    check_settings(settings)
     timed = [name for name in settings.budget.given if facts_of(name).measured]
     wanted = replace(settings, budget=_without(settings, timed))
     if wanted.budget.given:
@@ -209,29 +206,12 @@ def _narrowest(parts: list[Part]) -> Labels:
     return np.array([part.counts[0] for part in parts])
 
 
-def check_settings(settings: PruneSettings) -> None:
-    """Checks that every figure of the settings means something.
+def require_budget(settings: PruneSettings) -> None:
+    """Checks that there is something to plan for.
 
     Raises:
-        UsageError: one does not; or there is no budget.
+        UsageError: there is no budget.
     """
-    budget = settings.budget.given
-    if not budget:
+    if not settings.budget.given:
         names = ", ".join(budget_names())
         raise UsageError(f"budget: expected at least one of {names}, each the most that may be left; got none")
-    figures = ((name, BUDGETS.get(name).facts.problem(value)) for name, value in budget.items())
-    problems = [f"{name}: {text}" for name, text in figures if text is not None]
-    problems += [
-        f"ratios[{glob!r}]: expected a share above 0 and at most 1, got {share!r}"
-        for glob, share in settings.ratios.items()
-        if not (isinstance(share, (int, float)) and 0 < share <= 1)
-    ]
-    problems += [
-        f"{name}: expected a whole number of at least 1, got {value!r}"
-        for name, value in (("round_to", settings.round_to), ("min_channels", settings.min_channels))
-        if not isinstance(value, int) or value < 1
-    ]
-    if settings.scope not in get_args(Scope):
-        problems.append(f"scope: expected one of {', '.join(get_args(Scope))}, got {settings.scope!r}")
-    if problems:
-        raise UsageError("; ".join(problems))

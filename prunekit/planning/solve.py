@@ -20,7 +20,7 @@ from prunekit.planning.latency import LatencyTable
 from prunekit.planning.multipliers import by_multipliers
 from prunekit.planning.plan import Plan
 from prunekit.planning.prices import priced
-from prunekit.planning.reach import check_met, check_settings, fastest, nothing_free, runs_another
+from prunekit.planning.reach import check_met, fastest, nothing_free, require_budget, runs_another
 from prunekit.planning.select import ANYWHERE, Between, Part, Scores, free_parts
 from prunekit.planning.widths import worth_of_widths
 from prunekit.settings.pruning import PruneSettings, Scope
@@ -65,9 +65,9 @@ def make_plan(
         PlanError: a budget cannot be met (the least possible is named), nothing would be removed, or a glob
             matches no module.
         NonFiniteError: a score is NaN.
-        UsageError: a setting is out of range.
+        UsageError: there is no budget.
     """
-    check_settings(settings)
+    require_budget(settings)
     _check_scores(channel_map, scores)
     parts = free_parts(channel_map, scores, settings, between)
     if not parts:

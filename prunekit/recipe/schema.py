@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-
 from prunekit.recipe.document import KeyPath
-from prunekit.registry import Registered
+from prunekit.settings import checked
 from prunekit.settings.budgets import Beside
 from prunekit.settings.job import JobSettings
-
-PLAIN = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    Path: "a path",
-    type(None): "null",
-}
-BOUNDS = {Gt: ("above", "gt"), Ge: ("of at least", "ge"), Lt: ("below", "lt"), Le: ("of at most", "le")}
 
 
 def hint_at(path: KeyPath) -> Any:
@@ -115,37 +102,7 @@ def describe(hint: Any, *, brief: bool = False) -> str:
     Args:
         brief: whether a mapping's keys are left out.
     """
-    if get_origin(hint) in (types.UnionType, Union):
-        return ", or ".join(describe(part, brief=brief) for part in get_args(hint))
-    if get_origin(hint) is Annotated:
-        kind, *constraints = get_args(hint)
-        named = next((one.registry for one in constraints if isinstance(one, Registered)), None)
-        if named is not None:
-            return f"the name of a {named.kind}, or file.py:object"
-        return " ".join([describe(kind, brief=brief), *_bounds(constraints)])
-    if get_origin(hint) is Literal:
-        values = [repr(value) for value in get_args(hint)]
-        return f"one of {', '.join(values)}" if len(values) > 1 else values[0]
-    if get_origin(hint) is tuple:
-        return f"a list ({describe(get_args(hint)[0])} each)"
-    if is_dataclass(hint) and not brief:
-        return f"a mapping with the keys {', '.join(_keys(hint))}"
-    return "a mapping" if get_origin(hint) is dict or is_dataclass(hint) else PLAIN.get(hint, "a value")
-
-
-def _bounds(constraints: list[Any]) -> Iterator[str]:
-    least = next((one.min_length for one in constraints if isinstance(one, MinLen)), None)
-    if least is not None:
-        exactly = any(isinstance(one, MaxLen) and one.max_length == least for one in constraints)
-        yield f"of {'' if exactly else 'at least '}{least} item{'s'[: least > 1]}"
-    bounds = [
-        f"{word} {getattr(constraint, name):g}"
-        for kind, (word, name) in BOUNDS.items()
-        for constraint in constraints
-        if isinstance(constraint, kind)
-    ]
-    if bounds:
-        yield " and ".join(bounds)
+    return checked.describe(hint, checked.IN_YAML, None if brief else _keys)
 
 
 def show(value: Any) -> str:

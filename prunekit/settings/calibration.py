@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
+from prunekit.settings.checked import Checked
+
 PositiveInt = Annotated[int, Ge(1)]
 Moments = Literal["none", "full"]
 MOMENTS_LIMIT_MIB = 4096
 
 
 @dataclass(frozen=True)
-class CalibrationSettings:
+class CalibrationSettings(Checked):
     """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made."""
 
     images: PositiveInt = 512

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
+from prunekit.settings.checked import Checked
+
 PositiveInt = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 Strength = Annotated[float, Ge(0)]
@@ -20,7 +22,7 @@ Std = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(3), MaxLen(3)]
 
 
 @dataclass(frozen=True)
-class ColorJitterSettings:
+class ColorJitterSettings(Checked):
     """Factors are drawn from 1 - x to 1 + x, the shift of the hue from -x to x (1 is once around)."""
 
     brightness: Strength = 0.4
@@ -34,7 +36,7 @@ class ColorJitterSettings:
 
 
 @dataclass(frozen=True)
-class RandAugmentSettings:
+class RandAugmentSettings(Checked):
     """RandAugment (Cubuk et al. 2020)."""
 
     num_ops: PositiveInt = 2
@@ -44,7 +46,7 @@ class RandAugmentSettings:
 
 
 @dataclass(frozen=True)
-class AugmentSettings:
+class AugmentSettings(Checked):
     """Random changes of training images by torchvision's transforms, in this order."""
 
     crop: Literal["none", "shift", "padded", "resized"] = "none"
@@ -68,7 +70,7 @@ Augment = NamedAugment | AugmentSettings
 
 
 @dataclass(frozen=True)
-class Workers:
+class Workers(Checked):
     """How many processes read ahead, and how.
 
     Attributes:
@@ -86,7 +88,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataSettings(Checked):
     """Which images, how they are split, and how they are fed."""
 
     source: Literal["digits", "imagefolder", "npz", "torchvision", "huggingface", "own"] = "digits"

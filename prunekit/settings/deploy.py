@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prunekit.settings.checked import Checked
+
 
 @dataclass(frozen=True)
-class DeploySettings:
+class DeploySettings(Checked):
     """Changes to a copy of the compact model, which becomes a second model folder; each is verified.
 
     Budgets of time are then met by that model: every plan is timed as it would be deployed, beside the dense model with

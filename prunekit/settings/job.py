@@ -12,6 +12,7 @@ from typing import Annotated
 from annotated_types import Ge
 
 from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.checked import Checked
 from prunekit.settings.data import DataSettings
 from prunekit.settings.deploy import DeploySettings
 from prunekit.settings.latency import LatencySettings
@@ -24,7 +25,7 @@ from prunekit.settings.training import CheckpointSettings, TrainSettings, WatchS
 
 
 @dataclass(frozen=True)
-class JobSettings:
+class JobSettings(Checked):
     """A whole job: the resolved recipe."""
 
     name: str

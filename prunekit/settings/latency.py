@@ -7,11 +7,12 @@ from typing import Annotated
 
 from annotated_types import Ge, MinLen
 
+from prunekit.settings.checked import Checked
 from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
 
 @dataclass(frozen=True)
-class LatencySettings:
+class LatencySettings(Checked):
     """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it takes."""
 
     batches: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1, 16)

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
+from prunekit.settings.checked import Checked
+
 
 @dataclass(frozen=True)
-class ActivationSettings:
+class ActivationSettings(Checked):
     """Activation masks, while fine-tuning and when the result is measured; exactly one of the last two is given."""
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
@@ -23,7 +25,7 @@ class ActivationSettings:
 
 
 @dataclass(frozen=True)
-class ClampSettings:
+class ClampSettings(Checked):
     """A gradient clamp: see `prunekit.clamp_activation_grad` and `prunekit.clamp_weight_grad`."""
 
     limit: Annotated[float, Gt(0)]

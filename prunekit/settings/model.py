@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from prunekit.settings.checked import Checked
+
 
 @dataclass(frozen=True)
-class ModelSettings:
+class ModelSettings(Checked):
     """Which model: a zoo's constructor, its arguments, and where the weights come from."""
 
     name: str

@@ -12,6 +12,7 @@ from prunekit.errors import UsageError
 from prunekit.registries import BUDGETS, CRITERIA
 from prunekit.registry import Registered
 from prunekit.settings.budgets import Amount, Beside, Share, Times, facts_of
+from prunekit.settings.checked import Checked
 from prunekit.user_code import is_reference
 from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
@@ -120,7 +121,7 @@ class BudgetSettings:
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(Checked):
     """What budgets of time and memory are meant on; memory depends on batch and dtype alone."""
 
     runtime: RuntimeName = "eager"
@@ -147,7 +148,7 @@ ScheduleScore = Literal["criterion", "movement"]
 
 
 @dataclass(frozen=True)
-class ScheduleSettings:
+class ScheduleSettings(Checked):
     """How much is pruned when, while the masked model is fine-tuned; see `planning.schedule`."""
 
     kind: ScheduleKind = "cubic"
@@ -178,7 +179,7 @@ class ScheduleSettings:
 
 
 @dataclass(frozen=True)
-class PruneSettings:
+class PruneSettings(Checked):
     """Which channels go."""
 
     budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))

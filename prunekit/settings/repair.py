@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from prunekit.settings.checked import Checked
+
 FEWEST_IMAGES = 8
 """To fit on some and judge by others."""
 
@@ -14,7 +16,7 @@ Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
 
 
 @dataclass(frozen=True)
-class RepairSettings:
+class RepairSettings(Checked):
     """How each layer's kept weights are fitted to what the dense layer computes on calibration images."""
 
     fit: Fit = "patch"

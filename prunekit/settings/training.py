@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
+from prunekit.settings.checked import Checked
 from prunekit.settings.masking import ClampSettings
 
 Count = Annotated[int, Ge(0)]
@@ -15,7 +16,7 @@ Sharding = Literal["replicas", "full"]
 
 
 @dataclass(frozen=True)
-class FeatureSettings:
+class FeatureSettings(Checked):
     """Features that a student is to share with its teacher: see `prunekit.training.Distillation`."""
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
@@ -25,7 +26,7 @@ class FeatureSettings:
 
 
 @dataclass(frozen=True)
-class DistillSettings:
+class DistillSettings(Checked):
     """Knowledge distillation from the dense model: see `prunekit.training.Distillation`."""
 
     weight: Annotated[float, Ge(0)] = 1.0
@@ -37,7 +38,7 @@ class DistillSettings:
 
 
 @dataclass(frozen=True)
-class RegulariserSettings:
+class RegulariserSettings(Checked):
     """What makes whole channels small while training: see `prunekit.training.Sparsifying`."""
 
     method: Literal["group_lasso", "bn_l1", "growing"]
@@ -52,7 +53,7 @@ class RegulariserSettings:
 
 
 @dataclass(frozen=True)
-class AverageSettings:
+class AverageSettings(Checked):
     """An average of weights that is evaluated and kept in their place: see `prunekit.training.Average`."""
 
     method: Literal["ema", "swa"] = "ema"
@@ -71,7 +72,7 @@ class AverageSettings:
 
 
 @dataclass(frozen=True)
-class TrainSettings:
+class TrainSettings(Checked):
     """One training run: `baseline`, `sparsify` and `finetune` all have this form."""
 
     epochs: Count = 5
@@ -121,7 +122,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
-class CheckpointSettings:
+class CheckpointSettings(Checked):
     """When training is written down so that it can be resumed, and how much of that is kept."""
 
     every_seconds: Annotated[float, Gt(0)] | None = 60.0
@@ -134,7 +135,7 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
-class WatchSettings:
+class WatchSettings(Checked):
     """What is written down of each training while it runs; nothing of it changes what is trained."""
 
     tensorboard: bool = True

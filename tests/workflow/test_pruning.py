@@ -88,7 +88,7 @@ def test_the_journey_step_by_step(tmp_path: Path) -> None:
         ({"macs": 0.5, "round_to": 0}, "round_to: expected a whole number of at least 1, got 0"),
         (
             {"macs": 0.5, "scope": "everywhere"},
-            "scope: expected one of uniform, global, per_mac, capacity, got 'everywhere'",
+            "scope: expected one of 'uniform', 'global', 'per_mac', 'capacity', got 'everywhere'",
         ),
         ({"macs": 0.5, "criterion": "l3"}, "l2"),
         ({"macs": 0.5, "criterion": "activation"}, "stat"),

@@ -153,7 +153,8 @@ def test_texts(texts: Any) -> None:
     assert reached["low"] > 100 * commonest + 5  # well above always saying the same, noise included
     assert [row.label for row in compared(texts.metrics)][:2] == ["Top-1 on the test texts", "Test texts"]
     example = read_manifest(texts.folder / "model")["example"]
-    assert example == {"shapes": [[1, 16], [1, 16]], "dtypes": ["int64", "int64"]}
+    names = ["input_ids", "attention_mask"]
+    assert example == {"shapes": [[1, 16], [1, 16]], "dtypes": ["int64", "int64"], "names": names}
 
 
 def test_a_model_folder_is_evaluated_on_texts(texts: Any) -> None:
