@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from prunekit.repair import RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.report.sections import register_section
+    from prunekit.tasks.named import register_task
     from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer_average
     from prunekit.training.transfer import transfer  # likewise
     from prunekit.visualize import class_activation_map, saliency
@@ -99,6 +100,7 @@ _PLACES = {
     "register_criterion": "prunekit.criteria:register_criterion",
     "register_runtime": "prunekit.measure.runtimes:register_runtime",
     "register_section": "prunekit.report.sections:register_section",
+    "register_task": "prunekit.tasks:register_task",
     "saliency": "prunekit.visualize:saliency",
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
@@ -169,6 +171,7 @@ __all__ = [
     "register_criterion",
     "register_runtime",
     "register_section",
+    "register_task",
     "saliency",
     "save",
     "sensitivity",

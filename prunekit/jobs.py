@@ -41,7 +41,7 @@ def job_of(
         >>> job_of("resnet34", {"prune.budget.macs": 0.3}).prune.budget.macs
         0.3
     """
-    given = recipes.own_overrides(model=own.model, data=own.data, task=own.task)
+    given = recipes.own_overrides(model=own.model, data=own.data)
     changes = [*as_texts(overrides), *given]
     if isinstance(recipe, JobSettings):
         return recipes.with_overrides(recipe, changes) if changes else recipe
@@ -65,7 +65,7 @@ def finetune(
     Args:
         recipe: a file, the name of a recipe that comes with the package, or settings.
         overrides: values by key, such as `{"prune.budget.macs": 0.4}`.
-        own: the user's own model, data, optimizer and task, `file.py:factory` each, in the place of the recipe's.
+        own: the user's own model, data and optimizer, `file.py:factory` each, in the place of the recipe's.
         allow_code: whether code that the recipe's file names, such as a criterion `mine.py:score`, may run.
         on_epoch: called with a dictionary after each epoch that is trained: `run` (`baseline`, `pruned`, `control`...),
             `epoch`, `epochs` (of how many), `lr`, `train_loss`, `validation_loss`, the scores (`validation_top1`), as

@@ -36,6 +36,7 @@ SECTIONS: Registry[Any] = Registry(
     "register_section",
     _by("prunekit.report.sections.registry.accept"),
 )
+TASKS: Registry[Any] = Registry("task", "tasks", "prunekit.tasks", "register_task", _by("prunekit.tasks.named.accept"))
 RUNTIMES: Registry[Any] = Registry(
     "runtime",
     "runtimes",

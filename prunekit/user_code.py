@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -38,6 +38,15 @@ def run_factory(reference: str, error: type[UsageError]) -> Any:
     factory = load_object(reference, error)
     if not callable(factory):
         raise error(f"{reference}: expected a function or class, got {type(factory).__name__}")
+    return made_by(factory, reference, error)
+
+
+def made_by(factory: Callable[[], Any], reference: str, error: type[UsageError]) -> Any:
+    """Calls a factory that a reference names, and returns what it makes.
+
+    Raises:
+        UsageError: of the type `error`: it raises; says where.
+    """
     path = Path(reference.rpartition(":")[0])
     try:
         return factory()

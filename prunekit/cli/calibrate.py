@@ -52,7 +52,7 @@ def calibrate_command(
     from prunekit.workflow import calibrate as run
 
     with console.running():
-        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data, optimizer, task))
+        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data, optimizer))
     layers = list(summary(result.stats))
     payload = {
         "path": str(result.path),

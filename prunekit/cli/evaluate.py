@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -67,8 +67,8 @@ def evaluate_command(
     with console.running():
         target = _target(targets, job, given, console)
         where = resolve_device(device or (job.device if job else "auto"))
-        own = Own(data=given.data, task=given.task)
-        result = measure(target, images, where, own, job.task if job else _task(given))
+        own = Own(data=given.data)
+        result = measure(target, images, where, own, job.task if job else given.task or "image_classification")
     if leads():
         save(result, output, "evaluate.json", console)
     console.result(result, _text(result))
@@ -89,12 +89,8 @@ def _target(targets: list[str], job: JobSettings | None, options: ModelOptions, 
         return one_target(targets, [], options)
     if len(targets) > 1 or options.weights:
         raise UsageError(f"{targets[0]}: a recipe names one model with its weights; leave out what else names one")
-    own = Own(options.factory, options.data, task=options.task)
+    own = Own(options.factory, options.data)
     return trained_target(job, log=console.log, progress=console.progress, own=own)
-
-
-def _task(given: ModelOptions) -> Literal["own", "image_classification"]:
-    return "own" if given.task else "image_classification"
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ def run_recipe(
     job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
     from prunekit.workflow import Own
 
-    own = Own(factory, data, optimizer, task)
+    own = Own(factory, data, optimizer)
     if find_batch_size:
         _find_batch_size(job, own, console)
     elif dry_run:

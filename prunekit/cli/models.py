@@ -76,7 +76,6 @@ def _resolve(name: str | None, overrides: Sequence[str], options: ModelOptions) 
         input_shape=options.input_shape,
         seed=options.seed or 0,
         data=options.data if recipe else None,
-        task=options.task if recipe else None,
     )
 
 

@@ -58,8 +58,8 @@ optimizer_option = click.option(
 
 task_option = click.option(
     "--task",
-    metavar="FILE.py:FACTORY",
-    help="Your own task: FACTORY() returns the prunekit.tasks.Task that says loss, metrics and how batches come apart.",
+    metavar="NAME|FILE.py:OBJECT",
+    help="The task, as in a recipe; OBJECT is your own prunekit.tasks.Task, or a function that returns one.",
 )
 
 allow_code_option = click.option(
@@ -143,7 +143,6 @@ def load_job(
     *,
     factory: str | None = None,
     data: str | None = None,
-    task: str | None = None,
     allow_code: bool = False,
     runs_code: bool = True,
     **options: Any,
@@ -156,7 +155,7 @@ def load_job(
     from prunekit.recipe import load, own_overrides
 
     given = [f"{key}={_yaml(value)}" for key, value in options.items() if value is not None]
-    given += own_overrides(model=factory, data=data, task=task)
+    given += own_overrides(model=factory, data=data)
     return load(recipe, [*overrides, *given], allow_code=allow_code, runs_code=runs_code)
 
 

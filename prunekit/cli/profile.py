@@ -55,7 +55,7 @@ def profile_command(
             networks=networks,
             again=again,
             log=console.log,
-            own=Own(factory, data, optimizer, task),
+            own=Own(factory, data, optimizer),
         )
     places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"
     console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics)}\n{places}")

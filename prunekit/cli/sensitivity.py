@@ -56,7 +56,7 @@ def sensitivity_command(
             groups=groups,
             log=console.log,
             progress=console.progress,
-            own=Own(factory, data, optimizer, task),
+            own=Own(factory, data, optimizer),
         )
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
     console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics, measured)}\n{places}")

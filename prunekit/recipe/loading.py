@@ -102,18 +102,18 @@ def with_overrides(job: JobSettings, overrides: Overrides) -> JobSettings:
     return made
 
 
-def own_overrides(*, model: str | None = None, data: str | None = None, task: str | None = None) -> list[str]:
-    """What a recipe says where model, data or task are the user's own.
+def own_overrides(*, model: str | None = None, data: str | None = None) -> list[str]:
+    """What a recipe says where model or data are the user's own.
 
     Args:
-        model, data, task: `file.py:factory` each; None: those of the recipe.
+        model, data: `file.py:factory` each; None: those of the recipe.
     """
     given = []
     if model is not None:
         given += ["model.zoo=own", f"model.name={json.dumps(model)}", "model.arguments={}"]
     if data is not None:
         given += ["data.source=own", "data.root=null", "data.name=null", "data.columns=null", "data.download=false"]
-    return given if task is None else [*given, "task=own"]
+    return given
 
 
 def _beside(job: JobSettings, document: Document, folder: Path) -> JobSettings:

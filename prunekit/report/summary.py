@@ -13,8 +13,11 @@ from ruamel.yaml.error import YAMLError
 
 from prunekit import numbers
 from prunekit.measure.wording import doubtful
+from prunekit.registry import named
 from prunekit.report.headline import capital, guessing, reference, scores
 from prunekit.report.run import Run
+from prunekit.settings.job import JobSettings
+from prunekit.user_code import is_reference
 
 PROVEN = 1e-9
 """Largest relative difference of masked and compact model that counts as rounding in float64."""
@@ -73,8 +76,10 @@ def again(run: Run, job: str | None = None) -> Again | None:
         return None
     job = job or ("prune" if run.metrics.get("fine_tuned") is False else "finetune")
     command = f"prunekit {job} {shlex.quote(str(run.folder / 'recipe.yaml'))}"
-    own = dict(_own(recipe_of(run)))
+    recipe = recipe_of(run)
+    own = dict(_own(recipe))
     words = [f"--{name} {shlex.quote(reference)}" for name, reference in own.items()]
+    words += ["--allow-code"] * any(is_reference(name) for _, name, _ in named(JobSettings, recipe))
     said = "Makes this run again, in a new folder; on the same machine and versions"
     more = f", with your own {' and '.join(own)}" if own else ""
     return Again(" ".join([command, *words]), f"{said}{more}:")
@@ -96,8 +101,6 @@ def _own(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "model", named if ":" in named else FACTORY
     if _at(recipe, "data", "source") == "own":
         yield "data", FACTORY
-    if recipe.get("task") == "own":
-        yield "task", FACTORY
     if "own" in (_at(recipe, part, "optimizer") for part in ("baseline", "sparsify", "finetune")):
         yield "optimizer", FACTORY
 

@@ -11,6 +11,8 @@ from typing import Annotated
 
 from annotated_types import Ge
 
+from prunekit.registries import TASKS
+from prunekit.registry import Registered
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.checked import Checked
 from prunekit.settings.data import DataSettings
@@ -20,7 +22,6 @@ from prunekit.settings.masking import ActivationSettings
 from prunekit.settings.model import ModelSettings
 from prunekit.settings.pruning import PruneSettings
 from prunekit.settings.repair import RepairSettings
-from prunekit.settings.task import TaskName
 from prunekit.settings.training import CheckpointSettings, TrainSettings, WatchSettings
 
 
@@ -32,10 +33,9 @@ class JobSettings(Checked):
     """Name of the job, and of the folder that its runs are in."""
     model: ModelSettings
     """Which model is pruned, and where its weights are from."""
-    task: TaskName = "image_classification"
+    task: Annotated[str, Registered(TASKS)] = "image_classification"
     """What the data is for: loss, metrics, and how a batch comes apart. `segmentation` (masks, 255 counts for nothing;
-    mean IoU) and `text_classification` (token ids; top-1) need data of your own, and `own` is what
-    `--task file.py:factory` returns."""
+    mean IoU), `text_classification` (token ids; top-1) and your own, `file.py:object`, need data of your own."""
     data: DataSettings = field(default_factory=DataSettings)
     """Which images, how they are split, and how they are fed."""
     baseline: TrainSettings | None = None

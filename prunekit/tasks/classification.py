@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError
 from prunekit.models import auxiliary, logits
+from prunekit.tasks.named import register_task
 from prunekit.tasks.task import Loss, Score, Task
 
 Z_95 = 1.959963984540054  # the 97.5 % quantile of the standard normal distribution
@@ -92,11 +93,11 @@ def texts(batch: Any) -> tuple[dict[str, Tensor], Tensor]:
 
 
 TOP1 = Score("top1", "top-1", top1, _interval, most_frequent)
-IMAGE_CLASSIFICATION = Task(
-    "image_classification", cross_entropy, hits, (TOP1,), logits=logits, smoothed=_smoothed, samples="images"
-)
+IMAGE_CLASSIFICATION = register_task(
+    "image_classification", data="images with a label each", measures="cross entropy; top-1"
+)(Task("image_classification", cross_entropy, hits, (TOP1,), logits=logits, smoothed=_smoothed, samples="images"))
 """Images (B, C, H, W) with labels (B,); the cross entropy; top-1."""
-TEXT_CLASSIFICATION = Task(
-    "text_classification", cross_entropy, hits, (TOP1,), texts, logits=logits, smoothed=_smoothed, samples="texts"
-)
+TEXT_CLASSIFICATION = register_task(
+    "text_classification", data="token ids with a label each, by name", measures="cross entropy; top-1"
+)(Task("text_classification", cross_entropy, hits, (TOP1,), texts, logits=logits, smoothed=_smoothed, samples="texts"))
 """Token ids with labels (B,), for models that return their logits or something with `.logits`; top-1."""

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError, ModelError
 from prunekit.models import logits
+from prunekit.tasks.named import register_task
 from prunekit.tasks.task import Loss, Score, Task
 
 IGNORED = 255
@@ -114,17 +115,21 @@ def images(batch: Any) -> tuple[Tensor, Tensor]:
     raise DataError("expected images (B, C, H, W) floating point with masks (B, H, W) of whole numbers")
 
 
-SEGMENTATION = Task(
-    "segmentation",
-    cross_entropy,
-    pixels,
-    (
-        Score("mean_iou", "mean IoU", mean_iou, chance=only_most_frequent),
-        Score("pixel_accuracy", "pixel accuracy", pixel_accuracy),
-    ),
-    images,
-    logits=_rows,
-    smoothed=_smoothed,
-    samples="images",
+SEGMENTATION = register_task(
+    "segmentation", data="images with the class of each pixel", measures="cross entropy; mean IoU, pixel accuracy"
+)(
+    Task(
+        "segmentation",
+        cross_entropy,
+        pixels,
+        (
+            Score("mean_iou", "mean IoU", mean_iou, chance=only_most_frequent),
+            Score("pixel_accuracy", "pixel accuracy", pixel_accuracy),
+        ),
+        images,
+        logits=_rows,
+        smoothed=_smoothed,
+        samples="images",
+    )
 )
 """Images with masks (B, H, W), where 255 counts for nothing; the cross entropy of pixels; mean IoU, pixel accuracy."""

@@ -38,6 +38,7 @@ from prunekit.training import (
     needs_plan,
     task_loss,
 )
+from prunekit.user_code import is_reference
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.digests import digest, weights_digest
 from prunekit.workflow.own import (
@@ -48,6 +49,7 @@ from prunekit.workflow.own import (
     job_splits,
     own_source,
     own_structure,
+    renew_code,
     require_sources,
     training_sections,
 )
@@ -92,6 +94,7 @@ def prepare(job: JobSettings, own: Own = RECIPE_ONLY) -> Prepared:
 def _prepared(job: JobSettings, own: Own) -> Prepared:
     device = resolve_device(job.device)
     require_sources(job, own)
+    renew_code(job)
     if job.model.weights is None and job.baseline is None and own.model is None:
         raise UsageError(
             "model.weights is not given and there is no baseline to train: "
@@ -107,7 +110,7 @@ def _prepared(job: JobSettings, own: Own) -> Prepared:
         _check_training(name, settings, model, splits.task)
     build = build_of(job, splits)
     structure = own_structure(model, str(own.model)) if build is None else asdict(replace(build, weights=None))
-    sources = own_source(own.optimizer), own_source(own.task)
+    sources = own_source(own.optimizer), own_source(job.task) if is_reference(job.task) else None
     return Prepared(job, splits, model, device, structure, job_optimizer(own), *sources)
 
 

@@ -13,7 +13,6 @@ from prunekit.distributed.group import rank, size
 from prunekit.errors import ModelError, UsageError
 from prunekit.measure import count_macs, count_parameters
 from prunekit.measure import evaluate as measure
-from prunekit.tasks import TaskName
 from prunekit.training import share_corrupt
 from prunekit.workflow.agreeing import share_model
 from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
@@ -26,7 +25,7 @@ def evaluate(
     data: DataSettings | None,
     device: torch.device,
     own: Own = RECIPE_ONLY,
-    task: TaskName = "image_classification",
+    task: str = "image_classification",
 ) -> dict[str, Any]:
     """Measures what the task counts on the test split. The processes of a group share its batches; each sample counts
     once.
@@ -62,7 +61,7 @@ def evaluate(
     return {"model": target.name, **figures, "device": str(device), "corrupt_images": splits.corrupt}
 
 
-def _splits(target: InputModel, data: DataSettings | None, own: Own, task: TaskName) -> Splits:
+def _splits(target: InputModel, data: DataSettings | None, own: Own, task: str) -> Splits:
     if target.splits is not None:
         return target.splits
     if data is None:

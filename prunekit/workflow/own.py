@@ -1,6 +1,7 @@
 """Where a job's images and dense model come from: its recipe, or the user's own code.
 
-Code is named on the command line only: nothing that a recipe says is ever run.
+Models, data and optimizers of one's own are named on the command line only. What is registered by name (criteria,
+tasks, ...) a recipe may name as `file.py:object`, which is run where it is allowed; see `prunekit.recipe.load`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -16,48 +18,33 @@ from prunekit.context import seeded
 from prunekit.data import DataSettings, Splits, load_own, load_splits, missing_data
 from prunekit.errors import DataError, UsageError
 from prunekit.models import build_model, is_weights_file, load_factory, load_weights, missing_weights
+from prunekit.registry import Registry, named
 from prunekit.settings.job import JobSettings
-from prunekit.tasks import TASKS, Task, TaskName
+from prunekit.tasks import get_task
 from prunekit.training import MakeOptimizer, TrainSettings
-from prunekit.user_code import run_factory
+from prunekit.user_code import Unallowed, is_reference, run_factory
 
 
 @dataclass(frozen=True)
 class Own:
-    """The user's own code, `file.py:factory` each; see `load_factory`, `load_own`, `job_optimizer` and `job_task`."""
+    """The user's own code, `file.py:factory` each; see `load_factory`, `load_own` and `job_optimizer`."""
 
     model: str | None = None
     data: str | None = None
     optimizer: str | None = None
-    task: str | None = None
 
 
 RECIPE_ONLY = Own()
 
 
-def job_splits(data: DataSettings, own: Own, task: TaskName = "image_classification") -> Splits:
+def job_splits(data: DataSettings, own: Own, task: str = "image_classification") -> Splits:
     """The data: of the user's factory where one is given, else images of the settings.
 
     Raises:
         DataError: it is missing, unreadable, or labels or samples do not fit.
-        UsageError: the task is the user's own, and its factory is not there or returns something else.
+        UsageError: there is no such task.
     """
-    return load_splits(data) if own.data is None else load_own(own.data, data, job_task(task, own))
-
-
-def job_task(name: TaskName, own: Own) -> Task:
-    """The task of that name, or what the user's factory returns.
-
-    Raises:
-        UsageError: the factory is not there or raises, or what it returns is no task.
-    """
-    if own.task is None:
-        return TASKS[name]
-    task = run_factory(own.task, UsageError)
-    if not isinstance(task, Task):
-        text = "expected the factory to return a prunekit.tasks.Task"
-        raise UsageError(f"--task {own.task}: {text}, got {type(task).__name__}")
-    return task
+    return load_splits(data) if own.data is None else load_own(own.data, data, get_task(task))
 
 
 def job_model(job: JobSettings, own: Own, classes: int) -> nn.Module:
@@ -94,6 +81,22 @@ def own_source(reference: str | None) -> str | None:
     """A hash of the file that a reference names; the reference itself where it names an installed module."""
     path = Path((reference or "").rpartition(":")[0])
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else reference
+
+
+def code_of_job(job: JobSettings) -> list[tuple[str, Registry[Any]]]:
+    """What a job names as `file.py:object` in the place of a registered name, and of which registry."""
+    return [(name, registry) for _, name, registry in named(JobSettings, job) if is_reference(name)]
+
+
+def renew_code(job: JobSettings) -> None:
+    """Reads the files that a job names anew, once for all that follows.
+
+    Raises:
+        UsageError: one is not there or raises, or has no such object.
+    """
+    for name, registry in code_of_job(job):
+        if not isinstance(name, Unallowed):
+            registry.renew(name)
 
 
 def training_sections(job: JobSettings) -> dict[str, TrainSettings]:
@@ -137,7 +140,6 @@ def require_sources(job: JobSettings, own: Own) -> None:
     pairs = (
         ("model.zoo", job.model.zoo, own.model, "--model"),
         ("data.source", job.data.source, own.data, "--data"),
-        ("task", job.task, own.task, "--task"),
     )
     for key, value, reference, option in pairs:
         if (value == "own") != (reference is not None):

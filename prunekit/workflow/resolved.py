@@ -7,9 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from prunekit.models import is_weights_file
+from prunekit.registry import changed, named
 from prunekit.settings.job import JobSettings
 from prunekit.settings.text import dump
-from prunekit.user_code import held
+from prunekit.user_code import held, is_reference
 from prunekit.workflow.own import RECIPE_ONLY, Own
 
 
@@ -27,13 +28,17 @@ def resolved(job: JobSettings, own: Own = RECIPE_ONLY) -> JobSettings:
         model = replace(model, weights=str(Path(model.weights).absolute()))
     if model.zoo == "own":
         model = replace(model, name=held(own.model or model.name))
-    return replace(job, data=data, model=model, output=Path(job.output).absolute())
+    job = replace(job, data=data, model=model, output=Path(job.output).absolute())
+    for key, name, _ in named(JobSettings, job):
+        job = changed(job, key, held(name)) if is_reference(name) else job
+    return job
 
 
 def run_recipe(job: JobSettings, own: Own) -> str:
     """Returns the recipe that a run keeps in its folder: the resolved job, and above it what it needs besides.
 
-    A recipe never runs code, so the user's own is named in a comment, as the options that commands take.
+    Models, data and optimizers of one's own are no settings, so they are named in a comment, as the options that
+    commands take.
 
     Raises:
         UsageError: as for `dump`.

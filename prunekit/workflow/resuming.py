@@ -17,6 +17,7 @@ from prunekit.errors import ArtifactError, ResumeError
 from prunekit.states import differences
 from prunekit.training.checkpoints import require_same
 from prunekit.workflow.digests import digest, weights_digest
+from prunekit.workflow.own import code_of_job, own_source
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.resolved import resolved
 from prunekit.workflow.runs import RESUME, Log, RunFolder, alive
@@ -28,10 +29,12 @@ WITHOUT_EFFECT = ("output", "checkpoint", "watch")
 
 def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:
     """What a run is of, as plain data: it can only be resumed by the same."""
-    recipe = {key: value for key, value in asdict(resolved(prepared.job)).items() if key not in WITHOUT_EFFECT}
+    job = resolved(prepared.job)
+    recipe = {key: value for key, value in asdict(job).items() if key not in WITHOUT_EFFECT}
     facts = {
         "command": "finetune" if training else "prune",
         "recipe": recipe,
+        "code": {name: own_source(name) for name, _ in code_of_job(job)},
         "data": prepared.splits.fingerprint,
         "model": {"structure": digest(prepared.structure), "weights": weights_digest(prepared.model)},
         "device": prepared.device.type,

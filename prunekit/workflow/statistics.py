@@ -94,7 +94,7 @@ def write_statistics(
 
 
 def _splits(sides: Sides, job: JobSettings) -> Splits:
-    if job.task == "own" or (job.data.source == "own") != (sides.own_data is not None):
+    if (job.data.source == "own") != (sides.own_data is not None):
         raise UsageError(
             f"{sides.name}: its samples are the user's own; expected --data file.py:factory with data.source 'own' "
             "alone, and a task by name"

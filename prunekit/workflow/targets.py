@@ -74,7 +74,6 @@ def resolve(
     input_shape: tuple[int, ...] | None = None,
     seed: int = 0,
     data: str | None = None,
-    task: str | None = None,
 ) -> InputModel:
     """Finds and builds what a command line names.
 
@@ -87,7 +86,7 @@ def resolve(
         weights: of a zoo's or the user's own model: a file, or for a zoo's a name such as `IMAGENET1K_V1`.
         input_shape: shape of one input with its batch, such as (1, 3, 224, 224); required where nothing else says it.
         seed: of random weights, where there are no others.
-        data, task: `file.py:factory`, the data and the task of a job where they are the user's own.
+        data: `file.py:factory`, the data of a job where it is the user's own.
 
     Raises:
         UsageError: the arguments do not go together.
@@ -101,7 +100,7 @@ def resolve(
     with seeded(seed):
         if isinstance(target, JobSettings):
             _refuse_weights(weights, "a recipe", "set model.weights=... in it")
-            return _from_job(target, Own(factory, data, task=task), shape)
+            return _from_job(target, Own(factory, data), shape)
         if target is None:
             return _from_factory(str(factory), weights, shape)
         if isinstance(target, ModelSettings):

@@ -264,11 +264,15 @@ def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Pat
     assert f"prunekit finetune {run / 'recipe.yaml'}" in page.text["recipe"]
     own = write_run(tmp_path / "own's run", groups=2)
     (own / "metrics.json").write_text(json.dumps({**metrics(), "fine_tuned": False}))
-    (own / "recipe.yaml").write_text("data: {source: own}\ntask: own\nbaseline: {optimizer: own}\n")
+    (own / "recipe.yaml").write_text("data: {source: own}\ntask: a.py:b\nbaseline: {optimizer: own}\n")
     found = again(read_run(own))
     assert found is not None
     assert shlex.split(found.command)[:3] == ["prunekit", "prune", str(own / "recipe.yaml")]
-    assert [word for word in found.command.split() if word.startswith("--")] == ["--data", "--task", "--optimizer"]
+    assert [word for word in found.command.split() if word.startswith("--")] == [
+        "--data",
+        "--optimizer",
+        "--allow-code",
+    ]
 
 
 def test_a_page_is_written_without_waiting_for_torch() -> None:

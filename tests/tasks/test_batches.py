@@ -198,12 +198,10 @@ def test_a_required_argument_called_labels_is_an_input() -> None:
     assert [list(inputs), inputs["labels"] is LABELS, targets is LABELS] == [["x", "labels"], True, True]
 
 
-def test_tasks_are_known_by_name_and_a_wrong_name_lists_them() -> None:
-    assert [get_task(name) for name in TASKS] == list(TASKS.values())
+def test_tasks_are_known_by_name_and_for_a_wrong_name_the_nearest_is_named() -> None:
+    assert [get_task(name).name for name in TASKS.names] == list(TASKS.names)
     assert get_task(IMAGE_CLASSIFICATION) is IMAGE_CLASSIFICATION
-    message = (
-        "expected one of image_classification, segmentation, text_classification, .* got 'text_clasification'; did"
-    )
+    message = "task: expected the name of a task, or .* got 'text_clasification'; did you mean 'text_classification'"
     for call in (
         lambda task: prunekit.prune(net(), calibration=LEFT, macs=0.5, task=task),
         lambda task: prunekit.calibrate(net(), LEFT, task=task),

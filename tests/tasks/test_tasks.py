@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from prunekit.errors import DataError, UsageError
 from prunekit.measure import evaluate, scoring
-from prunekit.tasks import IMAGE_CLASSIFICATION, SEGMENTATION, TASKS, TEXT_CLASSIFICATION, training_loss
+from prunekit.tasks import IMAGE_CLASSIFICATION, SEGMENTATION, TEXT_CLASSIFICATION, get_task, training_loss
 from prunekit.training import DistillSettings, TrainSettings, position, task_loss
 from prunekit.training.position import Sums
 
@@ -122,7 +122,7 @@ def test_texts_come_apart_by_name_and_score_as_classifiers() -> None:
 )
 def test_a_batch_that_a_task_cannot_unpack(name: str, batch: Any, expected: str, came: str) -> None:
     with pytest.raises(DataError) as raised:
-        TASKS[name].unpacking(batch, "here")
+        get_task(name).unpacking(batch, "here")
     assert str(raised.value).startswith(f"here: task {name!r} cannot unpack ")
     assert expected in str(raised.value)
     assert came in str(raised.value)
