@@ -50,6 +50,28 @@ def test_it_is_the_papers_sum_over_all_slices_of_a_channel() -> None:
     assert count_hooks(model) == 0
 
 
+def test_a_fused_optimizers_loss_scale_and_skipped_steps_do_not_count() -> None:
+    found = []
+    for scale in (1.0, 2.0**14):
+        model = net()
+        chart, optimizer = chart_of(model), Adam(model.parameters(), lr=0.0, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with Movement(model, chart, optimizer) as movement:
+            for images in (
+                torch.ones(5, 1, 4, 4),
+                torch.full((5, 1, 4, 4), torch.inf),
+                torch.eye(4).expand(5, 1, 4, 4),
+            ):
+                model.eval()
+                optimizer.zero_grad()
+                scaler.scale(model(images).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(movement.scores())
+    assert np.isfinite(found[0][1:]).all()
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-3, atol=1e-6)
+
+
 def test_a_state_goes_on_and_another_models_is_refused() -> None:
     model = net()
     chart, optimizer = chart_of(model), SGD(model.parameters(), lr=0.1)

@@ -269,6 +269,7 @@ SCALED: dict[str, tuple[Callable[[Any], Optimizer], float | None]] = {
     "plain": (partial(SGD, lr=0.0), None),
     "scaled": (partial(SGD, lr=0.0), 2.0**12),
     "scaled, fused": (partial(AdamW, lr=0.0, fused=True), 2.0**12),
+    "closure": (partial(SGD, lr=0.0), None),
 }
 
 
@@ -280,12 +281,20 @@ def test_gradients_are_those_of_the_steps_with_and_without_a_scale(name: str) ->
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
     with StepGradients(model, pk.trace(model, (X[:2],)), optimizer) as seen:
         for number in range(3):
-            images, labels = batch(number)
-            for part in (slice(4), slice(4, None)):  # micro-batches
-                scaler.scale(F.cross_entropy(model(images[part]), labels[part]) / 2).backward()  # type: ignore[no-untyped-call]
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+
+            def backward(images: Tensor, labels: Tensor) -> float:
+                optimizer.zero_grad()
+                for part in (slice(4), slice(4, None)):  # micro-batches
+                    loss = F.cross_entropy(model(images[part]), labels[part]) / 2
+                    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                return loss.item()
+
+            if name == "closure":
+                optimizer.step(partial(backward, *batch(number)))
+            else:
+                backward(*batch(number))
+                scaler.step(optimizer)
+                scaler.update()
         found = seen.terms()
         assert seen.terms().terms.keys() == found.terms.keys()  # until the next step the same again
     assert count_all(model, optimizer) == 0
