@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 from click.testing import CliRunner
 
 from prunekit.cli import cli
+from prunekit.cli.list import AUGMENTATIONS, KINDS, SCOPES
 from prunekit.criteria import get_criterion
 from prunekit.registries import CRITERIA
+from prunekit.settings.data import NamedAugment
+from prunekit.settings.pruning import Scope
 
 
 def test_criteria_are_listed_with_what_they_need() -> None:
@@ -18,10 +22,29 @@ def test_criteria_are_listed_with_what_they_need() -> None:
         assert row["paper"] or row["name"] == "random"
     shown = CliRunner().invoke(cli, ["list", "criteria"]).stdout.splitlines()
     assert len(shown) == len(listed) + 1
-    assert any(line.split()[:3] == ["obs", "no", "weights,"] for line in shown)
+    assert any(line.split()[:3] == ["obs", "weights,", "moments"] for line in shown)
 
 
-def test_only_criteria_can_be_listed() -> None:
-    result = CliRunner().invoke(cli, ["list", "models"])
+def test_each_kind_is_listed_by_name_with_a_line_each() -> None:
+    expected = {
+        "criteria": "l2", "scopes": "per_mac", "budgets": "macs", "runtimes": "eager", "tasks": "segmentation",
+        "sections": None, "recipes": "resnet34", "models": "resnet18", "augmentations": "crop_flip",
+    }  # fmt: skip
+    assert set(expected) == set(KINDS)
+    for kind, name in expected.items():
+        found = json.loads(CliRunner().invoke(cli, ["list", kind, "--json"]).stdout)[kind]
+        assert found
+        assert name is None or name in {row["name"] for row in found}
+    assert set(SCOPES) == set(get_args(Scope))
+    assert set(AUGMENTATIONS) == set(get_args(NamedAugment))
+    some = json.loads(CliRunner().invoke(cli, ["list", "models", "resnet1*", "--json"]).stdout)["models"]
+    assert {row["name"] for row in some} >= {"resnet18", "resnet101", "resnet110"}
+    assert all(row["name"].startswith("resnet1") for row in some)
+    eager = json.loads(CliRunner().invoke(cli, ["list", "runtimes", "eager", "--json"]).stdout)["runtimes"]
+    assert [row["usable"] for row in eager] == [True]
+
+
+def test_only_what_is_there_can_be_listed() -> None:
+    result = CliRunner().invoke(cli, ["list", "weights"])
     assert result.exit_code == 2
-    assert "'models' is not 'criteria'" in result.output
+    assert "'weights' is not one of 'criteria', 'scopes'" in result.output
