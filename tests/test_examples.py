@@ -22,6 +22,7 @@ from prunekit.inputs import call, example
 from prunekit.measure.runtimes import RUNTIMES, Setting, Source, exported, inputs_like
 from prunekit.nested import gather
 from prunekit.repair import repair
+from prunekit.user_code import run_factory
 
 WIDTH = 32
 torch.manual_seed(0)
@@ -199,6 +200,11 @@ def test_a_factory_may_bring_its_example(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["bench", *arguments])
     assert result.exit_code == 0, result.output
     assert [(row["model"], row["batch"]) for row in json.loads(result.stdout)["latency"]] == [("build", 2)]
+    model, given = run_factory(own, ModelError)
+    folder = pk.save(pk.prune(model, given, macs=0.5), tmp_path / "small")
+    result = CliRunner().invoke(cli, ["inspect", str(folder), "--model", own, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["macs"] == payload["macs"] // 2
     for name, why in (("array", "give torch.from_numpy(array)"), ("other", "forward takes x, scale")):
         result = CliRunner().invoke(cli, ["inspect", "--model", own.replace("build", name)])
         assert (result.exit_code, why in result.stderr) == (2, True)
