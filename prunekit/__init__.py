@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prunekit.calibration import ChannelStats, StatsCollector, collect_gradients
     from prunekit.calibration import collect as calibrate
+    from prunekit.capturing import Capture
     from prunekit.capturing.capture import capture  # not through the package: there mypy finds the module first
     from prunekit.capturing.intervene import intervene
     from prunekit.channels import ChannelMap, trace
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
     from prunekit.compaction.compact import compact  # likewise
     from prunekit.criteria import Evidence, register_criterion
     from prunekit.deploy import channels_last, flush_subnormals, fold_batchnorm
-    from prunekit.diagnosis import diagnose
+    from prunekit.diagnosis import Diagnosis, diagnose
     from prunekit.errors import PrunekitError
     from prunekit.inputs import Keywords
     from prunekit.jobs import finetune
     from prunekit.masking import (
         ActivationMasks,
+        ActivationThresholds,
         ChangingMasks,
         calibrate_thresholds,
         clamp_activation_grad,
@@ -32,11 +34,11 @@ if TYPE_CHECKING:
         masked,
     )
     from prunekit.measure.runtimes import Session, register_runtime
-    from prunekit.measure.verify import verify
+    from prunekit.measure.verify import Verification, verify
     from prunekit.models import ModelSettings
     from prunekit.planning import BudgetSettings, Plan, PruneSettings, ScheduleSettings, load_plan
     from prunekit.planning.budgets import Term, register_budget
-    from prunekit.repair import RepairSettings
+    from prunekit.repair import RepairReport, RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.report.sections import register_section
     from prunekit.tasks.named import register_task
@@ -44,44 +46,59 @@ if TYPE_CHECKING:
     from prunekit.training.transfer import transfer  # likewise
     from prunekit.visualize import class_activation_map, saliency
     from prunekit.workflow import Own, RunResult, plan, profile, prune
-    from prunekit.workflow.explain import explain  # not through the package: there mypy finds the module first
+    from prunekit.workflow.bench import Benchmark, bench
+    from prunekit.workflow.explain import (
+        Explanation,
+        explain,  # not through the package: there mypy finds the module first
+    )
+    from prunekit.workflow.oneshot import Pruned
+    from prunekit.workflow.profiled import Profile
     from prunekit.workflow.pruner import Pruner
-    from prunekit.workflow.sensitivity import sensitivity
+    from prunekit.workflow.sensitivity import Sensitivity, sensitivity
 
 __version__ = version("prunekit")
 
 _PLACES = {
     "ActivationMasks": "prunekit.masking:ActivationMasks",
+    "ActivationThresholds": "prunekit.masking:ActivationThresholds",
+    "Benchmark": "prunekit.workflow.bench:Benchmark",
     "BudgetSettings": "prunekit.planning:BudgetSettings",
+    "Capture": "prunekit.capturing:Capture",
     "ChangingMasks": "prunekit.masking:ChangingMasks",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
+    "Diagnosis": "prunekit.diagnosis:Diagnosis",
     "Evidence": "prunekit.criteria:Evidence",
+    "Explanation": "prunekit.workflow.explain:Explanation",
     "GradientFlow": "prunekit.training:GradientFlow",
     "Keywords": "prunekit.inputs:Keywords",
     "ModelSettings": "prunekit.models:ModelSettings",
     "ModelSummary": "prunekit.report.model_summary:ModelSummary",
     "Own": "prunekit.workflow:Own",
     "Plan": "prunekit.planning:Plan",
+    "Profile": "prunekit.workflow.profiled:Profile",
     "PruneSettings": "prunekit.planning:PruneSettings",
+    "Pruned": "prunekit.workflow.oneshot:Pruned",
     "PrunekitError": "prunekit.errors:PrunekitError",
     "Pruner": "prunekit.workflow.pruner:Pruner",
+    "RepairReport": "prunekit.repair:RepairReport",
     "RepairSettings": "prunekit.repair:RepairSettings",
     "RunResult": "prunekit.workflow:RunResult",
     "ScheduleSettings": "prunekit.planning:ScheduleSettings",
+    "Sensitivity": "prunekit.workflow.sensitivity:Sensitivity",
     "Session": "prunekit.measure.runtimes:Session",
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "Term": "prunekit.planning.budgets:Term",
+    "Verification": "prunekit.measure.verify:Verification",
+    "bench": "prunekit.workflow.bench:bench",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
     "capture": "prunekit.capturing:capture",
-    "transfer_average": "prunekit.training:transfer_average",
-    "transfer": "prunekit.training:transfer",
     "channels_last": "prunekit.deploy:channels_last",
     "clamp_activation_grad": "prunekit.masking:clamp_activation_grad",
     "clamp_weight_grad": "prunekit.masking:clamp_weight_grad",
-    "collect_gradients": "prunekit.calibration:collect_gradients",
     "class_activation_map": "prunekit.visualize:class_activation_map",
+    "collect_gradients": "prunekit.calibration:collect_gradients",
     "compact": "prunekit.compaction:compact",
     "diagnose": "prunekit.diagnosis:diagnose",
     "explain": "prunekit.workflow:explain",
@@ -106,6 +123,8 @@ _PLACES = {
     "sensitivity": "prunekit.workflow:sensitivity",
     "summary": "prunekit.report.model_summary:summary",
     "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
+    "transfer": "prunekit.training:transfer",
+    "transfer_average": "prunekit.training:transfer_average",
     "verify": "prunekit.measure.verify:verify",
 }
 
@@ -125,26 +144,37 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "ActivationMasks",
+    "ActivationThresholds",
+    "Benchmark",
     "BudgetSettings",
+    "Capture",
     "ChangingMasks",
     "ChannelMap",
     "ChannelStats",
+    "Diagnosis",
     "Evidence",
+    "Explanation",
     "GradientFlow",
     "Keywords",
     "ModelSettings",
     "ModelSummary",
     "Own",
     "Plan",
+    "Profile",
     "PruneSettings",
+    "Pruned",
     "PrunekitError",
     "Pruner",
+    "RepairReport",
     "RepairSettings",
     "RunResult",
     "ScheduleSettings",
+    "Sensitivity",
     "Session",
     "StatsCollector",
     "Term",
+    "Verification",
+    "bench",
     "calibrate",
     "calibrate_thresholds",
     "capture",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any
@@ -54,9 +54,10 @@ class Table:
     most: int = MOST
     all_in: str = ".rows()"
 
-    def left_out(self, most: int | None) -> str:
-        """Says how many rows are beyond `most` of them; empty where none is."""
-        more = 0 if most is None else len(self.rows) - most
+    @property
+    def left_out(self) -> str:
+        """Says how many rows are not shown; empty where all are."""
+        more = len(self.rows) - self.most
         return f"... {more} more row{'s'[: more != 1]}; {self.all_in} has all" if more > 0 else ""
 
 
@@ -88,16 +89,26 @@ class Displayed(ABC):
         return f"<{type(self).__name__}: {shorten(self._headline(), LINE, placeholder=' ...')}>"
 
     def __str__(self) -> str:
-        return "\n\n".join(_as_text(part, limited=True) for part in self._parts())
+        parts = self._parts()
+        return "\n\n".join(_broken(part) if isinstance(part, str) else _table_text(part) for part in parts)
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
         return f'<div class="prunekit"><style>{STYLE}</style>{"".join(map(_as_html, self._parts()))}</div>'
 
 
-def whole(result: Displayed) -> str:
-    """A result as text, with all rows of its tables."""
-    return "\n\n".join(_as_text(part, limited=False) for part in result._parts())
+def text_of(result: Displayed, *, most: int | None = None, all_in: str = "") -> str:
+    """A result as a command prints it: no line is broken.
+
+    Args:
+        most: rows of a table that are shown; None: all.
+        all_in: where the others are.
+    """
+    parts = (
+        part if isinstance(part, str) else replace(part, most=most or len(part.rows), all_in=all_in)
+        for part in result._parts()
+    )
+    return "\n\n".join(part if isinstance(part, str) else _table_text(part) for part in parts)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[Any]], text: Collection[str] = ()) -> str:
@@ -131,18 +142,20 @@ def _line(cells: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> 
     return f"  {'  '.join(padded)}".rstrip()
 
 
-def _as_text(part: str | Table, limited: bool) -> str:
-    if isinstance(part, str):
-        return "\n".join(_filled(line) for line in part.split("\n"))
-    most = part.most if limited else None
-    lines = [part.title, table(part.headings, [_short(row) for row in part.rows[:most]], part.text)]
-    lines.append(f"  {part.left_out(most)}".rstrip())
+def _broken(paragraph: str) -> str:
+    """With lines of a width that is read with ease; paths stay whole."""
+    return "\n".join(_filled(line) for line in paragraph.split("\n"))
+
+
+def _table_text(part: Table) -> str:
+    lines = [part.title, table(part.headings, [_short(row) for row in part.rows[: part.most]], part.text)]
+    lines.append(f"  {part.left_out}".rstrip())
     return "\n".join(line for line in lines if line)
 
 
 def _filled(line: str) -> str:
-    """A line of prose in lines of a page; paths stay whole."""
-    return fill(line, PAGE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    margin = " " * (len(line) - len(line.lstrip()) + 2)
+    return fill(line, PAGE, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
 
 
 def _short(row: Sequence[Any]) -> list[str]:
@@ -158,7 +171,7 @@ def _as_html(part: str | Table) -> str:
         return f"<p>{escape(part, quote=False).replace(chr(10), '<br>')}</p>"
     left = " ".join(f"l{index + 1}" for index, flush in enumerate(_left(part.headings, part.text)) if flush)
     caption = f"<caption>{escape(part.title, quote=False)}</caption>" if part.title else ""
-    more = part.left_out(part.most)
+    more = part.left_out
     body = "".join(_html_rows(part))
     return f'<table class="{left}">{caption}{body}</table>' + (f"<p>{escape(more, quote=False)}</p>" if more else "")
 

@@ -35,9 +35,9 @@ def count(value: Any) -> str:
     return digits(value) if isinstance(value, float) and not value.is_integer() else str(int(value))
 
 
-def plural(number: int, word: str) -> str:
+def plural(number: int, word: str, ending: str = "s") -> str:
     """A count with its word, e.g. 2 layers."""
-    return f"{number:,} {word}{'s'[: number != 1]}"
+    return f"{number:,} {word}{ending if number != 1 else ''}"
 
 
 def size(value: Any) -> str:

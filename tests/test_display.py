@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from typing import Any
 
-from prunekit.display import CELL, LINE, MOST, Displayed, Table, whole
+from prunekit.display import CELL, LINE, MOST, Displayed, Table, text_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +44,8 @@ def test_rows_beyond_the_limit_are_counted_and_to_be_had() -> None:
     found = Lengths(("a", "b", "c"), most=2)
     assert str(found).endswith("  b          1  noun\n  ... 1 more row; .rows() has all")
     assert "<p>... 1 more row; .rows() has all</p>" in found._repr_html_()
-    assert whole(found).endswith("  c          1  noun")
+    assert text_of(found).endswith("  c          1  noun")
+    assert text_of(found, most=1, all_in="words.csv").endswith("noun\n  ... 2 more rows; words.csv has all")
     assert len(found.rows()) == 3
     assert str(Lengths(("a",) * 42)).endswith("... 2 more rows; .rows() has all")
     assert "more row" not in str(Lengths(("a",) * MOST))

@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torchvision.models import resnet152
 
+from prunekit.calibration import ChannelStats
+from prunekit.calibration.layer_stats import LayerStats, StatsKey
+from prunekit.capturing import capture
 from prunekit.channels import ChannelMap, trace
+from prunekit.diagnosis import Diagnosis, Finding
 from prunekit.display import Displayed
-from prunekit.planning import BudgetSettings, Plan, PruneSettings, load_plan
+from prunekit.errors import UsageError
+from prunekit.masking import ActivationThresholds
+from prunekit.measure.breakdown import OperatorRow, Side
+from prunekit.measure.causes import Cause
+from prunekit.measure.evidence import Estimate
+from prunekit.measure.verify import Verification
+from prunekit.planning import BudgetSettings, Plan, PruneSettings, SensitivityCurve, load_plan
+from prunekit.planning.latency import LayerLatency
+from prunekit.repair import LayerRepair, RepairReport
+from prunekit.repair.report import RepairMemory
+from prunekit.report.model_summary import summary
+from prunekit.training import GradientFlow
 from prunekit.workflow import plan_model
+from prunekit.workflow.attempts import Timing
+from prunekit.workflow.bench import Benchmark, bench
+from prunekit.workflow.delivered import Delivered
+from prunekit.workflow.explain import Explanation
+from prunekit.workflow.oneshot import Pruned
+from prunekit.workflow.profiled import Check, Profile
+from prunekit.workflow.sensitivity import Sensitivity
 
 PLAIN = (str, int, float, bool, type(None))
 PAGE = 6000
@@ -138,3 +162,160 @@ def test_paths_of_modules_are_escaped() -> None:
         assert "<script>" in str(result)
         assert "<script>" not in result._repr_html_()
         assert "&lt;script&gt;alert(1)" in result._repr_html_()
+
+
+def channels(count: int = 157) -> list[str]:
+    """As many layers as resnet152 has, with its longest names."""
+    return [f"layer3.{index}.downsample.0" for index in range(count)]
+
+
+def test_what_prune_returns(plan: Plan) -> None:
+    timing = Timing(2.0, 1.9, 2.1, 1.9, 1.8, 2.0, True, ())
+    frozen = SimpleNamespace(asked={"speedup": 2.0})
+    notes = tuple(f"repair: layer3.{index}.conv1 not refitted: it is read twice" for index in range(40))
+    report = RepairReport((LayerRepair("conv1.weight"),), 0.5, 0.1, True, RepairMemory(1, 1, 1, 1, (1, 1)))
+    found = Pruned(
+        nn.Identity(),
+        plan,
+        np.zeros(plan.keep.size),
+        1e-15,
+        None,
+        report,
+        notes,
+        Delivered(frozen, timing),  # type: ignore[arg-type]
+    )
+    check(found)
+    assert "... 30 more notes; .notes has all" in str(found)
+    assert re.search(r"MACs +\d+ M +\d+ M +50\.0 %", str(found))
+    assert re.search(r"latency_ms +3\.80 +2 +52\.6 %", str(found))
+    assert [row["figure"] for row in found.rows()] == ["MACs", "parameters", "channels", "latency_ms"]
+
+
+def test_what_verify_returns() -> None:
+    found = Verification(3.1e-15, 8)
+    check(found)
+    assert str(found).replace("\n  ", " ") == (
+        "Verified: masked and compact model agree: outputs differ by at most 3.1e-15 of their largest value, on 8 "
+        "samples in float64"
+    )
+
+
+def test_a_summary_of_modules(model: nn.Module, example: tuple[torch.Tensor]) -> None:
+    found = summary(model, example)
+    check(found)
+    assert "more rows; .rows() has all" in str(found)
+    assert "60.2 M parameters" in repr(found)
+
+
+def test_a_repair_lists_its_layers() -> None:
+    layers = tuple(LayerRepair(f"{name}.weight", "patch", 0.2, 0.1, 64, 64, 0.01) for name in channels())
+    found = RepairReport(layers, 0.4, 0.1, True, RepairMemory(1, 1, 1, 1, (1, 1)), 0.1)
+    check(found)
+    assert "error of the output on held-out samples 40.00 % -> 10.00 % of its variance; 157 layers" in (
+        " ".join(str(found).split()).replace("157 of 157 layers", "157 layers")
+    )
+
+
+def test_statistics_have_a_row_for_each_activation() -> None:
+    layers = {StatsKey(name, "output", 0): LayerStats.empty(64) for name in channels()}
+    found = ChannelStats(layers, {"model": "resnet152"})
+    check(found)
+    assert "157 activations, 10,048 channels" in str(found)
+    check(ChannelStats({}))
+
+
+def test_a_sensitivity_has_the_most_sensitive_group_first(chart: ChannelMap) -> None:
+    curves = {
+        group.name: SensitivityCurve(group.labels, np.linspace(0, index + 1, group.labels.size + 1), group.labels.size)
+        for index, group in enumerate(chart.groups)
+    }
+    found = Sensitivity(chart, chart.groups, curves, {})
+    check(found)
+    assert found.rows()[0]["group"] == chart.groups[-1].name
+
+
+def test_a_profile_has_the_slowest_module_first(chart: ChannelMap) -> None:
+    times = {name: float(index + 1) for index, name in enumerate(channels())}
+    layers = tuple(LayerLatency(name, ms, (), 0.1) for name, ms in times.items())
+    setting = {
+        "runtime": "eager", "device": "cpu", "batch": 1, "threads": 1, "dtype": "float32", "memory_format": "contiguous"
+    }  # fmt: skip
+    table = SimpleNamespace(layers=layers, dense_ms=20.0, setting=setting)
+    checks = (Check(20.0, 20.0, 1.0, False), Check(10.0, 11.0, 0.5, True))
+    sample = SimpleNamespace(times=SimpleNamespace(modules_ms=times, dense_ms=20.0))
+    found = Profile(chart, table, checks, (sample,) * 2, ("a note",), 12.0)  # type: ignore[arg-type]
+    check(found)
+    assert found.rows()[0]["module"] == channels()[-1]
+
+
+def test_a_diagnosis_lists_faults() -> None:
+    findings = tuple(
+        Finding("dead_channel", name, index, "channels that change", "64 that do not", "look at the weights")
+        for index, name in enumerate(channels())
+    )
+    found = Diagnosis(findings, ("dead_channel",), {"frozen_parameter": "there are no labels"}, 32, {"loss": 2.3})
+    check(found)
+    assert "... 147 more faults; .rows() has all" in str(found)
+    healthy = Diagnosis((), ("dead_channel",), {}, 32, {})
+    check(healthy)
+    assert str(healthy) == "healthy: 1 check found nothing (32 training images)"
+
+
+def test_an_explanation_has_causes_and_operators() -> None:
+    side = Side(1.0, 1, 2e9, 10**6, 2000.0)
+    operators = tuple(OperatorRow(name, "convolution", side, side, 1.0, 2.0, 0.006, 0.5) for name in channels())
+    cause = Cause("slower kernels at these widths", 3.0, "measured " * 20, "round widths to 8")
+    found = Explanation(
+        "cpu", 1, 1, 150.0, 140.0, Estimate(1.07, 1.0, 1.1), 2.0, 65.0, 1.0, 1.0, 150.0, 140.0, operators, (cause,) * 5,
+        ("noisy: the interval is wide",),
+    )  # fmt: skip
+    check(found)
+    assert found.figures()["rows"][0]["module"] == channels()[0]
+    assert "operators" not in found.figures()
+    assert found.rows()[0]["dense_ms"] == 1.0
+
+
+def test_a_benchmark_of_many_settings() -> None:
+    names = ("dense", "pruned")
+    places = [
+        {
+            "model": name, "device": "cpu", "runtime": "onnxruntime", "batch": batch, "threads": threads,
+            "dtype": "float32", "memory_format": "contiguous", "stable": True, "doubts": [],
+        }
+        for batch in (1, 4, 16, 64)
+        for threads in (1, 2, 4)
+        for name in names
+    ]  # fmt: skip
+    times = dict.fromkeys(("median_ms", "low_ms", "high_ms", "p10_ms", "p90_ms", "p99_ms", "samples_per_s"), 1.25)
+    latency = tuple({**place, **times, "peak_memory_bytes": 10**8} for place in places)
+    speedup = tuple({**place, "median": 2.0, "low": 1.9, "high": 2.1} for place in places if place["model"] == "pruned")
+    sizes = {name: {"params": 1, "macs": 1} for name in names}
+    found = Benchmark(sizes, latency, speedup, ("a note",), (), {})
+    check(found)
+    assert found.rows()[1]["speedup"] == 2.0
+    assert found.rows()[0]["speedup"] is None
+
+
+def test_bench_times_models_by_name() -> None:
+    found = bench({"wide": nn.Linear(8, 8), "narrow": nn.Linear(8, 2)}, {"input": torch.zeros(2, 8)}, repeats=5)
+    check(found)
+    assert found.models == {"wide": {"params": 72, "macs": 64}, "narrow": {"params": 18, "macs": 16}}
+    assert [row["model"] for row in found.rows()] == ["wide", "narrow"]
+    assert list(found.figures()) == ["models", "latency", "speedup", "notes", "failures", "machine"]
+    with pytest.raises(UsageError, match=r"models: expected models by name, such as .*, got Linear"):
+        bench(nn.Linear(8, 8), torch.zeros(2, 8))  # type: ignore[arg-type]
+
+
+def test_captured_tensors_and_thresholds(model: nn.Module, example: tuple[torch.Tensor]) -> None:
+    with capture(model, nn.Conv2d, reduce="mean") as record, torch.no_grad():
+        model(*example)
+    check(record)
+    assert repr(record["conv1"][0]) == "<Captured: output 0 of conv1, batch 0, call 0: 1x64x16x16>"
+    found = ActivationThresholds(dict.fromkeys(channels(), 0.1), dict.fromkeys(channels(), 0.5), 0.5, "output", 3)
+    check(found)
+
+
+def test_gradients_of_a_run() -> None:
+    flow = GradientFlow()
+    assert repr(flow) == "<GradientFlow: gradients of 0 layers, 0 records>"
+    check(flow)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from prunekit.artifacts import StrPath
 from prunekit.calibration import store
@@ -16,7 +17,12 @@ from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
 from prunekit.calibration.moments import RAISED, InputMoments
 from prunekit.calibration.ranks import MapRanks
+from prunekit.display import Displayed, Table
 from prunekit.errors import NonFiniteError, UsageError
+from prunekit.numbers import count, digits, plural, share
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,8 @@ class NonFinite:
         return f"{self.count} values are NaN or Inf in the {self.key} ({first})"
 
 
-@dataclass(frozen=True, eq=False)
-class ChannelStats(Mapping[StatsKey, LayerStats]):
+@dataclass(frozen=True, eq=False, repr=False)
+class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     """Per-channel statistics of a model's activations, by (module path, "input" or "output", call ordinal).
 
     Immutable. Keys are in the order in which the activations were first met, which is the order of execution.
@@ -125,9 +131,56 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
         agreed = dict(self.provenance.items() & other.provenance.items())
         return ChannelStats(merged, agreed, moments, ranks, {**self.reads, **other.reads})
 
-    def to_frame(self) -> pd.DataFrame:
+    def rows(self) -> list[dict[str, Any]]:
+        """Every activation in order of execution, over all of its channels; `channel_frame` has each channel."""
+        return [
+            {
+                **key._asdict(),
+                "channels": layer.channels,
+                "count": int(layer.count.sum()),
+                "mean": _over(layer.mean, layer),
+                "rms": float(np.sqrt(_over(layer.rms**2, layer))),
+                "zero_fraction": _over(layer.zero_fraction, layer),
+                "dead": int(np.count_nonzero(layer.constant)) if key.side == "output" else 0,
+                "non_finite": int(layer.non_finite.sum()),
+            }
+            for key, layer in self.items()
+        ]
+
+    def _headline(self) -> str:
+        channels = sum(layer.channels for layer in self.values())
+        dead, spoiled = sum(map(len, self.dead().values())), self.non_finite
+        more = [f"{name} of {plural(len(found), 'input')}" for name, found in (("moments", self.moments),) if found]
+        more += [f"ranks of {plural(len(self.ranks), 'activation')}"] if self.ranks else []
+        more += [f"NaN or Inf in {plural(len(spoiled), 'activation')}"] if spoiled else []
+        about = f"{plural(len(self), 'activation')}, {plural(channels, 'channel')}, {dead:,} of them dead"
+        return ", ".join((about, *more))
+
+    def _parts(self) -> Iterator[str | Table]:
+        origin = "".join(f"\n{name}: {value}" for name, value in self.provenance.items())
+        yield f"Channel statistics: {self._headline()}{origin}"
+        cells = [
+            (
+                row["module"] or "(root)",
+                row["side"] + (f" {row['call']}" if row["call"] else ""),
+                row["channels"],
+                count(row["count"]),
+                digits(row["mean"]),
+                digits(row["rms"]),
+                share(row["zero_fraction"]),
+                row["dead"],
+                row["non_finite"],
+            )
+            for row in self.rows()
+        ]
+        headings = ("module", "side", "channels", "values", "mean", "rms", "zeros", "dead", "NaN or Inf")
+        yield Table(headings, cells, text=("side",))
+
+    def channel_frame(self) -> pd.DataFrame:
         """One row per channel: module, side, call, channel, count, mean, variance, mean_abs, rms, min, max,
         zero_fraction, non_finite, dead."""
+        import pandas as pd
+
         if not self.layers:
             return _frame(StatsKey("", "output", 0), LayerStats.empty(0))
         return pd.concat([_frame(key, layer) for key, layer in self.items()], ignore_index=True)
@@ -143,7 +196,7 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
         """
         file = store.locate(path)
         store.write(file, store.Contents(self.layers, self.provenance, self.moments, self.ranks, self.reads))
-        store.write_csv(file.with_suffix(".csv"), self.to_frame())
+        store.write_csv(file.with_suffix(".csv"), self.channel_frame())
         return file
 
     @classmethod
@@ -156,6 +209,12 @@ class ChannelStats(Mapping[StatsKey, LayerStats]):
         return cls(*store.read(store.locate(path)))
 
 
+def _over(values: npt.NDArray[np.float64], layer: LayerStats) -> float:
+    """The mean of a figure over all values of an activation; NaN where there are none."""
+    total = layer.count.sum()
+    return float((values * layer.count).sum() / total) if total else math.nan
+
+
 def _first_non_finite(key: StatsKey, layer: LayerStats) -> NonFinite:
     passes = layer.first_non_finite
     batch = passes[passes > 0].min()
@@ -166,6 +225,8 @@ FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "
 
 
 def _frame(key: StatsKey, layer: LayerStats) -> pd.DataFrame:
+    import pandas as pd
+
     place = {"module": key.module, "side": key.side, "call": key.call, "channel": np.arange(layer.channels)}
     values = {column: getattr(layer, column) for column in FRAME_COLUMNS}
     return pd.DataFrame({**place, **values, "dead": layer.constant & (key.side == "output")})

@@ -17,12 +17,14 @@ from prunekit.capturing.reducers import Named, Reducer, reducer_of
 from prunekit.capturing.sizes import Size, copy_ms, size_of
 from prunekit.capturing.store import OnDisk, Store, mib
 from prunekit.context import device_of
+from prunekit.display import Displayed, Table
 from prunekit.errors import UsageError, nearest
 from prunekit.hooks import refuse_nested
 from prunekit.inputs import example as normalized
+from prunekit.numbers import plural
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Captured:
     """One tensor of one call of a layer.
 
@@ -39,13 +41,18 @@ class Captured:
     shape: tuple[int, ...]
     _kept: Any
 
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape)) or "scalar"
+        batch = "" if self.batch is None else f", batch {self.batch}"
+        return f"<Captured: {self.what} {self.position} of {self.path or 'the model'}{batch}, call {self.call}: {size}>"
+
     @property
     def value(self) -> Any:
         """The copy, read from its file where it is in one; or what the reducer made."""
         return self._kept.read() if isinstance(self._kept, OnDisk) else self._kept
 
 
-class Capture(LayerHooks):
+class Capture(Displayed, LayerHooks):
     """What was captured, in the order in which it happened; see `capture`."""
 
     purpose = "capture"
@@ -111,6 +118,27 @@ class Capture(LayerHooks):
         """The values of what `find` finds."""
         return [entry.value for entry in self.find(pattern, what)]
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Every tensor in the order in which it was captured: which it is, and its shape as text."""
+        return [
+            {
+                **{name: getattr(entry, name) for name in Where._fields},
+                "shape": "x".join(map(str, entry.shape)) or "scalar",
+            }
+            for entry in self._entries
+        ]
+
+    def _headline(self) -> str:
+        layers = plural(len({entry.path for entry in self._entries}), "layer")
+        kept = "reduced" if self._reduced else "as copies"
+        return f"{plural(len(self), 'tensor')} of {layers}, kept {kept}, {mib(self.bytes)}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Capture: {self._headline()}"
+        cells = [["" if value is None else value for value in row.values()] for row in self.rows()]
+        if cells:
+            yield Table(("layer", "what", "batch", "call", "position", "shape"), cells, text=("what", "shape"))
+
     @property
     def bytes(self) -> int:
         """How much is kept."""
@@ -139,7 +167,7 @@ class Capture(LayerHooks):
         def error(needed: int) -> Exception:
             passes = max(self._begun, 1)
             so_far = Size(len(self._entries) + 1, self._whole, self._channels)
-            kept = f"{_several(len(self._entries), 'tensor')} of {_several(passes, 'forward pass', 'es')}"
+            kept = f"{plural(len(self._entries), 'tensor')} of {plural(passes, 'forward pass', 'es')}"
             text = f"{where} takes {mib(needed)} more, after {kept} that take {mib(self._store.bytes)}"
             return self._too_much(text, so_far)
 
@@ -152,10 +180,6 @@ class Capture(LayerHooks):
         if least < size.bytes:
             advice = f"reduce='mean' ({mib(least)} instead of {mib(size.bytes)}), {advice}"
         return UsageError(f"capture: {what}, and the limit of {where} is {mib(self._store.limit)}; use {advice}")
-
-
-def _several(count: int, name: str, plural: str = "s") -> str:
-    return f"{count} {name}{plural if count != 1 else ''}"
 
 
 def _enough(count: int) -> int:

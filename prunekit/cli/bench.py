@@ -10,7 +10,8 @@ import click
 
 from prunekit.cli.models import ModelOptions, all_targets, check_recipes
 from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
-from prunekit.cli.output import Console, check_folder, save, table
+from prunekit.cli.output import Console, check_folder, save
+from prunekit.display import text_of
 from prunekit.errors import nearest
 from prunekit.registries import RUNTIMES
 from prunekit.vocabulary import DtypeName, MemoryFormat
@@ -111,19 +112,21 @@ def bench_command(
     targets, overrides = split_overrides(arguments)
     check_recipes(targets, overrides, ModelOptions(**options))
     from prunekit.measure import LatencySettings
-    from prunekit.workflow.bench import bench as measure
-    from prunekit.workflow.bench import devices, gated
+    from prunekit.workflow.bench import bench_targets, devices, gated
 
     batch = batch or ((1, 16) if max_latency_ms is None else (1,))
     settings = LatencySettings(batch, threads, repeats, runtime, dtype, memory_format)
     with console.running():
         devices(device, settings)  # before models are built, which may take long
-        result = measure(all_targets(targets, overrides, ModelOptions(**options)), settings, device, log=console.log)
+        found = bench_targets(
+            all_targets(targets, overrides, ModelOptions(**options)), settings, device, log=console.log
+        )
+    result = found.figures()
     gates = [] if max_latency_ms is None else gated(result["latency"], max_latency_ms)
     passed = all(fast for _, fast in gates) and not result["failures"]
     payload = result if max_latency_ms is None else {**result, "max_latency_ms": max_latency_ms, "passed": passed}
     save(payload, output, "bench.json", console)
-    console.result(payload, _text(result))
+    console.result(payload, text_of(found))
     _conclude(result["failures"], gates, max_latency_ms, console)
     if not passed:
         click.get_current_context().exit(1)
@@ -141,40 +144,3 @@ def _conclude(
         doubt = "" if row["stable"] else f", unstable: 95 % up to {row['high_ms']:.3g} ms"
         found = f"{row['median_ms']:.3g} ms{doubt}; the limit is {max_latency_ms:g} ms"
         console.log(f"prunekit: {'fast enough' if fast else 'too slow'}: {row['model']} ({where(row)}): {found}")
-
-
-def _text(result: dict[str, Any]) -> str:
-    from prunekit.measure.wording import computed, doubtful, surroundings, unstable
-    from prunekit.numbers import digits, factor, interval, size
-
-    rows = [
-        (
-            row["model"],
-            *(row[key] for key in WHERE),
-            computed(row),
-            digits(row["median_ms"]),
-            interval(row["low_ms"], row["high_ms"]) + doubtful(row),
-            *(digits(row[key]) for key in TIMES[1:]),
-            digits(row["samples_per_s"]),
-            size(row["peak_memory_bytes"]),
-        )
-        for row in result["latency"]
-    ]
-    text = ("device", "runtime", "dtype", "95 % interval")
-    headings = ("median ms", "95 % interval", "p10", "p90", "p99", "samples/s", "peak memory")
-    parts = [table(("model", *WHERE, "dtype", *headings), rows, text)] if rows else []
-    speedups = [
-        (
-            row["model"],
-            *(row[key] for key in WHERE),
-            computed(row),
-            factor(row["median"]),
-            interval(row["low"], row["high"]) + doubtful(row),
-        )
-        for row in result["speedup"]
-    ]
-    if speedups:
-        parts.append(table(("against the first", *WHERE, "dtype", "speedup", "95 % interval"), speedups, text))
-    machine = surroundings(result["machine"], result["latency"])
-    remarks = [*unstable(result["latency"], result["speedup"]), *result["notes"], machine]
-    return "\n\n".join([*parts, "\n".join(remarks)])

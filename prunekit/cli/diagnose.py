@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,9 +18,7 @@ from prunekit.cli.options import (
     split_overrides,
 )
 from prunekit.cli.output import Console, check_folder, save
-
-if TYPE_CHECKING:
-    from prunekit.diagnosis import Diagnosis, Finding
+from prunekit.display import text_of
 
 
 @click.command("diagnose", short_help="Find what is wrong with a model and its data.")
@@ -87,32 +84,6 @@ def diagnose_command(
         )
     payload = {"model": target.name, **found.as_dict()}
     save(payload, output, "diagnose.json", console)
-    console.result(payload, "\n".join(text(target.name, found)))
+    console.result(payload, f"{target.name}: {text_of(found)}")
     if not found.healthy:
         click.get_current_context().exit(1)
-
-
-def text(name: str, found: Diagnosis) -> Iterator[str]:
-    """The diagnosis as lines for a terminal."""
-    from prunekit.numbers import digits
-
-    figures = "".join(f", {key} {digits(value)}" for key, value in found.figures.items())
-    count = len(found.findings)
-    said = f"{count} fault{'s'[: count != 1]}" if count else f"healthy: {len(found.checked)} checks found nothing"
-    yield f"{name}: {said} ({found.images} training images{figures})"
-    for number, finding in enumerate(found.findings, 1):
-        yield ""
-        yield f"{number}. {named(finding)}"
-        yield f"   expected: {finding.expected}"
-        yield f"   came:     {finding.came}"
-        yield f"   to do:    {finding.advice}"
-        if finding.consequences:
-            yield f"   may cause: {', '.join(map(named, finding.consequences))}"
-    for reason in dict.fromkeys(found.skipped.values()):
-        kinds = [kind for kind, why in found.skipped.items() if why == reason]
-        yield f"\nnot looked for, {reason}: {', '.join(kinds)}"
-
-
-def named(finding: Finding) -> str:
-    """What it is, and where."""
-    return f"{finding.kind} in {finding.module or 'the model'}"

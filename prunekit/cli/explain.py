@@ -17,7 +17,8 @@ from prunekit.cli.options import (
     seed_option,
     split_overrides,
 )
-from prunekit.cli.output import Console, check_folder, plain, save, table
+from prunekit.cli.output import Console, check_folder, plain, save
+from prunekit.display import text_of
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def explain_command(
     save(payload, output, "explain.json", console)
     if output is not None:
         console.log(f"wrote {report.write_explanation(output, payload)}")
-    console.result(payload, text(payload))
+    text = text_of(found, most=SHOWN, all_in="explain.json")
+    console.result(payload, f"{target.name} {text}")
 
 
 def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOptions) -> nn.Module:
@@ -85,60 +87,3 @@ def _dense(name: str, dense: str | None, overrides: list[str], options: ModelOpt
     from prunekit.workflow.counterpart import dense_of
 
     return dense_of(Path(name), options.factory)
-
-
-def text(result: dict[str, Any]) -> str:
-    """The explanation as lines for a terminal."""
-    return "\n".join([*_headline(result), "", *_causes(result["causes"]), "", *_rows(result), *result["notes"]])
-
-
-def _headline(result: dict[str, Any]) -> list[str]:
-    from prunekit.numbers import digits, factor, interval, share
-
-    speedup, ratio = result["speedup"], result["macs_ratio"]
-    outside, inside = result["pruned_outside_ms"], result["pruned_operators_ms"]
-    lines = [
-        f"{result['pruned']} on {result['device']}, batch {result['batch']}, threads {result['threads']}: "
-        f"{digits(result['pruned_ms'])} ms, dense {digits(result['dense_ms'])} ms",
-        f"{factor(speedup['median'])} faster {interval(speedup['low'], speedup['high'])}; its multiply-accumulates say "
-        f"{factor(ratio)}: {share(speedup['median'] / ratio, 0)} of the ideal, "
-        f"{digits(abs(result['shortfall_ms']))} ms {'more' if result['shortfall_ms'] > 0 else 'less'} than that",
-    ]
-    dense_inside, dense_outside = result["dense_operators_ms"], result["dense_outside_ms"]
-    lines.append(
-        f"in operators {digits(inside)} ms (dense {digits(dense_inside)}), outside of them (Python, dispatch) "
-        f"{digits(outside)} ms (dense {digits(dense_outside)}): {share(outside / (inside + outside), 0)} of the time"
-    )
-    return lines
-
-
-def _causes(causes: list[dict[str, Any]]) -> list[str]:
-    from prunekit.numbers import digits
-
-    if not causes:
-        return ["No cause was found: nothing that was tried makes it faster."]
-    lines = ["Causes, each measured; they overlap, so that their milliseconds do not add up:"]
-    for cause in causes:
-        lines += [f"  {cause['name']} (about {digits(cause['ms'])} ms)", f"    {cause['evidence']}."]
-        lines.append(f"    To fix it: {cause['fix']}.")
-    return lines
-
-
-def _rows(result: dict[str, Any]) -> list[str]:
-    from prunekit.report.explain import operator_cells
-
-    rows = [row for row in result["rows"] if row["pruned"]]
-    heading = "Operators" if len(rows) <= SHOWN else f"The {SHOWN} slowest of {len(rows)} operators"
-    headings = (
-        "module",
-        "operator",
-        "dense ms",
-        "pruned ms",
-        "MACs",
-        "pruned",
-        "faster",
-        "ideal",
-        "share",
-        "MACs/byte",
-    )
-    return [heading, table(headings, [operator_cells(row) for row in rows[:SHOWN]], text=("operator",))]

@@ -51,16 +51,18 @@ def _layers(target: InputModel, output: Path | None, console: Console) -> None:
     """The table of modules, in order of execution."""
     from dataclasses import asdict
 
+    from prunekit.display import text_of
     from prunekit.report.model_summary import summary
 
     found = summary(target.model, target.example_inputs(), name=target.name)
-    result = {**asdict(found), "rows": found.records()}
+    result = {**asdict(found), "rows": found.rows()}
+    del result["modules"]
     save(result, output, "layers.json", console)
     if output is not None:
         console.log(f"wrote {found.to_csv(output / 'layers.csv')}")
         write_text(output / "layers.html", found.to_html())
         console.log(f"wrote {output / 'layers.html'}")
-    console.result(result, found.text())
+    console.result(result, text_of(found))
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from prunekit.cli.options import common_options, load_job, output_option, own_options, seed_option
-from prunekit.cli.output import Console, check_folder, table
+from prunekit.cli.output import Console, check_folder
+from prunekit.display import text_of
 
 SLOWEST = 20
 HOW = ("widths step by", "kernel changes at")
@@ -58,34 +59,7 @@ def profile_command(
             own=Own(factory, data, optimizer),
         )
     places = f"Table: {run.folder / 'profile.csv'}\nReport: {run.folder / 'report.html'}"
-    console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics)}\n{places}")
-
-
-def _text(metrics: dict[str, Any]) -> str:
-    from prunekit.numbers import share
-
-    setting = metrics["setting"]
-    where = f"{setting['runtime']}, {setting['device']}, batch {setting['batch']}, threads {setting['threads']}"
-    rows = [
-        (
-            row["module"] or "(the model's own code)",
-            f"{row['dense_ms']:.3f}",
-            share(row["share"], 1),
-            row["steps"] or "-",
-            row["changes_at"] or "-",
-            "-" if row["error"] is None else share(row["error"], 1),
-        )
-        for row in metrics["layers"][:SLOWEST]
-    ]
-    left_out = len(metrics["layers"]) - len(rows)
-    worst = max(abs(check["error"]) for check in metrics["checks"])
-    lines = [
-        f"Dense: {metrics['dense_ms']:.3f} ms ({where}, {setting['dtype']}, {setting['memory_format']})",
-        table(("module", "ms", "share", *HOW, "fit error"), rows, text=HOW),
-        *([f"... and {left_out} more in profile.csv"] if left_out else []),
-        f"Sum of the layers against whole networks that were held out: median error {share(metrics['error'], 1)}, "
-        f"at most {share(worst, 1)} ({len(metrics['checks'])} of {metrics['networks']} networks, "
-        f"{metrics['seconds']:.0f} s)",
-        *(f"Note: {note}" for note in metrics["notes"]),
-    ]
-    return "\n".join(lines)
+    console.result(
+        {"folder": str(run.folder), **run.metrics},
+        f"{text_of(run.result, most=SLOWEST, all_in='profile.csv')}\n{places}",
+    )

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
-from prunekit.cli.output import Console, check_folder, table
+from prunekit.cli.output import Console, check_folder
+from prunekit.display import text_of
 
 
 @click.command("sensitivity", short_help="Show what each channel group costs to prune.")
@@ -59,31 +60,9 @@ def sensitivity_command(
             own=Own(factory, data, optimizer),
         )
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
-    console.result({"folder": str(run.folder), **run.metrics}, f"{_text(run.metrics, measured)}\n{places}")
-
-
-def _text(metrics: dict[str, Any], measured: bool) -> str:
-    from prunekit.numbers import count
-
-    columns = [("fast 1 %", "kept_1_fast"), ("10 %", "kept_10_fast"), ("at half", "half_fast"), ("total", "half_total")]
-    if measured:
-        columns += [("measured 1 %", "kept_1_measured"), ("10 %", "kept_10_measured"), ("at half", "half_measured")]
-    rows = [
-        (row["group"], row["channels"], count(row["macs"]), *(_cell(name, row[name]) for _, name in columns))
-        for row in metrics["groups"]
-    ]
-    lines = [
-        "Channels to keep for an error within 1 % and 10 % of the variance, and the error at half of the channels "
-        "(total: what a budget is spent by); the most sensitive group first.",
-        table(("group", "channels", "MACs", *(heading for heading, _ in columns)), rows),
-    ]
-    return "\n".join([*lines, *_measured(metrics)])
-
-
-def _cell(name: str, value: float | None) -> str:
-    from prunekit.numbers import digits, share
-
-    return digits(value) if name == "half_total" else share(value, 0 if name.startswith("kept") else 1)
+    console.result(
+        {"folder": str(run.folder), **run.metrics}, "\n".join([text_of(run.result), *_measured(run.metrics), places])
+    )
 
 
 def _measured(metrics: dict[str, Any]) -> list[str]:
@@ -92,9 +71,4 @@ def _measured(metrics: dict[str, Any]) -> list[str]:
     if metrics["dense"] is None:
         return []
     top1, loss = percent(metrics["dense"]["top1"], 2), digits(metrics["dense"]["loss"])
-    lines = [f"Dense model on {metrics['measured_images']} validation images: top-1 {top1}, loss {loss}"]
-    if metrics["agreement"] is not None:
-        lines.append(
-            f"Rank correlation of fast and measured, over groups at half of the channels: {metrics['agreement']:.2f}"
-        )
-    return lines
+    return [f"Dense model on {metrics['measured_images']} validation images: top-1 {top1}, loss {loss}"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from prunekit.diagnosis.observation import Observation
+from prunekit.display import Displayed
+from prunekit.numbers import digits, plural
 
+SHOWN = 10
+"""Faults that a diagnosis shows."""
 BEFORE = -1
 """Order of what is wrong before any module runs: the data."""
 Need = Literal["data", "model", "forward", "gradients", "step"]
@@ -38,9 +42,12 @@ class Finding:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     consequences: tuple[Finding, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.module or 'the model'}"
 
-@dataclass(frozen=True)
-class Diagnosis:
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Displayed):
     """What is wrong with a model and its data.
 
     Attributes:
@@ -61,6 +68,36 @@ class Diagnosis:
     def healthy(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every fault: its kind, module, what was expected, what came, and what to do."""
+        names = ("kind", "module", "order", "expected", "came", "advice")
+        return [{name: getattr(finding, name) for name in names} for finding in self.findings]
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is healthy, in a line."""
+        checks = f"healthy: {plural(len(self.checked), 'check')} found nothing"
+        said = plural(len(self.findings), "fault") if self.findings else checks
+        figures = "".join(f", {key} {digits(value)}" for key, value in self.figures.items())
+        return f"{said} ({plural(self.images, 'training image')}{figures})"
+
+    def _headline(self) -> str:
+        return self.verdict + (f": {listed(map(str, self.findings))}" if self.findings else "")
+
+    def _parts(self) -> Iterator[str]:
+        yield self.verdict
+        for number, finding in enumerate(self.findings[:SHOWN], 1):
+            may = f"\n   may cause: {listed(map(str, finding.consequences))}" if finding.consequences else ""
+            yield (
+                f"{number}. {finding}\n   expected: {finding.expected}\n   came:     {finding.came}\n"
+                f"   to do:    {finding.advice}{may}"
+            )
+        if len(self.findings) > SHOWN:
+            yield f"... {plural(len(self.findings) - SHOWN, 'more fault')}; .rows() has all"
+        for reason in dict.fromkeys(self.skipped.values()):
+            kinds = [kind for kind, why in self.skipped.items() if why == reason]
+            yield f"not looked for, {reason}: {', '.join(kinds)}"
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON has it, with `healthy`."""

@@ -15,11 +15,13 @@ from prunekit.artifacts import StrPath, read_json, write_json
 from prunekit.calibration import MagnitudeSketch
 from prunekit.channels import channel_axis
 from prunekit.context import device_of, training_mode
+from prunekit.display import Displayed, Table
 from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks import HookOwner
 from prunekit.inputs import call, moved
 from prunekit.masking.activations import ActivationMasks, Side, change_activations
 from prunekit.masking.selection import paths_matching
+from prunekit.numbers import digits, plural, share
 from prunekit.progress import reporting, stage, tracked
 from prunekit.settings.masking import ActivationSettings
 from prunekit.tasks import Pairs, Task
@@ -31,8 +33,8 @@ NEAR = 0.001
 """How near the target, as a share of the values, ends the search for a layer."""
 
 
-@dataclass(frozen=True, eq=False)
-class ActivationThresholds(Mapping[str, float]):
+@dataclass(frozen=True, eq=False, repr=False)
+class ActivationThresholds(Displayed, Mapping[str, float]):
     """Thresholds by module path, and what they reach; `ActivationMasks` takes this as it is.
 
     Attributes:
@@ -57,6 +59,23 @@ class ActivationThresholds(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self.thresholds)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every module: its threshold, and the share of zeros that it reaches, None where that is not known."""
+        return [
+            {"module": path, "threshold": float(value), "zeros": self.reached.get(path)}
+            for path, value in self.thresholds.items()
+        ]
+
+    def _headline(self) -> str:
+        target = "" if self.target is None else f", target {share(self.target)} of zeros"
+        off = f", {len(self.off_target())} off it" if self.off_target() else ""
+        return f"{self.side}s of {plural(len(self), 'module')}{target}{off}; {plural(self.rounds, 'pass', 'es')}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Activation thresholds: {self._headline()}"
+        cells = [(row["module"] or "(root)", digits(row["threshold"]), share(row["zeros"])) for row in self.rows()]
+        yield Table(("module", "threshold", "zeros"), cells)
 
     def off_target(self, tolerance: float = 0.01) -> dict[str, float]:
         """Layers that do not reach the target, with what they reach: zeros alone exceed it (then the threshold is 0),

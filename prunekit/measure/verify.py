@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
@@ -19,17 +19,19 @@ from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
+from prunekit.display import Displayed
 from prunekit.errors import ModelError, UsageError, VerificationError
 from prunekit.inputs import advice, call
 from prunekit.inputs import examples as each
 from prunekit.measure.differing import largest_difference
 from prunekit.nested import gather, tensors_in
+from prunekit.numbers import plural, scientific
 from prunekit.planning import Plan, require_plan
 from prunekit.wrappers import require_values, unwrapped
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Displayed):
     """How far masked and compact model are apart.
 
     Attributes:
@@ -42,6 +44,20 @@ class Verification:
     max_relative_difference: float
     inputs: int
     dtype: str = "float64"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row: the difference, the samples, and the precision."""
+        return [asdict(self)]
+
+    def _headline(self) -> str:
+        found, samples = scientific(self.max_relative_difference), plural(self.inputs, "sample")
+        return (
+            f"masked and compact model agree: outputs differ by at most {found} of their largest value, on {samples} "
+            f"in {self.dtype}"
+        )
+
+    def _parts(self) -> Iterator[str]:
+        yield f"Verified: {self._headline()}"
 
 
 def verify(

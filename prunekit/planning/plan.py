@@ -175,19 +175,23 @@ class Plan(Displayed):
             rows.append(row | {"macs_dense": macs, "macs_kept": kept[layer]})
         return rows
 
-    def _headline(self) -> str:
-        chart, asked = self.channel_map, self.provenance.get("prune", {})
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """MACs for one sample, parameters, and channels of the groups, dense and kept."""
+        chart = self.channel_map
         parameters = [name for name, stored in chart.stored.items() if stored.parameter]
         held = sum(prod(chart.shapes[name]) for name in parameters)
         channels = sum(group.labels.size for group in chart.groups)
-        figures = {
+        return {
             "MACs": (chart.macs(), chart.macs(self.keep)),
             "parameters": (held, chart.parameters_kept(self.keep, parameters)),
             "channels": (channels, channels - self.removed),
         }
+
+    def _headline(self) -> str:
+        asked = self.provenance.get("prune", {})
         left = [
             f"{name} {count(dense)} -> {count(kept)} ({share(kept / (dense or 1))})"
-            for name, (dense, kept) in figures.items()
+            for name, (dense, kept) in self.totals().items()
         ]
         how = ", ".join(f"{key} {asked[key]}" for key in ("criterion", "scope") if key in asked)
         return ", ".join(left) + (f"; {how}" if how else "")
@@ -195,9 +199,7 @@ class Plan(Displayed):
     def _parts(self) -> Iterator[str | Table]:
         masks = plural(len(self.element_masks), "tensor")
         yield f"Plan: {self._headline()}" + (f"; single weights of {masks} masked" if self.element_masks else "")
-        budgets = self.provenance.get("budgets", {})
-        if budgets:
-            yield Table(("budget", "dense", "asked for", "left", ""), [self._budget(name) for name in budgets])
+        yield from self.budgets()
         rows = self.rows()
         columns = (
             [row["layer"] or "(root)" for row in rows],
@@ -209,6 +211,12 @@ class Plan(Displayed):
         )
         headings = ("layer", "inputs", "outputs", "MACs", "left", "share")
         yield Table(headings, list(zip(*columns, strict=True)))
+
+    def budgets(self) -> Iterator[Table]:
+        """What every budget leaves, and which binds, as a table; none where there are no budgets."""
+        names = self.provenance.get("budgets", {})
+        if names:
+            yield Table(("budget", "dense", "asked for", "left", ""), [self._budget(name) for name in names])
 
     def _budget(self, name: str) -> tuple[str, ...]:
         """What a budget asked for and what is left of it."""

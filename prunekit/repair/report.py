@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from statistics import mean
+from typing import Any
+
+from prunekit.display import Displayed, Table
+from prunekit.numbers import NOTHING, plural, share
 
 NO_BETTER = "with all layers fitted the model's output is no better on held-out images"
 """Why a layer's fit was dropped."""
@@ -73,8 +77,8 @@ class RepairMemory:
         return f"takes up to {self.bytes / 2**20:,.0f} MiB beside the model and two copies of it: {', '.join(parts)}"
 
 
-@dataclass(frozen=True)
-class RepairReport:
+@dataclass(frozen=True, repr=False)
+class RepairReport(Displayed):
     """A repair.
 
     Attributes:
@@ -94,6 +98,33 @@ class RepairReport:
     kept: bool
     memory: RepairMemory
     fitted: float = 0.0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every layer, in the order in which they run; see `LayerRepair`."""
+        return [asdict(layer) for layer in self.layers]
+
+    def _headline(self) -> str:
+        applied = sum(bool(layer.applied) for layer in self.layers)
+        error = (
+            f"error of the output on held-out samples {share(self.before, 2)} -> {share(self.after, 2)} of its variance"
+        )
+        return f"{error}; {applied} of {plural(len(self.layers), 'layer')} refitted"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Repair: {self._headline()}"
+        if self.notes:
+            yield "\n".join(self.notes)
+        cells = [
+            (
+                layer.weight.removesuffix(".weight"),
+                layer.applied or NOTHING,
+                share(layer.before, 2),
+                share(layer.after, 2),
+                layer.note,
+            )
+            for layer in self.layers
+        ]
+        yield Table(("layer", "fit", "error before", "after", "note"), cells, text=("fit", "note"))
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from prunekit.artifacts import StrPath, atomic_file
 from prunekit.channels.copying import named_tensors
-from prunekit.display import table
+from prunekit.display import Displayed, Table
 from prunekit.errors import ModelError
 from prunekit.inputs import example as normalized
 from prunekit.inputs import moved
@@ -24,13 +25,13 @@ from prunekit.wrappers import unwrapped
 DTYPES: dict[str, DtypeName] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
-@dataclass(frozen=True)
-class ModelSummary:
+@dataclass(frozen=True, repr=False)
+class ModelSummary(Displayed):
     """What each module of a model takes and makes, holds and computes, in order of execution.
 
     Attributes:
         name: of the model.
-        rows: see `ModuleRow`; parameters that several modules share count in the first.
+        modules: see `ModuleRow`; parameters that several modules share count in the first.
         batch: of the example, which shapes and bytes are of.
         params, trainable: elements of all parameters; `trainable` of those with `requires_grad`.
         macs: multiply-accumulates for one sample, as `FlopCounterMode` counts them.
@@ -41,7 +42,7 @@ class ModelSummary:
     """
 
     name: str
-    rows: tuple[ModuleRow, ...]
+    modules: tuple[ModuleRow, ...]
     batch: int
     params: int
     trainable: int
@@ -50,8 +51,10 @@ class ModelSummary:
     weight_bytes: int
     peak_bytes: int | None
 
-    def text(self) -> str:
-        """The table and the totals for a terminal."""
+    def _headline(self) -> str:
+        return self._totals()
+
+    def _parts(self) -> Iterator[str | Table]:
         total = self.macs or 1
         rows = [
             (
@@ -65,10 +68,11 @@ class ModelSummary:
                 size(row.activation_bytes),
                 row.calls,
             )
-            for row in self.rows
+            for row in self.modules
         ]
         headings = ("module", "type", "input", "output", "parameters", "MACs", "share", "activations", "calls")
-        return f"{table(headings, rows, ('type', 'input', 'output'))}\n\n{self._totals()}"
+        yield Table(headings, rows, text=("type", "input", "output"))
+        yield self._totals()
 
     def _totals(self) -> str:
         frozen = f" ({count(self.params - self.trainable)} frozen)" if self.params > self.trainable else ""
@@ -79,16 +83,16 @@ class ModelSummary:
             f"{peak}"
         )
 
-    def records(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """The rows as plain values; shapes as text, such as `1x3x224x224`."""
-        return [{**asdict(row), "inputs": shown(row.inputs), "outputs": shown(row.outputs)} for row in self.rows]
+        return [{**asdict(row), "inputs": shown(row.inputs), "outputs": shown(row.outputs)} for row in self.modules]
 
     def to_csv(self, path: StrPath) -> Path:
         """Writes the rows as a CSV file, whole or not at all."""
         import pandas as pd
 
         with atomic_file(Path(path)) as temporary:
-            pd.DataFrame(self.records()).to_csv(temporary, index=False)
+            pd.DataFrame(self.rows()).to_csv(temporary, index=False)
         return Path(path)
 
     def to_html(self) -> str:
@@ -96,13 +100,13 @@ class ModelSummary:
         from prunekit.report.templates import rendered
 
         totals = self._totals().partition(": ")[2]
-        return rendered("summary.html", summary=self, totals=totals, records=self.records())
+        return rendered("summary.html", summary=self, totals=totals, records=self.rows())
 
 
 def summary(model: nn.Module, example: Any, *, name: str | None = None) -> ModelSummary:
     """Shapes, parameters, MACs and activation memory of each module, by one forward pass in eval mode.
 
-        print(prunekit.summary(model, torch.zeros(1, 3, 224, 224)).text())
+        print(prunekit.summary(model, torch.zeros(1, 3, 224, 224)))
 
     On dense, masked and compact models of any kind; modes, random state and hooks are afterwards what they were.
 

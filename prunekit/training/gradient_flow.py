@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prunekit.display import Displayed, Table
+from prunekit.numbers import plural, scientific
 from prunekit.training.parts import Part, Training
 
 SHARES = (0.1, 0.5, 0.9)
@@ -40,7 +42,7 @@ class FlowRow:
     zeros: float
 
 
-class GradientFlow(Part):
+class GradientFlow(Displayed, Part):
     """Records percentiles of the absolute gradients of every layer, a number of times over a run.
 
     Of weights with two or more axes, as they are before `clamp_weight_grad` and the optimizer, of all processes
@@ -55,11 +57,14 @@ class GradientFlow(Part):
         self._steps: list[int] = []
         self._found: list[Tensor] = []  # (layers, 4) each
         self._waiting: Tensor | None = None
+        self._weights: dict[str, nn.Parameter] = {}
+        self._per_epoch = 1
 
     @contextmanager
     def active(self, training: Training) -> Iterator[None]:
         self._training = training
         self._weights = flow_weights(training.model)
+        self._per_epoch = max(1, training.steps)
         self._every = max(1, math.ceil(training.steps * training.epochs / self._records))
         yield
 
@@ -73,14 +78,32 @@ class GradientFlow(Part):
             self._found.append(self._waiting)
         self._waiting = None
 
-    def rows(self) -> tuple[FlowRow, ...]:
+    def records(self) -> tuple[FlowRow, ...]:
         """All records, step by step and layer by layer in the order of the model."""
-        per_epoch = max(1, self._training.steps)
         return tuple(
-            FlowRow(step, step / per_epoch, layer, *values)
+            FlowRow(step, step / self._per_epoch, layer, *values)
             for step, record in zip(self._steps, self._found, strict=True)
             for layer, values in zip(self._weights, record.tolist(), strict=True)
         )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The records as plain values; see `FlowRow`."""
+        return [asdict(row) for row in self.records()]
+
+    def _headline(self) -> str:
+        steps = f" at steps {self._steps[0]} to {self._steps[-1]}" if self._steps else ""
+        return f"gradients of {plural(len(self._weights), 'layer')}, {plural(len(self._steps), 'record')}{steps}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Gradient flow: {self._headline()}"
+        records, layers = self.records(), len(self._weights)
+        cells = [
+            (first.layer, *(scientific(value) for row in (first, last) for value in (row.p10, row.median, row.p90)))
+            for first, last in zip(records[:layers], records[-layers:], strict=True)
+        ]
+        if cells:
+            headings = ("layer", "first 10 %", "median", "90 %", "last 10 %", "median", "90 %")
+            yield Table(headings, cells, title="Percentiles of absolute gradients, first and last record")
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self._steps), "records": [record.clone() for record in self._found]}

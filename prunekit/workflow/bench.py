@@ -2,23 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from prunekit.context import resolve_device
+from prunekit.display import Displayed, Table
 from prunekit.errors import UsageError
+from prunekit.inputs import arguments
+from prunekit.inputs import example as example_of
 from prunekit.measure import LatencySettings, count_macs, count_parameters, measure_latency
 from prunekit.measure.choosing import choose
 from prunekit.measure.runtimes import RUNTIMES
+from prunekit.measure.wording import computed, doubtful, failed, surroundings, unstable, where
+from prunekit.nested import gather
+from prunekit.numbers import digits, factor, interval, plural, size
+from prunekit.progress import stage
 from prunekit.workflow.runs import Log
 from prunekit.workflow.targets import InputModel, probe
+from prunekit.wrappers import unwrapped
+
+SAME = ("model", "device", "runtime", "batch", "threads", "dtype", "memory_format")
+"""What tells one row of a report from another."""
+WHERE = ("device", "runtime", "batch", "threads")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Benchmark(Displayed):
+    """The latency of models that were timed alternately.
+
+    Attributes:
+        models: by name `params` and `macs`, for one sample.
+        latency: a row for each model and setting, in ms for the whole batch; see `LatencyReport`.
+        speedup: the same, of each model over the first, paired.
+        notes: what to know about the figures.
+        failures: settings that were not measured, with the reason.
+        machine: what was measured on.
+    """
+
+    models: Mapping[str, Mapping[str, int]]
+    latency: tuple[dict[str, Any], ...]
+    speedup: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+    failures: tuple[dict[str, Any], ...]
+    machine: Mapping[str, Any]
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        return {
+            "models": {name: dict(sizes) for name, sizes in self.models.items()},
+            "latency": list(self.latency),
+            "speedup": list(self.speedup),
+            "notes": list(self.notes),
+            "failures": list(self.failures),
+            "machine": dict(self.machine),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every model and setting: its latency in ms for the whole batch, and its speedup over the first model."""
+        names = (*WHERE, "dtype", "memory_format", "median_ms", "low_ms", "high_ms", "p90_ms", "p99_ms", "stable")
+        rows = []
+        for row in self.latency:
+            beside = next((one for one in self.speedup if all(one[name] == row[name] for name in SAME)), None)
+            speedup = {name: None if beside is None else beside[name] for name in ("median", "low", "high")}
+            found = {"model": row["model"], **{name: row[name] for name in names}}
+            rows.append(found | {f"speedup_{name}".removesuffix("_median"): value for name, value in speedup.items()})
+        return rows
+
+    def _headline(self) -> str:
+        first = next(iter(self.models), "")
+        fastest = max(self.speedup, key=lambda row: float(row["median"]), default=None)
+        best = "" if fastest is None else f"; {fastest['model']} {factor(fastest['median'])} as fast as {first}"
+        place = "" if fastest is None else f" ({where(fastest)})"
+        failed = f"; {len(self.failures)} not measured" if self.failures else ""
+        return f"{plural(len(self.models), 'model')} in {plural(len(self._settings), 'setting')}{best}{place}{failed}"
+
+    @property
+    def _settings(self) -> set[str]:
+        return {where(row) for row in self.latency}
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Benchmark: {self._headline()}"
+        text = ("device", "runtime", "dtype", "95 % interval")
+        rows = [
+            (
+                row["model"],
+                *(row[key] for key in WHERE),
+                computed(row),
+                digits(row["median_ms"]),
+                interval(row["low_ms"], row["high_ms"]) + doubtful(row),
+                *(digits(row[key]) for key in ("p10_ms", "p90_ms", "p99_ms")),
+                digits(row["samples_per_s"]),
+                size(row["peak_memory_bytes"]),
+            )
+            for row in self.latency
+        ]
+        headings = ("median ms", "95 % interval", "p10", "p90", "p99", "samples/s", "peak memory")
+        if rows:
+            yield Table(("model", *WHERE, "dtype", *headings), rows, text=text, most=20)
+        speedups = [
+            (
+                row["model"],
+                *(row[key] for key in WHERE),
+                computed(row),
+                factor(row["median"]),
+                interval(row["low"], row["high"]) + doubtful(row),
+            )
+            for row in self.speedup
+        ]
+        if speedups:
+            against = ("against the first", *WHERE, "dtype", "speedup", "95 % interval")
+            yield Table(against, speedups, text=text, most=20)
+        machine = surroundings(self.machine, self.latency)
+        failures = [f"not measured: {line}" for line in failed(self.failures)]
+        remarks = [*unstable(self.latency, self.speedup), *self.notes, *failures, machine]
+        yield "\n".join(remarks)
 
 
 def bench(
+    models: Mapping[str, nn.Module],
+    example: Any,
+    *,
+    runtimes: str | Sequence[str] = "eager",
+    batch: int | Sequence[int] = 1,
+    threads: int | Sequence[int] = 1,
+    dtypes: str | Sequence[str] = "fp32",
+    memory_formats: str | Sequence[str] = "contiguous",
+    device: str = "auto",
+    repeats: int = 30,
+    log: Log = stage,
+) -> Benchmark:
+    """Times models alternately; the speedup of each is relative to the first.
+
+    What the machine does meanwhile meets all of them alike. Every runtime is checked against eager float32 first; where
+    it differs, it is not timed. A figure that the samples do not support is marked unstable, with what would settle it.
+
+    Args:
+        models: one or more by name, which take the same input; not changed.
+        example: one input of all of them: a tensor, a tuple of positional arguments, or a mapping of arguments by
+            name, none of which forward takes by name alone; samples on the first axis of every tensor.
+        runtimes: what runs the models, each in a process of its own, as `prunekit list runtimes` shows them.
+        batch: sizes, in samples.
+        threads: of the CPU.
+        dtypes: what the models compute in.
+        memory_formats: layouts in torch's own runtimes.
+        device: `auto`, or devices with commas between them; `auto` is the CPU, and CUDA where there is one.
+        repeats: timed runs of each, at least 5.
+        log: is told what is exported and timed next.
+
+    Raises:
+        UsageError: there are no models, a device does not exist, or a runtime is not installed or cannot do what is
+            asked; nothing was measured.
+        ModelError: a model does not run on the example.
+    """
+    if not isinstance(models, Mapping) or not models:
+        given = "none" if isinstance(models, Mapping) else type(models).__name__
+        raise UsageError(f"models: expected models by name, such as {{'dense': model, 'pruned': small}}, got {given}")
+    settings = LatencySettings(
+        batches=_several(batch),
+        threads=_several(threads),
+        repeats=repeats,
+        runtimes=_several(runtimes),
+        dtypes=_several(dtypes),
+        memory_formats=_several(memory_formats),
+    )
+    targets = [_target(name, unwrapped(model), example) for name, model in models.items()]
+    return bench_targets(targets, settings, device, log=log)
+
+
+def _several(given: Any) -> Any:
+    """One or more of something, as a tuple."""
+    return (given,) if isinstance(given, (str, int)) else tuple(given)
+
+
+def _target(name: str, model: nn.Module, given: Any) -> InputModel:
+    # Batches of other sizes are made of positional arguments alone.
+    inputs = arguments(model, given) if isinstance(given, Mapping) else example_of(model, given)
+    shape = next((tuple(tensor.shape[1:]) for tensor in gather(inputs)), ())
+    return InputModel(model, name, shape, inputs=inputs)
+
+
+def bench_targets(
     targets: Sequence[InputModel], settings: LatencySettings, device: str = "auto", *, log: Log
-) -> dict[str, Any]:
+) -> Benchmark:
     """Times models alternately; the speedup of each is relative to the first.
 
     Args:
@@ -26,10 +195,6 @@ def bench(
         settings: runtimes, batches, CPU threads, dtypes, memory formats, repeats.
         device: as for `devices`.
         log: is told what is exported and timed next.
-
-    Returns:
-        `models` (name -> `params`, `macs`), and `latency`, `speedup`, `notes`, `failures` and `machine`: the rows and
-        facts of `LatencyReport`.
 
     Raises:
         UsageError: the models take inputs of different shapes, a device does not exist, or a runtime is not installed
@@ -47,14 +212,14 @@ def bench(
         name: {"params": count_parameters(target.model), "macs": count_macs(target.model, target.example_inputs())}
         for name, target in models.items()
     }
-    return {
-        "models": sizes,
-        "latency": [dict(row) for row in report.rows],
-        "speedup": [dict(row) for row in report.speedup],
-        "notes": list(report.notes),
-        "failures": [dict(row) for row in report.failures],
-        "machine": dict(report.machine),
-    }
+    return Benchmark(
+        models=sizes,
+        latency=tuple(dict(row) for row in report.rows),
+        speedup=tuple(dict(row) for row in report.speedup),
+        notes=tuple(report.notes),
+        failures=tuple(dict(row) for row in report.failures),
+        machine=dict(report.machine),
+    )
 
 
 def gated(latency: Sequence[dict[str, Any]], max_latency_ms: float) -> list[tuple[dict[str, Any], bool]]:

@@ -12,24 +12,29 @@ from torch import nn
 from prunekit.channels.copying import copied
 from prunekit.context import on_device, paused_garbage_collection, resolve_device, seeded, training_mode
 from prunekit.context import threads as with_threads
+from prunekit.display import Displayed, Table
 from prunekit.errors import ModelError, UsageError
 from prunekit.inputs import call
 from prunekit.inputs import example as normalized
-from prunekit.measure.breakdown import Breakdown, OperatorRow, break_down
+from prunekit.measure.breakdown import Breakdown, OperatorRow, Side, break_down
 from prunekit.measure.causes import Cause
 from prunekit.measure.evidence import Estimate, oversubscribed
 from prunekit.nested import gather, map_tensors
+from prunekit.numbers import digits, factor, interval, plural, share
 from prunekit.progress import stage
+from prunekit.report.explain import operator_cells
 from prunekit.workflow.causes import Search, find_causes
 from prunekit.workflow.runs import Log
 from prunekit.wrappers import unwrapped
 
+SLOWEST = 15
+"""Operators that an explanation shows."""
 NOISY = 0.1
 """Width of the speedup's interval, as a share of it, above which the figures are called noisy."""
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Displayed):
     """Where the time of a dense and a pruned model goes, and why the second is not faster.
 
     Attributes:
@@ -40,7 +45,7 @@ class Explanation:
         shortfall_ms: of the pruned model's time, beyond the dense one's over that ratio.
         dense_outside_ms, pruned_outside_ms: not in any operator: Python, dispatch, gaps between kernels.
         dense_operators_ms, pruned_operators_ms: sum of the medians of all operators.
-        rows: every operator of every module, the pruned model's slowest first.
+        operators: every operator of every module, the pruned model's slowest first.
         causes: what was found, the most milliseconds first; empty if nothing was.
         notes: what to know when reading the figures.
     """
@@ -57,13 +62,80 @@ class Explanation:
     pruned_outside_ms: float
     dense_operators_ms: float
     pruned_operators_ms: float
-    rows: tuple[OperatorRow, ...]
+    operators: tuple[OperatorRow, ...]
     causes: tuple[Cause, ...]
     notes: tuple[str, ...]
 
     def figures(self) -> dict[str, Any]:
         """All of it as JSON has it."""
-        return {**asdict(self), "speedup": self.speedup._asdict()}
+        named = {"rows" if name == "operators" else name: value for name, value in asdict(self).items()}
+        return {**named, "speedup": self.speedup._asdict()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every operator of every module, the pruned model's slowest first: milliseconds and MACs of both models, how
+        many times faster it is and could be, and its share of the pruned model's time.
+        """
+        return [
+            {
+                "module": row.module,
+                "operator": row.operator,
+                **{f"{name}_ms": None if side is None else side.ms for name, side in _sides(row)},
+                **{f"{name}_macs": None if side is None else side.macs for name, side in _sides(row)},
+                "speedup": row.speedup,
+                "ideal": row.ideal,
+                "share": row.share,
+            }
+            for row in self.operators
+        ]
+
+    def _headline(self) -> str:
+        threads = plural(self.threads, "thread")
+        return (
+            f"{factor(self.speedup.median)} faster than the dense model, {share(self.reached, 0)} of the ideal "
+            f"{factor(self.macs_ratio)} ({self.device}, batch {self.batch}, {threads}); "
+            f"{plural(len(self.causes), 'cause')}"
+        )
+
+    @property
+    def reached(self) -> float:
+        """The speedup as a share of the ideal."""
+        return self.speedup.median / self.macs_ratio
+
+    def _parts(self) -> Iterator[str | Table]:
+        inside, outside = self.pruned_operators_ms, self.pruned_outside_ms
+        more = "more" if self.shortfall_ms > 0 else "less"
+        yield (
+            f"on {self.device}, batch {self.batch}, threads {self.threads}: {digits(self.pruned_ms)} ms, dense "
+            f"{digits(self.dense_ms)} ms\n"
+            f"{factor(self.speedup.median)} faster {interval(self.speedup.low, self.speedup.high)}; its "
+            f"multiply-accumulates say {factor(self.macs_ratio)}: {share(self.reached, 0)} of the ideal, "
+            f"{digits(abs(self.shortfall_ms))} ms {more} than that\n"
+            f"in operators {digits(inside)} ms (dense {digits(self.dense_operators_ms)}), outside of them (Python, "
+            f"dispatch) {digits(outside)} ms (dense {digits(self.dense_outside_ms)}): "
+            f"{share(outside / ((inside + outside) or 1), 0)} of the time"
+        )
+        yield "\n".join(self._causes())
+        rows = [operator_cells(asdict(row)) for row in self.operators if row.pruned is not None]
+        heads = ("module", "operator", "dense ms", "pruned ms", "MACs", "pruned", "faster", "ideal", "share")
+        slowest = f"The {SLOWEST} slowest of {len(rows)} operators"
+        title = slowest if len(rows) > SLOWEST else "Operators, the slowest first"
+        yield Table((*heads, "MACs/byte"), rows, text=("operator",), title=title, most=SLOWEST)
+        if self.notes:
+            yield "\n".join(self.notes)
+
+    def _causes(self) -> Iterator[str]:
+        if not self.causes:
+            yield "No cause was found: nothing that was tried makes it faster."
+            return
+        yield "Causes, each measured; they overlap, so that their milliseconds do not add up:"
+        for cause in self.causes:
+            yield f"  {cause.name} (about {digits(cause.ms)} ms)"
+            yield f"    {cause.evidence}."
+            yield f"    To fix it: {cause.fix}."
+
+
+def _sides(row: OperatorRow) -> tuple[tuple[str, Side | None], ...]:
+    return ("dense", row.dense), ("pruned", row.pruned)
 
 
 def explain(
@@ -149,7 +221,7 @@ def _explanation(
         pruned_outside_ms=found.pruned_outside_ms,
         dense_operators_ms=found.dense_operators_ms,
         pruned_operators_ms=found.pruned_operators_ms,
-        rows=found.rows,
+        operators=found.rows,
         causes=causes,
         notes=tuple(_notes(found)),
     )

@@ -104,5 +104,5 @@ def goal_for(
     found = profile(
         model, channel_map, examples, target, settings, measure=measure, transform=transform, log=log, progress=False
     )
-    log(f"profile: {found}")
+    log("; ".join((f"profile: {found.accuracy}", *found.notes)))
     return LatencyGoal(model, channel_map, inputs, settings, found, transform)

@@ -63,4 +63,4 @@ def gradient_flow(
             progress=progress,
             label="gradients",
         )
-    return flow.rows()
+    return flow.records()

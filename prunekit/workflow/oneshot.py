@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,11 +19,13 @@ from prunekit.compaction import compact, remarks
 from prunekit.context import device_of, paused_garbage_collection, training_mode
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
+from prunekit.display import Displayed, Table
 from prunekit.errors import DataError, ModelError, UsageError
 from prunekit.inputs import arguments, call, count_of, moved, taken
 from prunekit.inputs import example as normalized
 from prunekit.measure.verify import verify
 from prunekit.nested import map_tensors
+from prunekit.numbers import count, factor, plural, scientific, share
 from prunekit.planning import Plan, PruneSettings
 from prunekit.planning.keywords import Where, prune_settings
 from prunekit.planning.select import Scores
@@ -32,7 +34,7 @@ from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
 from prunekit.settings.pruning import Scope, Target
 from prunekit.tasks import Task
-from prunekit.workflow.delivered import Delivered, Frozen
+from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
 from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import gathered, patch_statistics, statistics
 from prunekit.workflow.goal import goal_for
@@ -44,9 +46,12 @@ IMAGES = 1024
 Calibration = Tensor | Mapping[str, Any] | Iterable[Any]
 """Samples: tensors that hold all of them, a data set, or a loader."""
 
+NOTES = 10
+"""Notes that a result shows."""
 
-@dataclass(frozen=True, eq=False)
-class Pruned:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pruned(Displayed):
     """What `prune` returns.
 
     Attributes:
@@ -72,6 +77,47 @@ class Pruned:
     repair: RepairReport | None = None
     notes: tuple[str, ...] = ()
     delivered: Delivered | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What is counted or measured of the dense and the pruned model, and the share that is left.
+
+        MACs for one sample, parameters and channels; and where a budget is one of time, milliseconds of a forward pass
+        on the target.
+        """
+        found: dict[str, tuple[float, float]] = dict(self.plan.totals())
+        if self.delivered is not None:
+            found["latency_ms"] = self.delivered.final.ms * self.delivered.final.speedup, self.delivered.final.ms
+        return [
+            {"figure": name, "dense": dense, "pruned": kept, "left": kept / (dense or 1)}
+            for name, (dense, kept) in found.items()
+        ]
+
+    def _headline(self) -> str:
+        left = ", ".join(f"{row['figure']} {share(row['left'])}" for row in self.rows())
+        fast = "" if self.delivered is None else f", {factor(self.delivered.final.speedup)} as fast"
+        how = "; repaired" if self.repair is not None and self.repair.kept else ""
+        return f"{type(self.model).__name__} with {left} left{fast}{how}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield f"Pruned: {self._headline()}"
+        cells = [
+            (row["figure"], *(count(row[side]) for side in ("dense", "pruned")), share(row["left"]))
+            for row in self.rows()
+        ]
+        yield Table(("", "dense", "pruned", "left"), cells)
+        yield from self.plan.budgets()
+        said = [f"masked against compact: relative difference {scientific(self.max_relative_difference)} at most"]
+        if self.delivered is not None:
+            asked = in_words_all(self.delivered.frozen.asked)
+            said.append(f"time: {asked} asked for, {self.delivered.final} measured")
+        if self.repair is not None:
+            errors = f"{share(self.repair.before, 2)} -> {share(self.repair.after, 2)}"
+            said.append(f"repair: error of the output on held-out samples {errors} of its variance")
+        said += self.notes[:NOTES]
+        if len(self.notes) > NOTES:
+            said.append(f"... {plural(len(self.notes) - NOTES, 'more note')}; .notes has all")
+        yield "\n".join(said)
+        yield "The layers are in .plan."
 
 
 def prune(

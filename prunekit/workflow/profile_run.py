@@ -91,7 +91,7 @@ def profile_job(
             log=run.log,
             progress=False,
         )
-        run.log(f"profile: {result}")
+        run.log("; ".join((f"profile: {result.accuracy}", *result.notes)))
         machine |= {"clock_mhz_after": clock_mhz()}
         metrics = {"name": job.name, **result.summary(), "machine": machine, "environment": environment()}
         write_csv(run.path / "profile.csv", metrics["layers"], LAYER_COLUMNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
+from prunekit.display import Displayed, Table
 from prunekit.measure.profile import Sample
+from prunekit.numbers import NOTHING, share
 from prunekit.planning.latency import LatencyTable, LayerLatency, up
 
 OUTPUTS, INPUTS, OTHERS = "output channels", "input channels", "channels"
@@ -42,8 +45,8 @@ class Check:
         return asdict(self) | {"error": self.error}
 
 
-@dataclass(frozen=True, eq=False)
-class Profile:
+@dataclass(frozen=True, eq=False, repr=False)
+class Profile(Displayed):
     """A latency table and what it was made from.
 
     Attributes:
@@ -139,13 +142,44 @@ class Profile:
         taking = (layer for layer in self.table.layers if times.get(layer.module, 0.0) > 0)
         return sorted(taking, key=lambda layer: -times[layer.module])
 
-    def __str__(self) -> str:
+    @property
+    def accuracy(self) -> str:
+        """How well the table predicts, in a sentence."""
         worst = max(abs(check.error) for check in self.checks)
-        notes = "".join(f"; {note}" for note in self.notes)
         return (
             f"{len(self.samples)} networks in {self.seconds:.0f} s; the sum of the layers predicts those held out with "
-            f"a median error of {self.error:.1%}, at most {worst:.1%}{notes}"
+            f"a median error of {self.error:.1%}, at most {worst:.1%}"
         )
+
+    def _headline(self) -> str:
+        setting = self.table.setting
+        where = ", ".join(
+            (
+                setting["runtime"],
+                setting["device"],
+                f"batch {setting['batch']}",
+                f"threads {setting['threads']}",
+                setting["dtype"],
+                setting["memory_format"],
+            )
+        )
+        return f"dense {self.table.dense_ms:.3f} ms ({where}); {self.accuracy}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield "\n".join([f"Profile: {self._headline()}", *(f"Note: {note}" for note in self.notes)])
+        cells = [
+            (
+                row["module"] or "(the model's own code)",
+                f"{row['dense_ms']:.3f}",
+                share(row["share"], 1),
+                row["steps"] or NOTHING,
+                row["changes_at"] or NOTHING,
+                share(row["error"], 1),
+            )
+            for row in self.rows()
+        ]
+        how = ("widths in steps of", "changes at widths")
+        yield Table(("module", "ms", "share", *how, "fit error"), cells, text=how)
 
 
 class _Widths:

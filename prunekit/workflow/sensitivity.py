@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,13 @@ from prunekit.channels.trial import settle
 from prunekit.context import paused_garbage_collection
 from prunekit.criteria import score
 from prunekit.criteria.elimination import eliminations
+from prunekit.display import Displayed, Table
 from prunekit.errors import PlanError
 from prunekit.globs import globs, matching
 from prunekit.inputs import arguments, count_of, example, moved, taken
 from prunekit.measure.sensitivity import forward_passes, measure_sensitivity
 from prunekit.nested import gather
+from prunekit.numbers import count, digits, plural, share
 from prunekit.planning import MeasuredPoint, SensitivityCurve
 from prunekit.planning.curves import fewest_within, keeping, rank_correlation
 from prunekit.planning.reach import nothing_free
@@ -38,8 +39,8 @@ LIMITS = {"kept_1": 0.01, "kept_10": 0.1}
 """Errors, as shares of the variance, for which the fewest kept channels are named."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sensitivity:
+@dataclass(frozen=True, eq=False, repr=False)
+class Sensitivity(Displayed):
     """How sensitive a model is to the loss of channels, group by group.
 
     Attributes:
@@ -54,12 +55,11 @@ class Sensitivity:
     curves: Mapping[str, SensitivityCurve]
     measured: Mapping[str, tuple[MeasuredPoint, ...]]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def points(self) -> list[dict[str, Any]]:
         """Of every group and number of kept labels; see `curve_rows`."""
         return curve_rows(self.channel_map, self.curves, self.measured)
 
-    @cached_property
-    def summary(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """A row for each group, the most sensitive first: by the error at half of the channels, measured if it was,
         else the fast total.
 
@@ -69,10 +69,10 @@ class Sensitivity:
         them. `half_total` is the sum that a budget is spent by. None where there is no such curve.
         """
         by = "half_measured" if self.measured else "half_total"
-        rows = [self._summary(group) for group in self.groups]
+        rows = [self._row(group) for group in self.groups]
         return sorted(rows, key=lambda row: (row[by] is None, -(row[by] or 0.0)))
 
-    def _summary(self, group: ChannelGroup) -> dict[str, Any]:
+    def _row(self, group: ChannelGroup) -> dict[str, Any]:
         size, curve, points = group.labels.size, self.curves.get(group.name), self.measured.get(group.name, ())
         none, half = keeping(self.channel_map, group.labels, 0), max(1, size // 2)
         row: dict[str, Any] = {"group": group.name, "module": group.module, "channels": size}
@@ -84,14 +84,42 @@ class Sensitivity:
             row[f"half_{way}"] = dict(line).get(half)
         return row | {"half_total": None if curve is None else curve.error_at(half)}
 
+    def _headline(self) -> str:
+        rows = self.rows()
+        how = "measured" if self.measured else "from statistics"
+        most = f"; most sensitive: {', '.join(row['group'] for row in rows[:3])}" if len(rows) > 1 else ""
+        return f"{plural(len(rows), 'channel group')}, {how}{most}"
+
+    def _parts(self) -> Iterator[str | Table]:
+        yield (
+            "Channels to keep for an error within 1 % and 10 % of the variance, and the error at half of the channels "
+            "(total: what a budget is spent by); the most sensitive group first."
+        )
+        columns = {"fast 1 %": "kept_1_fast", "10 %": "kept_10_fast", "at half": "half_fast", "total": "half_total"}
+        if self.measured:
+            found = {"measured 1 %": "kept_1_measured", "10 % ": "kept_10_measured", "at half ": "half_measured"}
+            columns |= found
+        cells = [
+            (row["group"], row["channels"], count(row["macs"]), *(_cell(name, row[name]) for name in columns.values()))
+            for row in self.rows()
+        ]
+        yield Table(("group", "channels", "MACs", *map(str.strip, columns)), cells)
+        if self.agreement is not None:
+            about = "Rank correlation of fast and measured, over groups at half of the channels"
+            yield f"{about}: {self.agreement:.2f}"
+
     @property
     def agreement(self) -> float | None:
         """Spearman's rank correlation over the groups, at half of the channels, of the fast total, which is what is
         compared between groups, and the measured error; None without both.
         """
-        pairs = [(row["half_total"], row["half_measured"]) for row in self.summary]
+        pairs = [(row["half_total"], row["half_measured"]) for row in self.rows()]
         both = np.array([pair for pair in pairs if None not in pair], dtype=float).reshape(-1, 2)
         return rank_correlation(both[:, 0], both[:, 1])
+
+
+def _cell(name: str, value: float | None) -> str:
+    return digits(value) if name == "half_total" else share(value, 0 if name.startswith("kept") else 1)
 
 
 def sensitivity(

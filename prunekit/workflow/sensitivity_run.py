@@ -84,7 +84,7 @@ def analyze(
         start = time.perf_counter()
         result = analyze_sensitivity(model, images, labeled, groups, log=run.log, progress=shown)
         metrics = _metrics(job.name, len(images), result, labeled) | {"seconds": time.perf_counter() - start}
-        write_csv(run.path / "sensitivity.csv", result.rows(), CURVE_COLUMNS)
+        write_csv(run.path / "sensitivity.csv", result.points(), CURVE_COLUMNS)
         write_json(run.path / "sensitivity.json", metrics)
         if prepared.splits.corrupt:
             run.log(f"data: {describe_corrupt(prepared.splits.corrupt)}")
@@ -110,7 +110,7 @@ def _metrics(name: str, images: int, result: Sensitivity, labeled: Batches | Non
         "measured_images": None if labeled is None else labeled.images,
         "dense": {"loss": points[0].loss, "top1": points[0].top1} if points else None,
         "agreement": result.agreement,
-        "groups": result.summary,
+        "groups": result.rows(),
         "fast": {
             name: {"errors": [curve.share_at(kept) for kept in range(curve.labels.size, 0, -1)]}
             for name, curve in result.curves.items()

@@ -173,7 +173,7 @@ class Trainings:
         reached = None if chosen is None else chosen.validation_score
         self._chosen[name] = {"epochs": len(history.rows), "best_epoch": history.best_epoch, "validation": reached}
         for flow in flows:
-            self._flow += [{"run": name, **asdict(row)} for row in flow.rows()]
+            self._flow += [{"run": name, **asdict(row)} for row in flow.records()]
             write_csv(self._run.path / "gradients.csv", self._flow, ("run", *FlowRow.__dataclass_fields__))
         for part in asked:
             if isinstance(part, Distillation):

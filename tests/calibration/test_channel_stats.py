@@ -116,14 +116,14 @@ def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_frame() -> None:
     stats = collect(net(), [images(2)], inputs=False)
-    frame = stats.to_frame()
+    frame = stats.channel_frame()
     place, moments = (
         ["module", "side", "call", "channel"],
         ["count", "mean", "variance", "mean_abs", "rms", "min", "max"],
     )
     assert list(frame.columns) == [*place, *moments, "zero_fraction", "non_finite", "dead"]
     assert frame[frame.module == "1"].zero_fraction.tolist() == stats["1", "output", 0].zero_fraction.tolist()
-    assert len(ChannelStats({}).to_frame()) == 0
+    assert len(ChannelStats({}).channel_frame()) == 0
 
 
 def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_layers_and_the_error_of_their_sum(recipe: Path) -> None:
     assert found.exit_code == 0, found.output
     assert "(eager, cpu, batch 2, threads 1, float32, contiguous)" in found.output
     assert "layer3.0.conv2" in found.output
-    assert "held out: median error" in found.output
+    assert "held out with a median error" in found.output
     again = invoke(recipe, "--json")  # all networks are in the cache
     assert again.exit_code == 0, again.output
     metrics = json.loads(again.stdout)

@@ -59,8 +59,8 @@ def test_fast_curves_as_a_table_and_as_files(here: Path) -> None:
     done = run(*OWN)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[1].split("  ")[1:2] == ["group"]
-    assert {line.split()[0] for line in lines[2:4]} == {"stem", "inner"}
+    assert lines[2].split("  ")[1:2] == ["group"]
+    assert {line.split()[0] for line in lines[3:5]} == {"stem", "inner"}
     assert "Rank correlation" not in done.stdout
     assert "measured" not in done.stdout.replace("measured on", "")
     folder = Path(lines[-1].removeprefix("Report: ")).parent

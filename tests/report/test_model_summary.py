@@ -37,9 +37,9 @@ def test_totals_are_torch_s_own_counts(build: Callable[[], nn.Module], size: int
     with torch.no_grad(), plain_attention(), FlopCounterMode(display=False) as counter:
         model(images)
     assert found.macs * batch * 2 == counter.get_total_flops() > 0
-    assert sum(row.macs for row in found.rows) == found.macs
+    assert sum(row.macs for row in found.modules) == found.macs
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert found.params == found.trainable == sum(row.params for row in found.rows) == total
+    assert found.params == found.trainable == sum(row.params for row in found.modules) == total
     assert found.peak_bytes is not None
     assert found.weight_bytes < found.peak_bytes <= found.weight_bytes + images.nbytes + 2 * found.activation_bytes
     assert count_hooks(model) == 0
@@ -70,7 +70,7 @@ class Odd(nn.Module):
 def test_rows_are_in_order_of_execution_and_count_everything_once() -> None:
     model, images = Odd().train(), torch.randn(1, 3, 4, 4)
     found = prunekit.summary(model, images)
-    rows = {row.path: row for row in found.rows}
+    rows = {row.path: row for row in found.modules}
     assert list(rows) == [
         "", "first", "relu", "stem", "attention", "attention.out_proj", "head", "tied", "unused"
     ]  # fmt: skip
@@ -83,10 +83,10 @@ def test_rows_are_in_order_of_execution_and_count_everything_once() -> None:
     assert (rows["attention.out_proj"].calls, rows["attention.out_proj"].params) == (0, 72)
     assert (rows[""].params, rows[""].trainable, rows[""].macs) == (8, 0, 64)  # the product in its own forward
     assert (rows["unused"].calls, rows["unused"].outputs) == (0, ())
-    assert found.params == sum(row.params for row in found.rows) == sum(p.numel() for p in model.parameters())
+    assert found.params == sum(row.params for row in found.modules) == sum(p.numel() for p in model.parameters())
     assert found.params - found.trainable == 8
     assert model.training
-    text = found.text()
+    text = str(found)
     assert "0 (+64 shared)" in text
     assert f"Odd: {count(found.params)} parameters (8 frozen)" in text
 
@@ -99,16 +99,16 @@ def test_masked_and_compact_models(tmp_path: Path) -> None:
     with prunekit.masked(model, pruned.plan):
         masked = prunekit.summary(model, images)
     compact = prunekit.summary(pruned.model, images, name="compact")
-    assert [(row.path, row.macs, row.params) for row in masked.rows] == [
-        (row.path, row.macs, row.params) for row in dense.rows
+    assert [(row.path, row.macs, row.params) for row in masked.modules] == [
+        (row.path, row.macs, row.params) for row in dense.modules
     ]
     assert (compact.macs, dense.macs) == (4 * 36 * 27 + 4 * 36 * 10, 8 * 36 * 27 + 8 * 36 * 10)
-    assert compact.rows[0].outputs == ((1, 4, 6, 6),)
+    assert compact.modules[0].outputs == ((1, 4, 6, 6),)
     with compact.to_csv(tmp_path / "rows.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert next((row["path"], row["outputs"], int(row["macs"])) for row in rows) == ("0", "1x4x6x6", 4 * 36 * 27)
     html = compact.to_html()
-    assert html.count("<tr>") == 1 + len(compact.rows)
+    assert html.count("<tr>") == 1 + len(compact.modules)
     assert "<code>4</code>" in html
     assert "default-src 'none'" in html
 

@@ -73,21 +73,21 @@ def test_what_is_recorded_is_what_training_has() -> None:
     plain, watched = net(), net()
     train(plain)
     train(watched, flow, medians)
-    assert {(row.step, row.layer): pytest.approx(row.median, rel=1e-6) for row in flow.rows()} == medians.found
-    assert [row.epoch for row in flow.rows()][::2] == [step / 4 for step in range(1, 9)]
+    assert {(row.step, row.layer): pytest.approx(row.median, rel=1e-6) for row in flow.records()} == medians.found
+    assert [row.epoch for row in flow.records()][::2] == [step / 4 for step in range(1, 9)]
     pairs = zip(plain.state_dict().values(), watched.state_dict().values(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
     few = GradientFlow(records=3)
     train(net(), few)
-    assert [row.step for row in few.rows() if row.layer == "5"] == [1, 4, 7]
-    assert few.rows() == tuple(row for row in flow.rows() if row.step in (1, 4, 7))
+    assert [row.step for row in few.records() if row.layer == "5"] == [1, 4, 7]
+    assert few.records() == tuple(row for row in flow.records() if row.step in (1, 4, 7))
 
 
 def test_the_loss_scale_of_float16_is_taken_out_and_skipped_steps_are_left_out() -> None:
     flow, half = GradientFlow(), GradientFlow()
     train(net(), flow)
     train(net(), half, settings=TrainSettings(epochs=2, lr=0.01, precision="fp16"))
-    first, halved = flow.rows()[1], half.rows()[1]
+    first, halved = flow.records()[1], half.records()[1]
     assert (halved.step, halved.layer, halved.median) == (1, "5", pytest.approx(first.median, rel=0.05))
     part = GradientFlow()
     model = net()
@@ -95,7 +95,7 @@ def test_the_loss_scale_of_float16_is_taken_out_and_skipped_steps_are_left_out()
         for step, made in ((1, False), (2, True)):
             part.before_step(step)
             part.after_step(step, made)
-    assert {row.step for row in part.rows()} == {2}
+    assert {row.step for row in part.records()} == {2}
 
 
 def test_records_go_on_from_a_state() -> None:
@@ -106,7 +106,7 @@ def test_records_go_on_from_a_state() -> None:
     again = GradientFlow()
     with again.active(training):
         again.load_state_dict(whole.state_dict())
-    assert again.rows() == whole.rows()
+    assert again.records() == whole.records()
 
 
 def test_pruned_entries_are_the_zeros() -> None:
@@ -117,7 +117,7 @@ def test_pruned_entries_are_the_zeros() -> None:
     mask = plan.mask("0.weight")
     assert mask is not None
     kept = float(mask.expand(model[0].weight.shape).float().mean())
-    (row,) = (row for row in flow.rows() if row.layer == "0")
+    (row,) = (row for row in flow.records() if row.layer == "0")
     assert row.zeros == pytest.approx(1 - kept, abs=0.02)
     assert 0 < row.p10 < row.median < row.p90
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from prunekit.errors import ModelError, UsageError
 from prunekit.measure import LatencySettings
-from prunekit.workflow.bench import bench, devices, gated
+from prunekit.workflow.bench import bench_targets, devices, gated
 from prunekit.workflow.targets import InputModel
 
 QUICK = LatencySettings(batches=(1, 2), threads=(1,), repeats=5)
@@ -22,26 +22,26 @@ def target(name: str, width: int = 4) -> InputModel:
 
 def test_every_model_is_timed_at_every_batch_and_compared_with_the_first() -> None:
     lines: list[str] = []
-    result = bench([target("a"), target("b")], QUICK, "cpu", log=lines.append)
+    result = bench_targets([target("a"), target("b")], QUICK, "cpu", log=lines.append)
     assert lines == ["latency: eager: timing 2 models in 2 settings"]
-    assert {(row["model"], row["batch"]) for row in result["latency"]} == {("a", 1), ("a", 2), ("b", 1), ("b", 2)}
-    assert [(row["model"], row["batch"]) for row in result["speedup"]] == [("b", 1), ("b", 2)]
-    assert result["models"] == {name: {"params": 10, "macs": 8} for name in "ab"}
+    assert {(row["model"], row["batch"]) for row in result.latency} == {("a", 1), ("a", 2), ("b", 1), ("b", 2)}
+    assert [(row["model"], row["batch"]) for row in result.speedup] == [("b", 1), ("b", 2)]
+    assert result.models == {name: {"params": 10, "macs": 8} for name in "ab"}
 
 
 def test_a_model_against_itself_keeps_two_rows() -> None:
-    result = bench([target("a"), target("a")], LatencySettings((1,), (1,), 5), "cpu", log=print)
-    assert [row["model"] for row in result["latency"]] == ["a (1)", "a (2)"]
+    result = bench_targets([target("a"), target("a")], LatencySettings((1,), (1,), 5), "cpu", log=print)
+    assert [row["model"] for row in result.latency] == ["a (1)", "a (2)"]
 
 
 def test_models_that_take_different_inputs_are_refused() -> None:
     with pytest.raises(UsageError, match="a takes 4, b takes 5; give --input-shape"):
-        bench([target("a"), target("b", 5)], QUICK, "cpu", log=print)
+        bench_targets([target("a"), target("b", 5)], QUICK, "cpu", log=print)
 
 
 def test_a_model_that_does_not_run_is_named_before_anything_is_timed() -> None:
     with pytest.raises(ModelError, match="b: the model does not run on an input of 1x4"):
-        bench([target("a"), InputModel(nn.Linear(3, 2), "b", (4,))], QUICK, "cpu", log=print)
+        bench_targets([target("a"), InputModel(nn.Linear(3, 2), "b", (4,))], QUICK, "cpu", log=print)
 
 
 def test_auto_is_the_cpu_and_cuda_where_there_is_one() -> None:
@@ -58,9 +58,9 @@ def test_what_cannot_be_timed_is_refused_before_models_run(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     broken = [InputModel(nn.Linear(3, 2), "broken", (4,))]
     with pytest.raises(UsageError, match="'cuda' was asked for, but this machine's CUDA devices number 0"):
-        bench(broken, QUICK, "cpu,cuda", log=print)
+        bench_targets(broken, QUICK, "cpu,cuda", log=print)
     with pytest.raises(UsageError, match=r"cudagraphs on cpu.*it runs on cuda here; nothing was measured"):
-        bench(broken, replace(QUICK, runtimes=("cudagraphs",)), log=print)
+        bench_targets(broken, replace(QUICK, runtimes=("cudagraphs",)), log=print)
 
 
 @pytest.mark.parametrize(("limit", "slow"), [(1.9, [1, 2]), (2.0, [2]), (3.5, [])])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,19 +35,19 @@ def test_an_explanation_of_a_compact_model() -> None:
     assert (found.device, found.batch, found.threads) == ("cpu", 2, 1)
     assert found.macs_ratio == count_macs(dense, X) / count_macs(small, X) > 1
     assert found.shortfall_ms == pytest.approx(found.pruned_ms - found.dense_ms / found.macs_ratio)
-    assert {row.module for row in found.rows if row.operator == "convolution"} == {"0", "3"}
-    for row in found.rows:
+    assert {row.module for row in found.operators if row.operator == "convolution"} == {"0", "3"}
+    for row in found.operators:
         assert row.dense is not None
         assert row.pruned is not None
-    convolution = next(row for row in found.rows if row.module == "3" and row.operator == "convolution")
+    convolution = next(row for row in found.operators if row.module == "3" and row.operator == "convolution")
     assert (convolution.dense.macs, convolution.pruned.macs) == (64 * 16 * 8 * 9, 64 * 8 * 4 * 9)  # type: ignore[union-attr]
-    inside = sum(row.pruned.ms for row in found.rows if row.pruned is not None)
+    inside = sum(row.pruned.ms for row in found.operators if row.pruned is not None)
     assert found.pruned_operators_ms == pytest.approx(inside)
-    assert sum(row.share for row in found.rows) <= 1 + 1e-9
+    assert sum(row.share for row in found.operators) <= 1 + 1e-9
     assert [cause.ms for cause in found.causes] == sorted((cause.ms for cause in found.causes), reverse=True)
     assert not any("masks" in cause.name for cause in found.causes)
     assert any("rounded widths" in line for line in said)
-    assert asdict(found)["rows"][0]["operator"]
+    assert found.figures()["rows"][0]["operator"]
 
 
 def test_a_masked_model_is_told_to_be_compacted() -> None:
@@ -119,7 +117,7 @@ def test_other_inputs_than_images() -> None:
     inputs = (torch.randint(0, 10, (3, 6)), torch.ones(3, 6))
     found = prunekit.explain(Dictionary(), Dictionary(), inputs, threads=1, rounds=5)
     assert (found.batch, found.macs_ratio) == (3, 1)
-    assert {row.module for row in found.rows} == {"", "words", "head"}
+    assert {row.module for row in found.operators} == {"", "words", "head"}
 
 
 @pytest.mark.parametrize(

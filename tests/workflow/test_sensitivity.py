@@ -73,13 +73,13 @@ def test_the_api_measures_where_it_is_told_and_leaves_the_model_alone() -> None:
     labels = torch.arange(200) % 3
     found = prunekit.sensitivity(model, x.split(64), measured_on=[(x[:50], labels[:50])], log=messages.append)
     assert messages[-1] == "sensitivity: measuring takes 7 forward passes over the samples, one as the model is"
-    rows = pd.DataFrame(found.rows())
+    rows = pd.DataFrame(found.points())
     assert list(rows.columns) == list(CURVE_COLUMNS)
     assert list(rows["kept"]) == [7, 6, 5, 4, 3, 2, 1]
     assert list(rows["macs_saved"]) == [8 * gone for gone in range(7)]
     assert rows.notna().all(axis=None)
     assert rows["error_total"].tolist() == [found.curves["first"].error_at(kept) for kept in rows["kept"]]
-    (row,) = found.summary
+    (row,) = found.rows()
     assert (row["group"], row["module"], row["channels"], row["macs"]) == ("first", "first", 7, 56)
     assert row["half_measured"] == rows["error_measured"][4]
     assert row["half_total"] == rows["error_total"][4]
@@ -115,11 +115,11 @@ def test_groups_by_glob_and_a_group_whose_reader_cannot_be_followed() -> None:
     assert [group.name for group in everything.groups] == ["a", "b", "up"]
     assert everything.curves.keys() == {"a", "up"}
     assert "sensitivity: no fast curve, order by magnitude: no layer that can be followed reads b" in messages
-    alone = next(row for row in everything.summary if row["group"] == "b")
+    alone = next(row for row in everything.rows() if row["group"] == "b")
     assert (alone["kept_1_fast"], alone["half_total"]) == (None, None)
     assert alone["half_measured"] > 0
     assert everything.agreement == pytest.approx(-1) or everything.agreement == pytest.approx(1)  # of two groups
-    halves = [row["half_measured"] for row in everything.summary]
+    halves = [row["half_measured"] for row in everything.rows()]
     assert halves == sorted(halves, reverse=True)
 
     some = prunekit.sensitivity(model, x, measured_on=x, groups=["u*", "a"])

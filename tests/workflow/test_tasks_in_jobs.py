@@ -35,7 +35,7 @@ from prunekit.report.headline import compared
 from prunekit.tasks import TEXT_CLASSIFICATION
 from prunekit.training import DistillSettings, TrainSettings
 from prunekit.workflow import JobSettings, Own, finetune
-from prunekit.workflow.bench import bench
+from prunekit.workflow.bench import bench_targets
 from prunekit.workflow.evaluate import evaluate
 from prunekit.workflow.targets import resolve
 
@@ -164,9 +164,9 @@ def test_a_model_folder_is_evaluated_on_texts(texts: Any) -> None:
     assert found["top1"] == texts.metrics["pruned"]["top1"]
     assert found["task"]["samples"] == "texts"
     assert found["macs"] == texts.metrics["pruned"]["macs"]
-    timed = bench([target], LatencySettings(batches=(2,), repeats=5), log=silent)
-    assert timed["models"][target.name]["macs"] == found["macs"]
-    assert not timed["failures"]
+    timed = bench_targets([target], LatencySettings(batches=(2,), repeats=5), log=silent)
+    assert timed.models[target.name]["macs"] == found["macs"]
+    assert not timed.failures
     explained = CliRunner().invoke(cli, ["explain", target.name, "--model", f"{FILE}:bert", "--repeats", "5"])
     assert explained.exit_code == 0, explained.output
     assert "× faster [" in explained.output
