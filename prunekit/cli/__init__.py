@@ -14,6 +14,7 @@ from prunekit.cli.evaluate import evaluate_command
 from prunekit.cli.explain import explain_command
 from prunekit.cli.finetune import finetune_command
 from prunekit.cli.group import FAILED, INTERRUPTED, ErrorGroup
+from prunekit.cli.init import init_command
 from prunekit.cli.inspect import inspect_command
 from prunekit.cli.list import list_command
 from prunekit.cli.options import debug_option
@@ -36,6 +37,7 @@ def cli() -> None:
 
 
 COMMANDS = (
+    init_command,
     finetune_command,
     prune_command,
     calibrate_command,

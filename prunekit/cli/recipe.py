@@ -119,6 +119,15 @@ def write_new(path: Path, text: str, *, force: bool) -> None:
     Raises:
         UsageError: it is there already, and `force` was not given.
     """
+    refuse_present(path, force=force)
+    write_text(path, text)
+
+
+def refuse_present(path: Path, *, force: bool) -> None:
+    """Checks that a file is not there, unless it may be written over.
+
+    Raises:
+        UsageError: it is.
+    """
     if path.exists() and not force:
         raise UsageError(f"{path}: there is such a file already; choose another name, or write over it with --force")
-    write_text(path, text)

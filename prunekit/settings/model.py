@@ -15,7 +15,8 @@ class ModelSettings(Checked):
     name: str
     """Name of the model in its zoo; of an own one the factory, `file.py:factory`."""
     zoo: Literal["torchvision", "cifar", "timm", "hf", "own"] = "torchvision"
-    """`cifar`: ResNets for 32x32 images, `resnet8` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
+    """Where the model is from: torchvision, the package's own ResNets, timm, transformers, or your own code. `cifar`:
+    ResNets for 32x32 images, `resnet8` to `resnet110`. `timm`: any of its models (extra `timm`). `hf`: the
     image classifier of a transformers model type such as `vit`, in its default configuration (extra `hf`). `own`: what
     `--model file.py:factory` builds."""
     arguments: dict[str, Any] = field(default_factory=dict)

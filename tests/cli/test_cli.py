@@ -23,7 +23,7 @@ COMMANDS = (
     "finetune", "prune", "calibrate", "sensitivity", "evaluate", "profile", "bench", "explain", "diagnose", "inspect",
 )  # fmt: skip
 VIEWS = tuple(f"visualize {kind}" for kind in ("features", "cam", "saliency", "gradients", "filters", "histograms"))
-LISTED = [*COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]
+LISTED = ["init", *COMMANDS[:-1], "visualize", "report", "inspect", "list", "recipe"]
 
 
 def run(*arguments: str) -> Result:

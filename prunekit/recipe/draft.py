@@ -1,0 +1,317 @@
+"""A first recipe for a model and a data set, with a comment at each key."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from torch import nn
+
+from prunekit.artifacts import write_text
+from prunekit.channels import trace
+from prunekit.data import DataSettings, missing_data
+from prunekit.data.arrays import read_npz
+from prunekit.data.folders import scan_folder
+from prunekit.data.torchvision_sets import SETS
+from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest
+from prunekit.models import ZOOS, ModelSettings, image_shape, missing_weights, zoo_names
+from prunekit.recipe.document import Document, Origin
+from prunekit.recipe.loading import load
+from prunekit.recipe.overrides import apply_override
+from prunekit.recipe.reference import find, flow
+from prunekit.settings.calibration import CalibrationSettings
+from prunekit.settings.job import JobSettings
+from prunekit.user_code import is_reference, require_object
+from prunekit.workflow.dense import prepare
+from prunekit.workflow.own import Own
+from prunekit.workflow.prepared import Prepared
+from prunekit.workflow.pruning import feasible
+
+SIDES = (32, 64, 96, 128, 160, 192, 224)
+LOOKED_AT = 32
+"""Images whose size is looked at."""
+FORMS = (
+    "digits, a folder with one folder of images for each class, an .npz file, a data set of torchvision such as "
+    "CIFAR10, one of Hugging Face's such as uoft-cs/cifar10, or file.py:factory"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a recipe is to be for.
+
+    Attributes:
+        model: name of a zoo's model, or `file.py:factory`.
+        data: see `FORMS`.
+        zoo: where the model is from; None: torchvision, else cifar.
+        weights: of the dense model, a file or one of torchvision's names; None: it is trained first.
+        changes: `key=value` each, laid over what is proposed.
+    """
+
+    model: str
+    data: str
+    zoo: str | None = None
+    weights: str | None = None
+    changes: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> Own:
+        """The user's own code."""
+        return Own(*(text if is_reference(text) else None for text in (self.model, self.data)))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe that was written.
+
+    Attributes:
+        command: runs it, as a list of arguments.
+        notes: what was found, and what is missing.
+    """
+
+    command: list[str]
+    notes: tuple[str, ...]
+
+
+def write_draft(path: Path, asked: Asked) -> Draft:
+    """Writes a recipe once it has passed every check that a run makes before it computes; nothing is written before.
+
+    Args:
+        path: of the recipe; what was there is replaced.
+        asked: what it is for.
+
+    Raises:
+        UsageError: there is no such model or data, or they do not fit together.
+    """
+    values, notes = _proposed(path, asked)
+    command = ["prunekit", "finetune", str(path)]
+    for option, reference in (("--model", asked.own.model), ("--data", asked.own.data)):
+        command += [option, reference] if reference else []
+    missing = _missing(values)
+    if missing:
+        _checked(_text(values, command, ()), asked.changes)
+    else:
+        prepared = _prepared(values, asked, command)
+        values, notes = _fitted(values, prepared), [*notes, *_found(prepared)]
+    document = reduce(apply_override, asked.changes, Document(values, places={(): Origin(str(path))}))
+    text = _text(document.values, command, notes)
+    _checked(text)
+    write_text(path, text)
+    return Draft(command, (*notes, *missing))
+
+
+def _checked(text: str, changes: Sequence[str] = ()) -> JobSettings:
+    """The job of a recipe's text."""
+    with TemporaryDirectory(prefix="prunekit-") as folder:
+        written = Path(folder, "recipe.yaml")
+        written.write_text(text, encoding="utf-8")
+        return load(written, changes)
+
+
+def _prepared(values: dict[str, Any], asked: Asked, command: list[str]) -> Prepared:
+    """Reads the data and builds the model, at the first size of images that the model takes; sets that size."""
+    data = values["data"]
+    sizes = [None] if "image_size" not in data else list(dict.fromkeys([data["image_size"], 224, 299]))
+    refused: list[ModelError] = []
+    for size in sizes:
+        if size is not None:
+            data["image_size"] = size
+        try:
+            return prepare(_checked(_text(values, command, ()), asked.changes), asked.own)
+        except ModelError as error:
+            refused.append(error)
+    raise refused[0]  # of the size that the images have
+
+
+def _proposed(path: Path, asked: Asked) -> tuple[dict[str, Any], list[str]]:
+    """What can be said before data is read and a model built."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "mine"
+    model = _model(asked)
+    data, notes = _data(path, asked.data)
+    if asked.own.model is not None and asked.weights is None:
+        notes.append(f"{asked.model}: it is pruned with the weights that it comes with; a section `baseline` trains it")
+    if model.get("zoo") == "cifar" and "image_size" in data:
+        data["image_size"] = 32
+    values: dict[str, Any] = {"name": name, "model": model, "data": data}
+    if asked.weights is None and asked.own.model is None:
+        values["baseline"] = {"epochs": 20, "lr": 0.05}
+    values |= {
+        "prune": {"budget": {"macs": 0.5}, "criterion": "l2", "scope": "uniform", "round_to": 8},
+        "finetune": {"epochs": 8, "lr": 0.02},
+        "latency": {"batches": [1, 16], "threads": [1]},
+        "device": "auto",
+        "output": "runs",
+    }
+    return values, notes
+
+
+def _model(asked: Asked) -> dict[str, Any]:
+    weights = {} if asked.weights is None else {"weights": asked.weights}
+    if is_reference(asked.model):
+        require_object(asked.model, ModelError)
+        return {"name": asked.model, "zoo": "own"} | weights
+    if Path(asked.model).is_dir():
+        raise UsageError(
+            f"--model {asked.model}: expected the name of a zoo's model, or file.py:factory, got a folder; a recipe "
+            "prunes a dense model: name that, and its state dict with --weights FILE"
+        )
+    zoos = ZOOS if asked.zoo is None else (asked.zoo,)
+    zoo = next((zoo for zoo in zoos if asked.model in zoo_names(zoo)), None)
+    if zoo is None:
+        near = nearest(asked.model, [name for zoo in zoos for name in zoo_names(zoo)])
+        others = "" if asked.zoo else "; models of timm and transformers are named with --zoo timm or --zoo hf"
+        raise UsageError(
+            f"--model {asked.model}: expected a model of {' or '.join(zoos)}, or file.py:factory; {near}{others}"
+        )
+    return {"name": asked.model, "zoo": zoo} | weights
+
+
+def _data(path: Path, asked: str) -> tuple[dict[str, Any], list[str]]:
+    """The section on data, and what was seen of it."""
+    if asked == "digits":
+        return {"source": "digits", "image_size": 32, "batch": 32, "augment": "shift", "split_seed": 0}, []
+    if is_reference(asked):
+        require_object(asked, DataError)
+        return {"source": "own", "batch": 32}, []
+    there = Path(asked)
+    here = path.absolute().parent == Path().absolute()
+    root = str(there if here or there.is_absolute() else there.absolute())
+    if there.is_dir() and any((there / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+        return {"source": "huggingface", "root": root, "image_size": 32, "batch": 64, "augment": "crop_flip"}, []
+    if there.is_dir():
+        return _folder(there, root)
+    if there.is_file():
+        archive = read_npz(there)
+        side = min(archive.rest.pixels.shape[2:])
+        seen = f"{there}: {len(archive.rest.labels)} images of {tuple(archive.rest.pixels.shape[1:])}"
+        section = {"source": "npz", "root": root, "image_size": _side(side), "batch": 64, "augment": "crop_flip"}
+        return section | ({} if archive.test else {"test_share": 0.3}), [seen]
+    if asked in SETS:
+        section = {"source": "torchvision", "name": asked, "root": "data", "download": True}
+        return section | {"image_size": 32, "batch": 128, "augment": "crop_flip"}, []
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", asked) and not there.parent.exists():
+        section = {"source": "huggingface", "name": asked, "download": True}
+        return section | {"image_size": 32, "batch": 128, "augment": "crop_flip"}, []
+    raise UsageError(
+        f"--data {asked}: there is no such file or folder; expected {FORMS}; {nearest(asked, ['digits', *SETS])}"
+    )
+
+
+def _folder(folder: Path, root: str) -> tuple[dict[str, Any], list[str]]:
+    found = scan_folder(folder)
+    some = [file for file, _ in found.rest[:: max(1, len(found.rest) // LOOKED_AT)]][:LOOKED_AT]
+    sizes = [size for size in map(_size_of, some) if size is not None]
+    if not sizes:
+        raise DataError(f"{folder}: none of the {len(some)} images that were looked at can be read, such as {some[0]}")
+    width, height = (int(statistics.median(size[axis] for size in sizes)) for axis in (0, 1))
+    side = _side(min(width, height))
+    seen = f"{folder}: {len(found.classes)} classes, {len(found.rest)} images, of about {width}x{height} pixels"
+    section: dict[str, Any] = {"source": "imagefolder", "root": root, "image_size": side, "batch": 32}
+    section |= {
+        "augment": "crop_flip" if side <= 64 else "resized_crop_flip",
+        "workers": 0 if len(found.rest) < 5000 else 4,
+    }
+    return section | ({} if found.test else {"test_share": 0.3}), [seen]
+
+
+def _size_of(file: Path) -> tuple[int, int] | None:
+    """Width and height of an image; None if it cannot be read."""
+    try:
+        with Image.open(file) as image:
+            return image.size
+    except (OSError, UnidentifiedImageError):
+        return None
+
+
+def _side(pixels: int) -> int:
+    """The largest usual size of an input that such images fill."""
+    return max((side for side in SIDES if side <= pixels), default=SIDES[0])
+
+
+def _missing(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """What is not there yet, so that nothing could be tried."""
+    data = {name: value for name, value in values["data"].items() if name in ("source", "root", "name", "download")}
+    if data.get("download"):
+        return (f"the data is fetched when the recipe is run; {data['name']} was not looked at",)
+    settings = DataSettings(**(data | ({"root": Path(data["root"])} if "root" in data else {})))
+    weights = missing_weights(ModelSettings(**values["model"]))
+    return tuple(text for text in (missing_data(settings), weights) if text is not None)
+
+
+def _fitted(values: dict[str, Any], prepared: Prepared) -> dict[str, Any]:
+    """Lengths and rates for as many images, and for the kind of model."""
+    images, batch = len(prepared.splits.train), values["data"]["batch"]
+    steps = max(1, images // batch)
+    kinds = {type(module) for module in prepared.model.modules()}
+    normed = not any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds)
+    rates = {"optimizer": "adamw", "weight_decay": 0.05} if normed and nn.LayerNorm in kinds else {}
+    most = 5e-4 if rates else 0.05
+    epochs = min(90, max(3, 600 // steps))
+    made = values | {"finetune": {"epochs": max(2, epochs // 3), **rates, "lr": most / 2.5}}
+    if "baseline" in values:
+        made["baseline"] = {"epochs": epochs, **rates, "lr": most}
+    made["prune"] = values["prune"] | {"round_to": _rounding(prepared)}
+    if images < CalibrationSettings.images:
+        made["calibration"] = {"images": images}
+    return made
+
+
+def _rounding(prepared: Prepared) -> int:
+    """The most even channel counts with which the budget can be met.
+
+    Raises:
+        PlanError: it cannot be met.
+    """
+    prune, roundings = prepared.job.prune, (8, 4, 2, 1)
+    if prune.budget.measured:  # which only measuring tells
+        return roundings[0]
+    chart = trace(prepared.model, prepared.example_inputs)
+    for rounding in roundings:
+        try:
+            feasible(chart, replace(prune, round_to=rounding))
+            return rounding
+        except PlanError:
+            if rounding == roundings[-1]:
+                raise
+    raise AssertionError(roundings)
+
+
+def _found(prepared: Prepared) -> Iterator[str]:
+    splits, model = prepared.splits, prepared.model
+    counts = ", ".join(f"{len(getattr(splits, part))} for {part}" for part in ("train", "validation", "test"))
+    yield f"images: {counts}; {len(splits.classes)} classes; an input is {tuple(splits.sample_shape)}"
+    made_for = image_shape(model)
+    if made_for is not None and tuple(made_for) != tuple(splits.sample_shape):
+        yield f"{prepared.job.model.name} was made for inputs of {tuple(made_for)}"
+
+
+def _text(values: Mapping[str, Any], command: list[str], notes: Sequence[str]) -> str:
+    """The recipe: what is known of it, and each key below a comment that says what it means."""
+    head = ["Written by `prunekit init`, to be changed. What else a recipe may hold: prunekit recipe reference"]
+    lines = [f"# {line}" for text in (*head, *notes) for line in textwrap.wrap(text, 116)]
+    lines += [f"#   {shlex.join(command)} --dry-run   # shows the plan; trains nothing", f"#   {shlex.join(command)}"]
+    for key, value in values.items():
+        lines += ["", *_entry((key,), value)]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(path: tuple[str, ...], value: Any) -> Iterator[str]:
+    indent = "  " * (len(path) - 1)
+    meaning = find(".".join(path))[0].meaning
+    first = re.split(r"(?<=\.) (?=[A-Z`])", meaning)[0]
+    yield from textwrap.wrap(first, 118, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    if isinstance(value, dict) and value:
+        yield f"{indent}{path[-1]}:"
+        for key, inner in value.items():
+            yield from _entry((*path, key), inner)
+    else:
+        yield f"{indent}{path[-1]}: {flow(value)}"
