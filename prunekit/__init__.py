@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from prunekit.repair import RepairReport, RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.report.sections import register_section
+    from prunekit.settings.pruning import Target
     from prunekit.tasks.named import register_task
     from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer_average
     from prunekit.training.transfer import transfer  # likewise
@@ -88,6 +89,7 @@ _PLACES = {
     "Sensitivity": "prunekit.workflow.sensitivity:Sensitivity",
     "Session": "prunekit.measure.runtimes:Session",
     "StatsCollector": "prunekit.calibration:StatsCollector",
+    "Target": "prunekit.settings.pruning:Target",
     "Term": "prunekit.planning.budgets:Term",
     "Verification": "prunekit.measure.verify:Verification",
     "bench": "prunekit.workflow.bench:bench",
@@ -172,6 +174,7 @@ __all__ = [
     "Sensitivity",
     "Session",
     "StatsCollector",
+    "Target",
     "Term",
     "Verification",
     "bench",
