@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prunekit.capturing import Capture
     from prunekit.capturing.capture import capture  # not through the package: there mypy finds the module first
     from prunekit.capturing.intervene import intervene
-    from prunekit.channels import ChannelMap, trace
+    from prunekit.channels import ChannelMap, register_rule, trace
     from prunekit.compaction import load, save
     from prunekit.compaction.compact import compact  # likewise
     from prunekit.criteria import Evidence, register_criterion
@@ -117,6 +117,7 @@ _PLACES = {
     "recalibrate_batchnorm": "prunekit.training:recalibrate_batchnorm",
     "register_budget": "prunekit.planning.budgets:register_budget",
     "register_criterion": "prunekit.criteria:register_criterion",
+    "register_rule": "prunekit.channels:register_rule",
     "register_runtime": "prunekit.measure.runtimes:register_runtime",
     "register_section": "prunekit.report.sections:register_section",
     "register_task": "prunekit.tasks:register_task",
@@ -202,6 +203,7 @@ __all__ = [
     "recalibrate_batchnorm",
     "register_budget",
     "register_criterion",
+    "register_rule",
     "register_runtime",
     "register_section",
     "register_task",

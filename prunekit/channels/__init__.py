@@ -7,9 +7,9 @@ its weight's axis 0 on axis 1. Labels that must go together are merged, labels t
 **How to add a rule.** An operator without a rule locks what flows into it: that is always right, and prunes less. A
 rule says what an operator really does to its labels, from any package, registered before the model is traced:
 
-    from prunekit.channels import Call, Field, Flow, along, rule
+    from prunekit.channels import Call, Field, Flow, along, register_rule
 
-    @rule("mylib.channel_scale")  # the operator's name: torch.ops.mylib.channel_scale(x, scale)
+    @register_rule("mylib.channel_scale")  # the operator's name: torch.ops.mylib.channel_scale(x, scale)
     def channel_scale(flow: Flow, call: Call) -> None:
         x, scale = call.args
         left, x_zero = flow.on_axis(x, 1, "channel_scale: channels mixed with other axes")
@@ -43,7 +43,7 @@ from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, along
 from prunekit.channels.map import ChannelGroup, ChannelMap, Lock
 from prunekit.channels.resolve import channel_map
-from prunekit.channels.rules import Call, rule
+from prunekit.channels.rules import Call, register_rule
 from prunekit.channels.tracing import channel_axis, trace_model
 from prunekit.distributed.shards import is_sharded
 from prunekit.errors import ModelError
@@ -83,6 +83,6 @@ __all__ = [
     "SizedMultiheadAttention",
     "along",
     "channel_axis",
-    "rule",
+    "register_rule",
     "trace",
 ]

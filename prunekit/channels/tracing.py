@@ -22,7 +22,7 @@ from prunekit.channels.modes import OperatorMode
 from prunekit.channels.norms import NormWatch
 from prunekit.channels.operators import Operator, Run, is_counted, signature
 from prunekit.channels.precision import HALF
-from prunekit.channels.rules import COUNTED, MADE, RULES, Call
+from prunekit.channels.rules import COUNTED, MADE, Call, rule_of
 from prunekit.channels.running import ModuleStack, TrainModeWatch, mode_for_trace, plain_attention
 from prunekit.channels.shortcut import run_on_meta
 from prunekit.channels.sites import Site, caller_here, site_here, takes_sizes
@@ -134,7 +134,7 @@ class LabelMode(OperatorMode):
 
     def _apply(self, name: str, args: Any, kwargs: Any, out: Any, before: tuple[Field, ...]) -> None:
         if before or name in COUNTED or name in MADE:
-            rule = RULES.get(name)
+            rule = rule_of(name)
             tensors = gather((args, kwargs, out))
             if rule is None or any(tensor.is_nested or inner_of(tensor) for tensor in tensors):
                 self.flow.lock(before, f"operator {name} has no rule")

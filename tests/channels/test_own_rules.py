@@ -67,8 +67,21 @@ def test_the_guide_teaches_it(taught: None) -> None:
     assert parity(model, pruned.plan, example) < 1e-12
 
 
+def test_an_installed_package_teaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        def load(self) -> None:
+            exec(rule_of_the_guide(), {"__name__": "packaged_rules"})
+
+    monkeypatch.setattr("prunekit.channels.rules.registry._installed", lambda: {"mylib.channel_scale": Point()})
+    try:
+        chart = channels.trace(Scaled(), (torch.randn(2, 3, 8, 8),))
+        assert [group.name for group in chart.groups] == ["scale", "stem"]
+    finally:
+        del RULES["mylib.channel_scale"]
+
+
 def test_a_rule_that_claims_too_much_is_caught_by_the_trial() -> None:
-    @channels.rule("mylib.channel_scale")
+    @channels.register_rule("mylib.channel_scale")
     def careless(flow: channels.Flow, call: channels.Call) -> None:
         flow.set(call.out, flow.fields(call.args[0]))  # forgets the scale
 

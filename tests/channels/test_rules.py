@@ -12,7 +12,7 @@ from torch import Tensor
 
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules import RULES, rule
+from prunekit.channels.rules import RULES, register_rule
 from prunekit.channels.rules.pointwise import KEEPS_ZERO, MOVES_ZERO, PRODUCTS, SUMS
 
 Operator = Callable[[Tensor], Tensor]
@@ -201,7 +201,7 @@ def test_no_operator_is_in_two_tables() -> None:
 def test_a_second_rule_for_an_operator_is_refused() -> None:
     before = dict(RULES)
     with pytest.raises(ValueError, match=r"operator aten\.relu already has a rule"):
-        rule("aten.relu")(lambda flow, call: None)
+        register_rule("aten.relu")(lambda flow, call: None)
     assert before == RULES
 
 

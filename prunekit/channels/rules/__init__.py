@@ -4,7 +4,7 @@ from prunekit.channels.rules import compute, convolution, lookup, made, norms, p
 from prunekit.channels.rules.compute import COUNTED
 from prunekit.channels.rules.convolution import whole_groups
 from prunekit.channels.rules.made import MADE
-from prunekit.channels.rules.registry import RULES, Call, Rule, rule
+from prunekit.channels.rules.registry import RULES, Call, Rule, register_rule, rule_of
 
 __all__ = [
     "COUNTED",
@@ -19,7 +19,8 @@ __all__ = [
     "norms",
     "parts",
     "pointwise",
-    "rule",
+    "register_rule",
+    "rule_of",
     "shape",
     "vision",
     "whole_groups",

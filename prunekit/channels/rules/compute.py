@@ -8,7 +8,7 @@ import numpy as np
 
 from prunekit.channels.labels import Field
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
@@ -29,13 +29,13 @@ COUNTED = frozenset(
 """Operators whose multiply-accumulates count, also where nothing that goes in carries a label."""
 
 
-@rule(*_EINSUM)
+@register_rule(*_EINSUM)
 def matrix_product(flow: Flow, call: Call) -> None:
     """Merges along the contracted axis."""
     flow.set(call.out, flow.contract(call.args[0], call.args[1], *_EINSUM[call.name]))
 
 
-@rule("aten.addmm", "aten._sparse_addmm", "aten.baddbmm")
+@register_rule("aten.addmm", "aten._sparse_addmm", "aten.baddbmm")
 def added_matrix_product(flow: Flow, call: Call) -> None:
     """A matrix product plus a broadcast bias; torch adds zeros of the whole size to that of a sparse matrix."""
     axes = _EINSUM["aten.bmm" if call.name == "aten.baddbmm" else "aten.mm"]
@@ -57,7 +57,7 @@ _SPATIAL |= {f"aten.{name}{suffix}": n for name, n in (
 ) for suffix in ("", ".vec")}  # fmt: skip
 
 
-@rule(*_SPATIAL)
+@register_rule(*_SPATIAL)
 def spatial(flow: Flow, call: Call) -> None:
     """Pooling and interpolation work on each channel by itself."""
     source = call.args[0]
@@ -91,7 +91,7 @@ _STATISTICS = frozenset(
 _REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any argmax argmin norm linalg_vector_norm"
 
 
-@rule(*[f"aten.{name}" for name in _REDUCTIONS.split()])
+@register_rule(*[f"aten.{name}" for name in _REDUCTIONS.split()])
 def reduction(flow: Flow, call: Call) -> None:
     """Axes that stay keep their labels. A sum or a p-norm over a removed zero is harmless; anything else locks.
 
@@ -139,7 +139,7 @@ def _adds_nothing(call: Call) -> bool:
 _ALONG_AXIS = "_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"
 
 
-@rule(*[f"aten.{name}" for name in _ALONG_AXIS.split()])
+@register_rule(*[f"aten.{name}" for name in _ALONG_AXIS.split()])
 def along_axis(flow: Flow, call: Call) -> None:
     """Mixes all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
     source = call.args[0]
@@ -151,7 +151,7 @@ def along_axis(flow: Flow, call: Call) -> None:
     flow.set(call.out, [Field(labels, zero=False) for labels in tied])
 
 
-@rule("aten.glu")
+@register_rule("aten.glu")
 def gated(flow: Flow, call: Call) -> None:
     """The first half of an axis times the sigmoid of the second: what meets goes together."""
     source = call.args[0]

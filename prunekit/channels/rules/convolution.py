@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from prunekit.channels.constraints import Grouped
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
@@ -24,7 +24,7 @@ def whole_groups(groups: int, channels_per_group: int) -> bool:
     return groups >= channels_per_group
 
 
-@rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")
+@register_rule("aten.convolution", "aten._convolution", "aten.convolution_overrideable")
 def convolution(flow: Flow, call: Call) -> None:
     """Plain, grouped, depthwise and transposed convolution in any number of spatial axes."""
     source, weight, bias = call.args[0], call.args[1], call.arg(2, "bias")

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
 
 
-@rule("aten.embedding", "aten._embedding_bag", "aten._embedding_bag_forward_only")
+@register_rule("aten.embedding", "aten._embedding_bag", "aten._embedding_bag_forward_only")
 def embedding(flow: Flow, call: Call) -> None:
     """Rows of a table, or sums, means and maxima of them: the rows stay, the columns are the output's last axis."""
     table = call.args[0]
@@ -36,7 +36,7 @@ _ORDERED = {
 """Operator -> at which position it takes its axis, which is the last one when not given."""
 
 
-@rule(*_ORDERED)
+@register_rule(*_ORDERED)
 def ordered(flow: Flow, call: Call) -> None:
     """Positions of one axis compared with each other: that axis is locked, others pass."""
     source, outs = call.args[0], call.out if isinstance(call.out, (tuple, list)) else [call.out]

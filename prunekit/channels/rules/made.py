@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
@@ -14,7 +14,7 @@ MADE = frozenset({"aten.zeros", "aten.full", "aten.new_zeros"})
 """Operators with a rule for what comes out, also where nothing that goes in carries a label."""
 
 
-@rule("aten.zeros", "aten.full")
+@register_rule("aten.zeros", "aten.full")
 def made(flow: Flow, call: Call) -> None:
     """Labels of its own for an axis as long as a number that the running module, or a part of it, remembers.
 
@@ -33,13 +33,13 @@ def _remembered(flow: Flow) -> set[int]:
     return {value for part in (module, *module.children()) for value in vars(part).values() if type(value) is int}
 
 
-@rule("aten.new_zeros")
+@register_rule("aten.new_zeros")
 def made_beside(flow: Flow, call: Call) -> None:
     """Zeros beside a tensor: of its shape with its labels, else with labels of their own."""
     (zeros if call.out.shape == call.args[0].shape else made)(flow, call)
 
 
-@rule("aten.zeros_like", "aten.zero", "aten.zero_")
+@register_rule("aten.zeros_like", "aten.zero", "aten.zero_")
 def zeros(flow: Flow, call: Call) -> None:
     """Zeros in the shape of a tensor, with its labels."""
     flow.set(call.out, [Field(field.labels, zero=True) for field in flow.fields(call.args[0])])

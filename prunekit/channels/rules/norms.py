@@ -9,7 +9,7 @@ import torch
 
 from prunekit.channels.copying import named_tensors
 from prunekit.channels.labels import Field, along
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow, Shape
@@ -19,7 +19,7 @@ Tensor = torch.Tensor | None
 TOGETHER = "a norm takes its statistics over these channels together"
 
 
-@rule(
+@register_rule(
     "aten.native_batch_norm",
     "aten._native_batch_norm_legit",
     "aten._native_batch_norm_legit_no_training",
@@ -58,7 +58,7 @@ def _is_zero(flow: Flow, tensor: Tensor) -> bool:
     return any(field.zero for field in flow.fields(tensor))
 
 
-@rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
+@register_rule("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 def layer_norm(flow: Flow, call: Call) -> None:
     """Normalizes over the last axes together: their labels pass if the running module is a norm."""
     source, shape, *affine = call.args[:4]
@@ -81,7 +81,7 @@ def _whole_rows(flow: Flow, field: Field, together: set[int]) -> Field:
     return field if len(inside) in (0, len(field.span)) else field.with_labels(flow.union.tie(field.labels, inside))
 
 
-@rule("aten.native_group_norm")
+@register_rule("aten.native_group_norm")
 def group_norm(flow: Flow, call: Call) -> None:
     """Normalizes over equal groups of channels: each loses the same positions, so that their number stays."""
     source, weight, bias = call.args[:3]
@@ -130,7 +130,7 @@ DIVIDED = (
 )
 
 
-@rule("aten._weight_norm_interface")
+@register_rule("aten._weight_norm_interface")
 def weight_norm(flow: Flow, call: Call) -> None:
     """A length for each row times the row over its norm: a removed one has no length, and stays to be divided by.
 

@@ -12,7 +12,7 @@ import torch
 from prunekit.channels.constraints import EqualParts, Rectangle
 from prunekit.channels.labels import Field, Labels
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 from prunekit.channels.rules.shape import PICKED, part, replay
 
 if TYPE_CHECKING:
@@ -30,14 +30,16 @@ def _without(flow: Flow, fields: Sequence[Field], axis: int, reason: str) -> lis
     return [field.with_labels(np.squeeze(field.labels, axis)) for field in tied]
 
 
-@rule("aten.select")
+@register_rule("aten.select")
 def select(flow: Flow, call: Call) -> None:
     """One position of an axis."""
     axis = call.args[1] % call.args[0].dim()
     flow.set(call.out, _without(flow, flow.fields(call.args[0]), axis, "one position of this axis is picked by number"))
 
 
-@rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk")
+@register_rule(
+    "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.unsafe_split", "aten.unsafe_chunk"
+)
 def split(flow: Flow, call: Call) -> None:
     """Equal parts of a labeled axis must stay equal; the trial tells whether sizes of unequal ones can be set."""
     source = call.args[0]
@@ -62,7 +64,7 @@ def split(flow: Flow, call: Call) -> None:
         flow.set(out, part(flow, fields, axis, int(end) - size, int(end)))
 
 
-@rule("aten.cat", "aten.stack")
+@register_rule("aten.cat", "aten.stack")
 def concatenate(flow: Flow, call: Call) -> None:
     """Concatenates labels; a part without labels on that axis counts as locked positions."""
     tensors: list[Any] = [tensor for tensor in call.args[0] if tensor.dim() > 1 or tensor.numel()]
@@ -108,7 +110,7 @@ def _common(flow: Flow, shapes: list[tuple[int, ...]], others: list[list[Field]]
     return flow.pointwise(list(zip(shapes, others, strict=True)), product=False)
 
 
-@rule("aten.unfold")
+@register_rule("aten.unfold")
 def windows(flow: Flow, call: Call) -> None:
     """Windows that slide along one axis: that axis is locked, others pass."""
     axis, fields = call.args[1] % call.args[0].dim(), flow.fields(call.args[0])
@@ -116,7 +118,7 @@ def windows(flow: Flow, call: Call) -> None:
     flow.set(call.out, [f.with_labels(f.labels[..., None]) for f in fields if axis not in f.span])
 
 
-@rule("aten.index_select", "aten.gather", "aten.index", "aten.as_strided")
+@register_rule("aten.index_select", "aten.gather", "aten.index", "aten.as_strided")
 def pick(flow: Flow, call: Call) -> None:
     """Positions picked by numbers: an axis that may change is locked."""
     if call.name == "aten.index_select":
@@ -172,7 +174,7 @@ def _picked(flow: Flow, call: Call) -> _Picked | None:
     return _Picked(axes, first, max(index.dim() for index in indices.values()))
 
 
-@rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
+@register_rule("aten.index_put", "aten.index_put_", "aten._index_put_impl_")
 def put(flow: Flow, call: Call) -> None:
     """Values written to positions picked by integers or a mask: labels on other axes are those of both."""
     target, values = call.args[0], call.args[2]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prunekit.channels.labels import Field
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow, Shape
@@ -61,14 +61,14 @@ def broadcast(flow: Flow, operands: Sequence[Any], *, product: bool) -> list[Fie
     )
 
 
-@rule(*_variants(KEEPS_ZERO))
+@register_rule(*_variants(KEEPS_ZERO))
 def keeps_zero(flow: Flow, call: Call) -> None:
     """f(0) = 0: fields and their zeros pass."""
     out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
     flow.set(out, flow.fields(call.args[0]))
 
 
-@rule(*_variants(MOVES_ZERO))
+@register_rule(*_variants(MOVES_ZERO))
 def moves_zero(flow: Flow, call: Call) -> None:
     """f(0) need not be 0: fields pass, but removed entries are no longer known to be zero."""
     if call.name.removeprefix("aten.") in FRESH and call.out.shape != call.args[0].shape:
@@ -79,7 +79,7 @@ def moves_zero(flow: Flow, call: Call) -> None:
     flow.set(out, [Field(field.labels, zero=False) for field in fields])
 
 
-@rule(*_variants("clamp clamp_min clamp_max hardtanh"))
+@register_rule(*_variants("clamp clamp_min clamp_max hardtanh"))
 def clamps(flow: Flow, call: Call) -> None:
     """0 stays 0 where the bounds are numbers with 0 between them."""
     limits = (-1, 1) if "hardtanh" in call.name else (None, None)
@@ -94,7 +94,7 @@ def clamps(flow: Flow, call: Call) -> None:
     flow.set(call.out, [Field(field.labels, field.zero and between) for field in flow.fields(call.args[0])])
 
 
-@rule("aten.pow", "aten.pow_")
+@register_rule("aten.pow", "aten.pow_")
 def power(flow: Flow, call: Call) -> None:
     """0 stays 0 under a positive number as exponent."""
     exponent = call.args[1]
@@ -102,13 +102,13 @@ def power(flow: Flow, call: Call) -> None:
     (keeps_zero if positive else moves_zero)(flow, call)
 
 
-@rule(*_variants(SUMS))
+@register_rule(*_variants(SUMS))
 def sums(flow: Flow, call: Call) -> None:
     """Zero only where every operand is zero. `alpha` scales and does not matter."""
     flow.set(call.out, broadcast(flow, call.args[:2] if "lerp" not in call.name else call.args[:3], product=False))
 
 
-@rule(*_variants(PRODUCTS))
+@register_rule(*_variants(PRODUCTS))
 def products(flow: Flow, call: Call) -> None:
     """Zero where any factor is zero; of a quotient, where the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
@@ -119,7 +119,7 @@ def products(flow: Flow, call: Call) -> None:
     flow.set(call.out, fields)
 
 
-@rule(*_variants(SLOPES))
+@register_rule(*_variants(SLOPES))
 def slopes(flow: Flow, call: Call) -> None:
     """The backward pass of a pointwise function: a gradient times the slope there, zero where the gradient is."""
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
@@ -134,7 +134,9 @@ def _zero_spans(flow: Flow, operand: Any, ndim: int) -> set[tuple[int, ...]]:
     return {field.span for field in aligned(flow, operand, ndim)[1] if field.zero}
 
 
-@rule("aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel")
+@register_rule(
+    "aten.addcmul", "aten.addcmul_", "aten.where", "aten.masked_fill", "aten.masked_fill_", "aten._prelu_kernel"
+)
 def ternary(flow: Flow, call: Call) -> None:
     """Merges whatever meets; zeros survive only in PReLU, whose kernel maps 0 to 0."""
     fields = broadcast(flow, [argument for argument in call.args if isinstance(argument, torch.Tensor)], product=False)
@@ -142,7 +144,7 @@ def ternary(flow: Flow, call: Call) -> None:
     flow.set(call.out, [Field(field.labels, field.span in kept) for field in fields])
 
 
-@rule("aten.copy_")
+@register_rule("aten.copy_")
 def copy(flow: Flow, call: Call) -> None:
     """What is written replaces what was there; a broadcast source leaves its axes without labels."""
     target, source = call.args[:2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,7 +35,19 @@ RULES: dict[str, Rule] = {}
 """Operator name without namespace overload, such as `aten.add` or `mylib.scan`, to its rule."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group="prunekit.rules")}
+
+
+def rule_of(name: str) -> Rule | None:
+    """The rule of an operator; None where there is none. One that an installed package names is imported first."""
+    if name not in RULES and (point := _installed().get(name)) is not None:
+        point.load()
+    return RULES.get(name)
+
+
+def register_rule(*names: str) -> Callable[[Rule], Rule]:
     """Registers a rule for operators such as `aten.convolution`; in-place and out variants are separate names.
 
     Raises:

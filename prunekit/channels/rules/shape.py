@@ -10,7 +10,7 @@ import numpy as np
 
 from prunekit.channels.constraints import Crossed, Padded, Rectangle
 from prunekit.channels.labels import Field, Labels, collapse, rows_along
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
@@ -56,7 +56,7 @@ def reshape_labels(labels: Labels, old: Sequence[int], new: Sequence[int]) -> tu
     return np.broadcast_to(labels, full).reshape(target), splits
 
 
-@rule(
+@register_rule(
     "aten.view",
     "aten._unsafe_view",
     "aten.reshape",
@@ -101,7 +101,7 @@ def _constrain(flow: Flow, labels: Labels, axes: list[int]) -> None:
             flow.constraints.append(Rectangle(block))
 
 
-@rule("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.transpose_", "aten.t_")
+@register_rule("aten.permute", "aten.transpose", "aten.t", "aten.movedim", "aten.transpose_", "aten.t_")
 def permute(flow: Flow, call: Call) -> None:
     """Reorders axes."""
     ndim = call.args[0].dim()
@@ -116,7 +116,7 @@ def permute(flow: Flow, call: Call) -> None:
     flow.set(call.out, [field.with_labels(np.transpose(field.labels, order)) for field in flow.fields(call.args[0])])
 
 
-@rule("aten.as_strided_")
+@register_rule("aten.as_strided_")
 def layout(flow: Flow, call: Call) -> None:
     """Pooling to one position writes other strides for its axes of size 1 in place; anything more locks."""
     fields, shape = flow.fields(call.out), call.out.shape
@@ -125,7 +125,7 @@ def layout(flow: Flow, call: Call) -> None:
         flow.lock(fields, "strides written in place")
 
 
-@rule("aten.expand")
+@register_rule("aten.expand")
 def expand(flow: Flow, call: Call) -> None:
     """Repeats axes of size 1: the labels do not depend on them."""
     lead = (1,) * (call.out.dim() - call.args[0].dim())
@@ -149,7 +149,7 @@ PICKED = "positions of this axis are picked by number"
 BY_POSITION = "cut, padded or rolled by positions that the model's code fixes"
 
 
-@rule("aten.slice", "aten.narrow")
+@register_rule("aten.slice", "aten.narrow")
 def cut(flow: Flow, call: Call) -> None:
     """Labels are cut like the values; the trial tells whether the positions can be set to what is left.
 
@@ -179,14 +179,16 @@ def part(flow: Flow, fields: Sequence[Field], axis: int, start: int, stop: int) 
     return [field.with_labels(labels) for field, labels in zip(fields, taken, strict=True)]
 
 
-@rule("aten.roll")
+@register_rule("aten.roll")
 def roll(flow: Flow, call: Call) -> None:
     """Moves positions along axes: a labeled axis is locked."""
     dims = call.arg(2, "dims") or range(call.out.dim())
     replay(flow, call, [axis % call.out.dim() for axis in dims], BY_POSITION)
 
 
-@rule("aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)])
+@register_rule(
+    "aten.constant_pad_nd", *[f"aten.{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
+)
 def pad(flow: Flow, call: Call) -> None:
     """Positions that are added to a labeled axis stay; where others go, or labeled ones are copied, it locks."""
     amounts, last = call.args[1], call.out.dim() - 1
@@ -213,14 +215,14 @@ def _padded(flow: Flow, field: Field, changed: dict[int, Sequence[int]], filled:
     return Field(labels, field.zero and not (filled and outside))
 
 
-@rule("aten.flip")
+@register_rule("aten.flip")
 def flip(flow: Flow, call: Call) -> None:
     """Reverses labels together with the values."""
     axes = tuple(int(axis) % call.out.dim() for axis in call.args[1])
     flow.set(call.out, [field.with_labels(np.flip(field.labels, axes)) for field in flow.fields(call.args[0])])
 
 
-@rule("aten.repeat")
+@register_rule("aten.repeat")
 def repeat(flow: Flow, call: Call) -> None:
     """Repeats labels together with the values."""
     fields = []

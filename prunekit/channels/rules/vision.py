@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prunekit.channels.labels import Field, Labels, along
-from prunekit.channels.rules.registry import Call, rule
+from prunekit.channels.rules.registry import Call, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
@@ -26,7 +26,7 @@ def _set(flow: Flow, out: Any, labels: Labels | None, axis: int, zero: bool) -> 
         flow.set(out, [Field(along(labels, axis, out.dim()), zero)])
 
 
-@rule("aten.pixel_shuffle", "aten.col2im")
+@register_rule("aten.pixel_shuffle", "aten.col2im")
 def gathered(flow: Flow, call: Call) -> None:
     """Several channels become positions of one: those go together."""
     axis = call.out.dim() - 3
@@ -36,7 +36,7 @@ def gathered(flow: Flow, call: Call) -> None:
     _set(flow, call.out, labels, axis, zero)
 
 
-@rule("aten.pixel_unshuffle", "aten.im2col")
+@register_rule("aten.pixel_unshuffle", "aten.im2col")
 def scattered(flow: Flow, call: Call) -> None:
     """Positions of one channel become several channels."""
     axis = call.args[0].dim() - 3
@@ -46,7 +46,7 @@ def scattered(flow: Flow, call: Call) -> None:
     _set(flow, call.out, labels, axis, zero)
 
 
-@rule("aten.channel_shuffle", "aten.native_channel_shuffle")
+@register_rule("aten.channel_shuffle", "aten.native_channel_shuffle")
 def channel_shuffle(flow: Flow, call: Call) -> None:
     """Channels of several groups dealt out in turn: the same ones of every group go together."""
     labels, zero = _channels(flow, call.args[0], 1)
@@ -55,7 +55,7 @@ def channel_shuffle(flow: Flow, call: Call) -> None:
     _set(flow, call.out, labels, 1, zero)
 
 
-@rule("aten.grid_sampler_2d", "aten.grid_sampler_3d", "torchvision.roi_align", "torchvision.roi_pool")
+@register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d", "torchvision.roi_align", "torchvision.roi_pool")
 def sampled(flow: Flow, call: Call) -> None:
     """Each channel sampled at places that another tensor names; the batch becomes another one."""
     flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "names the places to sample")
