@@ -25,10 +25,10 @@ PAGE = 80
 
 # Colors are inherited, so that it looks the same in light and dark notebooks.
 STYLE = (
-    ".prunekit table{border-collapse:collapse;margin:.5em 0}"
+    ".prunekit table{border-collapse:collapse;margin:.5em 0;color:inherit;font-size:inherit}"
     ".prunekit caption{text-align:left;font-weight:bold;color:inherit;white-space:nowrap}"
     ".prunekit th,.prunekit td{text-align:right;vertical-align:top;padding:.1em .6em;font-variant-numeric:tabular-nums}"
-    ".prunekit th{border-bottom:1px solid}"
+    ".prunekit th{border-bottom:1px solid;white-space:nowrap}"
     ".prunekit .l1 :nth-child(1),.prunekit .l2 :nth-child(2),.prunekit .l3 :nth-child(3),.prunekit .l4 :nth-child(4),"
     ".prunekit .l5 :nth-child(5){text-align:left}"
 )
