@@ -34,7 +34,7 @@ def job(output: Path, criterion: Any, model: str = "resnet18") -> JobSettings:
         calibration=CalibrationSettings(images=64),
         prune=PruneSettings(budget=BudgetSettings(macs=0.5), criterion=criterion, scope="global"),
         finetune=TrainSettings(epochs=0),
-        latency=LatencySettings(batches=(1,), threads=(1,), repeats=3, explain=False),
+        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
         device="cpu",
         threads=1,
         output=output,

@@ -40,7 +40,7 @@ def job(output: Path, prune: PruneSettings = MEMORY) -> JobSettings:
         baseline=TrainSettings(epochs=0),
         calibration=CalibrationSettings(images=32),
         prune=prune,
-        latency=LatencySettings(batches=(1,), threads=(1,), repeats=3, explain=False),
+        latency=LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
         device="cpu",
         threads=1,
         output=output,

@@ -34,7 +34,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
         "prune": ELIMINATION,
         "repair": RepairSettings(rows=2048),
         "finetune": TrainSettings(epochs=1, lr=0.02),
-        "latency": LatencySettings(batches=(1,), threads=(1,), repeats=3, explain=False),
+        "latency": LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
         "device": "cpu",
         "threads": 1,
         "output": output,

@@ -35,7 +35,7 @@ def job(output: Path, prune: PruneSettings, **changes: Any) -> JobSettings:
         "baseline": TrainSettings(epochs=2, lr=0.1),
         "calibration": CalibrationSettings(images=64),
         "finetune": TrainSettings(epochs=3, lr=0.05),
-        "latency": LatencySettings(batches=(1,), threads=(1,), repeats=3, explain=False),
+        "latency": LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
         "device": "cpu",
         "threads": 1,
         "output": output,
