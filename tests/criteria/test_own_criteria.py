@@ -42,7 +42,8 @@ def kept(criterion: str) -> list[int]:
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     pruned = prunekit.prune(net, torch.randn(1, 4), channels=0.5, criterion=criterion)
     assert pruned.plan.provenance["prune"]["criterion"] == criterion
-    return [row for row in range(8) if any(torch.equal(net[0].weight[row], left) for left in pruned.model[0].weight)]
+    before, after = (next(iter(model.parameters())) for model in (net, pruned.model))
+    return [row for row in range(8) if any(torch.equal(before[row], left) for left in after)]
 
 
 def test_registered_by_path_and_by_an_entry_point(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
