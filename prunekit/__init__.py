@@ -41,7 +41,11 @@ if TYPE_CHECKING:
     from prunekit.repair import RepairReport, RepairSettings
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.report.sections import register_section
+    from prunekit.settings.calibration import CalibrationSettings
+    from prunekit.settings.data import DataSettings
+    from prunekit.settings.job import JobSettings
     from prunekit.settings.pruning import Target
+    from prunekit.settings.training import TrainSettings
     from prunekit.tasks.named import register_task
     from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer_average
     from prunekit.training.transfer import transfer  # likewise
@@ -64,14 +68,17 @@ _PLACES = {
     "ActivationThresholds": "prunekit.masking:ActivationThresholds",
     "Benchmark": "prunekit.workflow.bench:Benchmark",
     "BudgetSettings": "prunekit.planning:BudgetSettings",
+    "CalibrationSettings": "prunekit.settings.calibration:CalibrationSettings",
     "Capture": "prunekit.capturing:Capture",
     "ChangingMasks": "prunekit.masking:ChangingMasks",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
+    "DataSettings": "prunekit.settings.data:DataSettings",
     "Diagnosis": "prunekit.diagnosis:Diagnosis",
     "Evidence": "prunekit.criteria:Evidence",
     "Explanation": "prunekit.workflow.explain:Explanation",
     "GradientFlow": "prunekit.training:GradientFlow",
+    "JobSettings": "prunekit.settings.job:JobSettings",
     "Keywords": "prunekit.inputs:Keywords",
     "ModelSettings": "prunekit.models:ModelSettings",
     "ModelSummary": "prunekit.report.model_summary:ModelSummary",
@@ -91,6 +98,7 @@ _PLACES = {
     "StatsCollector": "prunekit.calibration:StatsCollector",
     "Target": "prunekit.settings.pruning:Target",
     "Term": "prunekit.planning.budgets:Term",
+    "TrainSettings": "prunekit.settings.training:TrainSettings",
     "Verification": "prunekit.measure.verify:Verification",
     "bench": "prunekit.workflow.bench:bench",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
@@ -150,14 +158,17 @@ __all__ = [
     "ActivationThresholds",
     "Benchmark",
     "BudgetSettings",
+    "CalibrationSettings",
     "Capture",
     "ChangingMasks",
     "ChannelMap",
     "ChannelStats",
+    "DataSettings",
     "Diagnosis",
     "Evidence",
     "Explanation",
     "GradientFlow",
+    "JobSettings",
     "Keywords",
     "ModelSettings",
     "ModelSummary",
@@ -177,6 +188,7 @@ __all__ = [
     "StatsCollector",
     "Target",
     "Term",
+    "TrainSettings",
     "Verification",
     "bench",
     "calibrate",
