@@ -108,9 +108,16 @@ class Registry(Generic[Item]):
         return tuple(dict.fromkeys([*self.declared, *registered, *self.installed]))
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What registrations say of each name, for lists; of an installed one, the package that it is from."""
-        installed = {name: {"measures": f"from {point.module}"} for name, point in self.installed.items()}
-        return installed | {name: dict(declared.facts) for name, declared in self.declared.items()}
+        """What registrations say of each name, for lists; of an installed one, the package that it is from.
+
+        Imports none: of those that are here already, it is what they hold themselves.
+        """
+        declared = {name: dict(declared.facts) for name, declared in self.declared.items()}
+        here = {name: vars(getattr(item, "facts", item)) for name, item in self._items.items()}
+        from_packages = {name: f"from {point.module}" for name, point in self.installed.items()}
+        installed = {name: {"measures": package, "about": package} for name, package in from_packages.items()}
+        known = installed | here | declared
+        return {name: known[name] for name in self.names}
 
     @property
     def imported(self) -> tuple[Item, ...]:
@@ -175,11 +182,32 @@ class Registered:
     registry: Registry[Any]
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Marks a mapping in settings whose keys are names of a registry; a recipe has them beside the settings' fields.
+
+    Attributes:
+        registry: of the keys.
+        annotation: type of the value of one of them.
+    """
+
+    registry: Registry[Any]
+    annotation: Callable[[str], Any]
+
+    def knows(self, key: object) -> bool:
+        """Whether a key is a name of the registry, or names code as `file.py:object`."""
+        return key in self.registry.names or is_reference(key)
+
+
 KeyPath = tuple[str | int, ...]
 
 
+class Key(str):
+    """The end of the path to a key of a mapping, where it is the key itself that names something."""
+
+
 def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Registry[Any]]]:
-    """What settings name of registries: key path, text, and the registry.
+    """What settings name of registries: key path, text, and the registry. The path to a key ends with a `Key`.
 
     Args:
         hint: a dataclass of settings, or another annotation.
@@ -189,15 +217,22 @@ def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, 
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         yield from ((path, value, part.registry) for part in parts[1:] if isinstance(part, Registered))
+        for mark in (part for part in parts[1:] if isinstance(part, Beside)):
+            yield from (((*path, Key(key)), key, mark.registry) for key in value)
         yield from named(parts[0], value, path)
     elif origin in (UnionType, Union) and not (value is None and type(None) in parts):
         for part in parts:
             yield from named(part, value, path)
     elif is_dataclass(hint):
         items = value if isinstance(value, Mapping) else vars(value) if isinstance(value, hint) else {}  # type: ignore[arg-type]
-        for key, inner in get_type_hints(hint, include_extras=True).items():
+        hints = get_type_hints(hint, include_extras=True)
+        for key, inner in hints.items():
             if key in items:
                 yield from named(inner, items[key], (*path, key))
+            elif isinstance(value, Mapping) and any(isinstance(part, Beside) for part in get_args(inner)):
+                yield from named(
+                    inner, {key: one for key, one in items.items() if key not in hints and one is not None}, path
+                )
     elif origin is tuple and isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from named(parts[0], item, (*path, index))
@@ -207,10 +242,12 @@ def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, 
 
 
 def changed(settings: Any, path: KeyPath, value: Any) -> Any:
-    """Settings with another value at a key path."""
+    """Settings with another value, or another key, at a key path."""
     if not path:
         return value
     key, *rest = path
+    if isinstance(key, Key):
+        return {(value if name == key else name): item for name, item in settings.items()}
     if isinstance(settings, tuple):
         return tuple(changed(item, tuple(rest), value) if i == key else item for i, item in enumerate(settings))
     if isinstance(settings, Mapping):

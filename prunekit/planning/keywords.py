@@ -70,6 +70,7 @@ def prune_settings(
     for name in budgets:
         BUDGETS.renew(name)
     budget = BudgetSettings(**budgets)
+    budget.require_sound()
     criterion = criterion or by_default
     spent_where_least = criterion == "elimination" or budget.measured
     default_scope: Scope = "per_mac" if spent_where_least else "uniform"

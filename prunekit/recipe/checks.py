@@ -10,7 +10,7 @@ from typing import Any
 from prunekit.recipe.document import KeyPath
 from prunekit.recipe.schema import show
 from prunekit.registries import CRITERIA, RUNTIMES
-from prunekit.settings.budgets import facts_of
+from prunekit.settings.budgets import facts_before
 from prunekit.settings.data import DataSettings
 from prunekit.settings.pruning import WITH_REPAIR, budget_names, clashes, other_budgets
 from prunekit.settings.repair import FEWEST_IMAGES
@@ -103,10 +103,11 @@ def _budget(values: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(budget, Mapping):
         return
     names = budget_names()
-    if all(budget.get(name) is None for name in names):
+    others = other_budgets(budget)
+    if not others and all(budget.get(name) is None for name in names):
         yield ("prune", "budget"), f"expected at least one of {', '.join(map(repr, names))}, got none"
-    for name, value in other_budgets(budget).items():
-        if (problem := facts_of(name).problem(value)) is not None:
+    for name, value in others.items():
+        if (problem := facts_before(name).problem(value)) is not None:
             yield ("prune", "budget", name), problem
 
 

@@ -17,9 +17,9 @@ from prunekit.recipe.checks import Finding, consistency
 from prunekit.recipe.document import Document, KeyPath, Origin, Problem, parse
 from prunekit.recipe.overrides import Overrides, apply_override, as_texts
 from prunekit.recipe.packaged import located, recipe_names
-from prunekit.recipe.schema import choices, describe, hint_at, keys_of, show, written
-from prunekit.registry import changed, named
-from prunekit.settings.budgets import facts_of
+from prunekit.recipe.schema import allows, choices, describe, hint_at, keys_of, show, written
+from prunekit.registry import Key, changed, named
+from prunekit.settings.budgets import facts_before
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import other_budgets
 from prunekit.settings.text import dump
@@ -60,17 +60,27 @@ def load(path: StrPath, overrides: Overrides = (), *, allow_code: bool = False, 
     refused = not allow_code
     job = _beside(_validated(document, str(path), _code(document, folder, refused and runs_code)), document, folder)
     for key, name, _ in named(JobSettings, job):
-        if is_reference(name) and (place := document.place(key)).line:
+        at = _in_recipe(key)
+        if is_reference(name) and (place := _place(document, at)).line:
             there = _reference(name, folder)
-            job = changed(job, key, Unallowed(there, f"{place}: {'.'.join(map(str, key))}") if refused else there)
+            job = changed(job, key, Unallowed(there, f"{place}: {'.'.join(map(str, at))}") if refused else there)
     return job
+
+
+def _in_recipe(key: KeyPath) -> KeyPath:
+    """Where a recipe has what settings have at a key: all budgets stand beside each other there."""
+    return (*key[:2], *key[3:]) if key[:3] == ("prune", "budget", "others") else key
+
+
+def _place(document: Document, path: KeyPath) -> Origin:
+    return document.place(path, key=isinstance(path[-1], Key))
 
 
 def _code(document: Document, folder: Path, refused: bool) -> list[Finding]:
     """What is wrong with the names of registered objects, and code that must not run."""
     found = []
     for path, name, registry in named(JobSettings, document.values):
-        written = is_reference(name) and document.place(path).line
+        written = is_reference(name) and _place(document, path).line
         problem = registry.problem(_reference(name, folder) if written else name)
         if problem is not None or (written and refused):
             found.append((path, problem or not_allowed(name)))
@@ -185,14 +195,14 @@ def _as_held(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values
     others = other_budgets(budget)
     own = {name: value for name, value in budget.items() if name not in others}
-    sound = {name: value for name, value in others.items() if facts_of(name).problem(value) is None}
+    sound = {name: value for name, value in others.items() if facts_before(name).problem(value) is None}
     return {**values, "prune": {**prune, "budget": {**own, "others": sound}}}
 
 
 def _findings(values: Mapping[str, Any], code: Iterable[Finding]) -> Iterator[tuple[KeyPath, str, bool]]:
     """Key path, text and whether it is the key that is wrong, the most telling finding of a key first."""
     yield from ((path, text, True) for path, text in _unknown_keys(values, ()))
-    yield from ((path, text, False) for path, text in code)
+    yield from ((path, text, isinstance(path[-1], Key)) for path, text in code)
     yield from ((path, text, False) for path, text in consistency(values))
     try:
         # JSON's strict mode takes whole numbers for floats, lists for tuples and text for paths, and nothing else.
@@ -213,7 +223,7 @@ def _unknown_keys(values: Any, path: KeyPath) -> Iterator[Finding]:
     if allowed is None or not isinstance(values, Mapping):
         return
     for key, value in values.items():
-        if key in allowed:
+        if allows(path, key):
             yield from _unknown_keys(value, (*path, key))
         else:
             yield (*path, key), f"unknown key; {nearest(key, allowed)}"

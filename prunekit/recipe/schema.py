@@ -9,8 +9,8 @@ from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from prunekit.recipe.document import KeyPath
+from prunekit.registry import Beside
 from prunekit.settings import checked
-from prunekit.settings.budgets import Beside
 from prunekit.settings.job import JobSettings
 
 
@@ -34,7 +34,7 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 def _inner(hint: Any, key: str | int) -> Any:
     if is_dataclass(hint):
         beside = beside_of(hint)
-        if beside is not None and str(key) in beside.names() and key not in own_keys(hint):
+        if beside is not None and beside.knows(key) and key not in own_keys(hint):
             return beside.annotation(str(key)) | None
         return own_keys(hint).get(str(key), Any)
     if get_origin(hint) is tuple:
@@ -63,13 +63,19 @@ def _marks(hint: Any) -> list[Beside]:
 
 def _keys(settings: Any) -> list[str]:
     beside = beside_of(settings)
-    return list(dict.fromkeys([*own_keys(settings), *(beside.names() if beside else ())]))
+    return list(dict.fromkeys([*own_keys(settings), *(beside.registry.names if beside else ())]))
 
 
 def is_open_mapping(path: KeyPath) -> bool:
     """Whether a key below `path` is a name of its own, dots and all."""
     parts = _parts(hint_at(path))
     return any(get_origin(part) is dict or (is_dataclass(part) and beside_of(part) is not None) for part in parts)
+
+
+def allows(path: KeyPath, key: str) -> bool:
+    """Whether settings at `path` have a key: one of theirs, or one that stands beside them."""
+    marks = [beside_of(part) for part in _parts(hint_at(path)) if is_dataclass(part)]
+    return key in (keys_of(path) or ()) or any(mark is not None and mark.knows(key) for mark in marks)
 
 
 def keys_of(path: KeyPath) -> list[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -11,6 +11,7 @@ from annotated_types import Gt, Le
 
 from prunekit import numbers
 from prunekit.registries import BUDGETS
+from prunekit.user_code import is_reference
 
 Share = Annotated[float, Gt(0), Le(1)]
 Times = Annotated[float, Gt(1)]
@@ -119,6 +120,11 @@ def facts_of(name: str) -> BudgetFacts:
     return found
 
 
+def facts_before(name: str) -> BudgetFacts:
+    """What is known of a budget without running anybody's code: of `file.py:object`, that figures are above 0."""
+    return BudgetFacts(name) if is_reference(name) else facts_of(name)
+
+
 NOTED = ("unit", "share", "least", "measured")
 
 
@@ -132,16 +138,3 @@ def facts_from(name: str, note: Mapping[str, Any]) -> BudgetFacts:
     if name in BUDGETS.declared:
         return facts_of(name)
     return BudgetFacts(name, **{key: note[key] for key in NOTED if key in note})
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Marks a mapping in settings whose keys stand beside the settings' own fields in a recipe.
-
-    Attributes:
-        names: the keys that are known now.
-        annotation: type of the value of one of them.
-    """
-
-    names: Callable[[], Iterable[str]]
-    annotation: Callable[[str], Any]

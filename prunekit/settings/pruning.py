@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args
 
@@ -10,10 +10,10 @@ from annotated_types import Ge, Gt
 
 from prunekit.errors import UsageError
 from prunekit.registries import BUDGETS, CRITERIA
-from prunekit.registry import Registered
-from prunekit.settings.budgets import Amount, Beside, Share, Times, facts_of
+from prunekit.registry import Beside, Registered
+from prunekit.settings.budgets import Amount, BudgetFacts, Share, Times, facts_before, facts_of
 from prunekit.settings.checked import Checked
-from prunekit.user_code import is_reference
+from prunekit.user_code import Unallowed, is_reference
 from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeName
 
 CriterionName = Annotated[str, Registered(CRITERIA)]
@@ -25,7 +25,7 @@ much of their MACs as the budgets allow, by the mean of its logarithm, and score
 Trained for long, what a network comes to depends on its widths more than on the weights it began with (Rethinking the
 Value of Network Pruning, Liu et al. 2019)."""
 
-OtherBudgets = Annotated[dict[str, float], Beside(lambda: BUDGETS.names, lambda name: facts_of(name).annotation)]
+OtherBudgets = Annotated[dict[str, float], Beside(BUDGETS, lambda name: facts_before(name).annotation)]
 
 
 @dataclass(frozen=True, init=False)
@@ -33,7 +33,7 @@ class BudgetSettings:
     """What may be left; at least one is given, and a plan meets all of them.
 
     Budgets that are registered beside these seven are keywords as well, and keys of the same mapping in a recipe:
-    `BudgetSettings(macs=0.5, energy=0.4)`.
+    `BudgetSettings(macs=0.5, energy=0.4)`. One in a file is named by it, `BudgetSettings(**{"mine.py:energy": 0.4})`.
 
     Raises:
         UsageError: no budget has such a name, or a figure means nothing.
@@ -93,7 +93,9 @@ class BudgetSettings:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        if unknown := [text for name in self.others if (text := BUDGETS.problem(name)) is not None]:
+        # a file that is named is looked for where it is used
+        names = [name for name in self.others if not is_reference(name)]
+        if unknown := [text for name in names if (text := BUDGETS.problem(name)) is not None]:
             raise UsageError("; ".join(f"budget: {text}" for text in unknown))
         if problems := self.problems():
             raise UsageError("; ".join(problems))
@@ -113,11 +115,23 @@ class BudgetSettings:
         """Whether any budget is one of time."""
         return any(facts_of(name).measured for name in self.given)
 
-    def problems(self) -> list[str]:
-        """What is wrong with the figures, a sentence each; those of a user's file are looked at once it is run."""
-        known = ((name, value, facts_of(name)) for name, value in self.given.items() if not is_reference(name))
-        found = ((name, facts.problem(value)) for name, value, facts in known)
+    def problems(self, facts: Callable[[str], BudgetFacts] = facts_before) -> list[str]:
+        """What is wrong with the figures, a sentence each.
+
+        Args:
+            facts: what is known of each budget; `facts_of` runs the files of users, and so knows what theirs mean.
+        """
+        found = ((name, facts(name).problem(value)) for name, value in self.given.items())
         return [f"{name}: {text}" for name, text in found if text is not None]
+
+    def require_sound(self) -> None:
+        """Checks the figures of all budgets, those that are code as well, which is run where that is allowed.
+
+        Raises:
+            UsageError: one means nothing.
+        """
+        if problems := self.problems(lambda name: (facts_before if isinstance(name, Unallowed) else facts_of)(name)):
+            raise UsageError("; ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -260,8 +274,8 @@ def budget_names() -> list[str]:
 
 
 def other_budgets(budget: Mapping[str, Any]) -> dict[str, Any]:
-    """Those given in the plain values of a recipe that are no fields of `BudgetSettings`, and known."""
-    others = [name for name in budget if name in BUDGETS.names and name not in _own_names()]
+    """Those given in the plain values of a recipe that are no fields of `BudgetSettings`, and known, or code."""
+    others = [name for name in budget if name not in _own_names() and (name in BUDGETS.names or is_reference(name))]
     return {name: budget[name] for name in others if budget[name] is not None}
 
 

@@ -92,11 +92,12 @@ def renew_code(job: JobSettings) -> None:
     """Reads the files that a job names anew, once for all that follows.
 
     Raises:
-        UsageError: one is not there or raises, or has no such object.
+        UsageError: one is not there or raises, has no such object, or a figure means nothing for the budget in it.
     """
     for name, registry in code_of_job(job):
         if not isinstance(name, Unallowed):
             registry.renew(name)
+    job.prune.budget.require_sound()
 
 
 def training_sections(job: JobSettings) -> dict[str, TrainSettings]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from prunekit.measure import count_macs, count_parameters
 from prunekit.planning import make_plan
 from prunekit.planning.budgets import Countable
 from prunekit.planning.budgets.registry import BUDGETS
-from prunekit.recipe import dump, load
+from prunekit.recipe import dump, load, with_overrides
 from prunekit.settings.budgets import facts_of
+from prunekit.workflow.own import code_of_job, renew_code
+from prunekit.workflow.resolved import resolved
 
 X = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
 RECIPE = """
@@ -68,7 +71,7 @@ def test_what_is_left_is_what_the_compact_model_takes(scale: float) -> None:
     assert pk.plan(dense, X, macs=0.9, energy=0.5).provenance["budgets"]["energy"] == found
 
 
-def test_one_of_an_amount_is_said_with_its_unit() -> None:
+def test_one_of_an_amount_is_said_with_its_unit(tmp_path: Path) -> None:
     register("energy_uj", unit="uJ", share=False, per_unit=1e6)
     dense = net()
     asked = 0.4 * picojoules(dense) / 1e6
@@ -78,6 +81,10 @@ def test_one_of_an_amount_is_said_with_its_unit() -> None:
     assert found["left"] <= asked
     assert facts_of("energy_uj").shown(found["left"]) in str(plan)
     assert facts_of("energy_uj").shown(0.30412) == "0.304 uJ"
+    plan.save(tmp_path)
+    unit = BUDGETS._items.pop("energy_uj")  # as where nobody has registered it
+    assert str(pk.load_plan(tmp_path)) == str(plan)
+    BUDGETS._items["energy_uj"] = unit
     with pytest.raises(
         PlanError, match=r"budget energy_uj: at most 0.001 uJ was asked for, but .* no less than .* uJ;"
     ):
@@ -93,6 +100,51 @@ def test_a_function_in_a_file_is_named_where_it_stands(tmp_path: Path) -> None:
     assert f"{file}:weights" in plan.provenance["budgets"]
     with pytest.raises(UsageError, match="expected a share above 0 and at most 1, got 2"):
         pk.plan(net(), X, **{f"{file}:weights": 2})  # type: ignore[arg-type]
+
+
+def test_a_recipe_names_one_in_a_file_that_runs_once_it_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "RAN = open(__file__ + '.ran', 'w').close()\nweights = lambda one: one.terms('params')\n"
+    )
+    recipe = written(tmp_path / "own.yaml", RECIPE.replace("energy:", "'mine.py:weights':"))
+    with pytest.raises(RecipeError, match=r"own.yaml:9:23: prune.budget.mine.py:weights: .* code, .* --allow-code"):
+        load(recipe)
+    with pytest.raises(
+        RecipeError, match=r"9:23: prune.budget.mine.py:weigths: .*no function .*did you mean 'weights'"
+    ):
+        load(written(tmp_path / "typo.yaml", recipe.read_text().replace(":weights", ":weigths")), allow_code=True)
+    with pytest.raises(RecipeError, match=r"9:42: prune.budget.mine.py:weights: expected a number above 0, got -1"):
+        load(written(tmp_path / "less.yaml", recipe.read_text().replace("0.6", "-1")), allow_code=True)
+    (name,) = load(recipe, runs_code=False).prune.budget.others
+    with pytest.raises(UsageError, match=r"own.yaml:9:23: prune.budget.mine.py:weights: .* add --allow-code"):
+        BUDGETS.get(name)
+    assert not (tmp_path / "mine.py.ran").exists()
+    job = load(recipe, allow_code=True)
+    assert job.prune.budget.given == {"macs": 0.9, f"{tmp_path / 'mine.py'}:weights": 0.6}  # from beside the recipe
+    assert not (tmp_path / "mine.py.ran").exists()
+    assert load(written(tmp_path / "again.yaml", dump(job)), allow_code=True) == job
+    with pytest.raises(UsageError, match=r"mine.py:weights: expected a share above 0 and at most 1, got 60"):
+        renew_code(load(written(tmp_path / "more.yaml", recipe.read_text().replace("0.6", "60")), allow_code=True))
+    assert code_of_job(job) == [(f"{tmp_path / 'mine.py'}:weights", BUDGETS)]
+    plan = pk.plan(net(), X, settings=job.prune)
+    assert np.array_equal(plan.keep, pk.plan(net(), X, macs=0.9, params=0.6).keep)
+
+
+def test_the_list_of_budgets_has_those_that_are_registered() -> None:
+    register("energy_uj", unit="uJ", share=False)
+    shown = CliRunner().invoke(cli, ["list", "budgets", "energy*"]).output
+    assert re.search(r"^ *energy_uj +uJ +energy of one sample$", shown, re.MULTILINE)
+
+
+def test_an_override_may_name_one_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def weights(countable):\n    return countable.terms('params')\n")
+    recipe = written(tmp_path / "own.yaml", RECIPE.replace(", energy: 0.6", ""))
+    monkeypatch.chdir(tmp_path)
+    job = load(recipe, ["prune.budget.mine.py:weights=0.5"])
+    assert job.prune.budget.given == {"macs": 0.9, "mine.py:weights": 0.5}
+    absolute = f"{tmp_path / 'mine.py'}:weights"
+    assert resolved(job).prune.budget.given == {"macs": 0.9, absolute: 0.5}
+    assert with_overrides(job, [f"prune.budget.{absolute}=0.25"]).prune.budget.given[absolute] == 0.25
 
 
 def test_one_of_the_least_is_one_over_what_is_counted() -> None:

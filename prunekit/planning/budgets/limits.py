@@ -94,8 +94,9 @@ def budgets_of(
 
     Raises:
         PlanError: a budget of time without the table.
-        UsageError: a budget's function returns something else than terms.
+        UsageError: a figure means nothing, or a budget's function returns something else than terms.
     """
+    settings.budget.require_sound()
     asked = settings.budget.given
     budgets = [BUDGETS.get(name) for name in asked]
     facts = [budget.facts for budget in budgets]
