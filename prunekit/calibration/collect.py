@@ -87,6 +87,18 @@ def collect(
         UsageError: `batches` is empty, and as for the collectors.
         DataError: a batch comes in a form that is not known; a `UsageError`.
         NonFiniteError: as for `RankCollector`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> stats = pk.calibrate(model, torch.randn(64, 4))  # or a loader, with or without labels
+        >>> print(stats)
+        Channel statistics: 6 activations, 70 channels, 0 of them dead
+        ...
+          module  side    channels  values  ...  zeros  dead  NaN or Inf
+          0       input          4     256  ...
+        ...
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5, criterion="activation_rms", stats=stats)
     """
     model = unwrapped(model, offloaded=True)
     place = device_of(model, device)

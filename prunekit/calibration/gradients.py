@@ -88,6 +88,15 @@ def collect_gradients(
         UsageError: there are no batches, one has no targets, neither loss nor task is given, or the loss is not one
             number with a gradient; or an operator of the model has no second derivative.
         NonFiniteError: a gradient or a weight is NaN or Inf; names the parameter and the batch.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> batches = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
+        >>> gradients = pk.collect_gradients(model, batches, torch.nn.functional.cross_entropy)
+        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5, criterion="taylor", gradients=gradients).model
+        >>> small[0].out_features
+        8
     """
     model = unwrapped(model, offloaded=True)
     place = device_of(model, device)

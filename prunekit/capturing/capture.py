@@ -199,11 +199,6 @@ def capture(
 ) -> Capture:
     """Captures what layers read and make, every call in its order, for as long as the `with` lasts.
 
-        with prunekit.capture(model, "layer*.conv*", what=("input", "output", "grad_output")) as record:
-            model(images).sum().backward()
-        for entry in record:
-            print(entry.path, entry.what, entry.value.shape)
-
     Each tensor is copied, or reduced, when it is seen, so that nothing that is done in place changes it afterwards.
     A gradient is seen on its way: the backward pass belongs inside the `with`. `grad_input` is what the layer
     itself sends back, without what other readers of the same tensor do. Inputs that need no gradient have none. Works
@@ -234,6 +229,18 @@ def capture(
         UsageError: a glob, a class or a group matches nothing; or, in a forward pass or with `example` at once, full
             copies are beyond the limit; the message says how much they take and which reducer avoids it.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> with pk.capture(model, torch.nn.Linear, what=("output", "grad_output")) as record:
+        ...     model(torch.randn(8, 4)).sum().backward()
+        >>> for entry in record:
+        ...     print(entry.path, entry.what, tuple(entry.value.shape))
+        0 output (8, 16)
+        2 output (8, 2)
+        2 grad_output (8, 2)
+        0 grad_output (8, 16)
     """
     return Capture(
         model, layers, what, reduce=reduce, every=every, to=to, limit_mib=limit_mib, example=example

@@ -78,9 +78,6 @@ def intervene(
 ) -> Intervention:
     """Puts other values in the place of what layers read and make, for as long as the `with` lasts.
 
-        with prunekit.intervene(model, "layer3", output=0.0):  # what is layer3 worth?
-            accuracy(model)
-
     Gradients flow through changes of inputs and outputs, as autograd has it. A changed `grad_output` is what the layer
     itself goes backward from, also for its parameters; a changed `grad_input` is what it sends back.
 
@@ -93,6 +90,18 @@ def intervene(
     Raises:
         UsageError: as for `capture`, or nothing is changed.
         ModelError: in a forward or backward pass: a value is of a shape that does not broadcast to the one it replaces.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> images, labels = torch.randn(64, 4), torch.randint(2, (64,))
+        >>> def loss():
+        ...     return torch.nn.functional.cross_entropy(model(images), labels).item()
+        >>> whole = loss()
+        >>> with pk.intervene(model, "1", output=0.0):  # what is the ReLU worth?
+        ...     without = loss()
+        >>> without == whole, loss() == whole
+        (False, True)
     """
     given: dict[What, Change | None] = {
         "input": input, "output": output, "grad_input": grad_input, "grad_output": grad_output

@@ -62,6 +62,20 @@ def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
     Raises:
         UsageError: an example is none of these.
         ModelError: the model does not run on an example, or cannot be copied.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> chart = pk.trace(model, torch.randn(1, 4))
+        >>> [(group.name, len(group.labels)) for group in chart.groups]
+        [('0', 16)]
+        >>> print(chart)
+        Channel map: 16 channels in 1 group, 6 more locked in 2 places; 96 MACs for one
+          sample
+        ...
+          locked at  channels  operator    reason
+          0                 4  aten.addmm  meets a tensor whose size along this axis does not depend on any parameter
+          2                 2              output of the model
     """
     model = unwrapped(model)
     if is_sharded(model):

@@ -26,6 +26,13 @@ def channels_last(model: nn.Module, example: Any) -> nn.Module:
     Raises:
         UsageError: the example is none of these.
         VerificationError: the copy computes something else, as code may that looks at strides.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> faster = pk.channels_last(model, torch.randn(2, 3, 8, 8))
+        >>> model[0].weight.stride(), faster[0].weight.stride()
+        ((27, 9, 3, 1), (27, 1, 9, 3))
     """
     model = unwrapped(model)
     result = laid_out(model)

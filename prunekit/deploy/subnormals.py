@@ -58,6 +58,14 @@ def flush_subnormals(model: nn.Module, example: Any) -> Flushed:
     Raises:
         UsageError: the example is none of these.
         VerificationError: the copy computes something else.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> model[0].weight.data[0] = 1e-40  # where weight decay ends; many processors compute with it slowly
+        >>> flushed = pk.flush_subnormals(model, torch.randn(1, 4))
+        >>> flushed.counts, flushed.model[0].weight[0].tolist()
+        ({'0.weight': 4}, [0.0, 0.0, 0.0, 0.0])
     """
     model = unwrapped(model)
     given = normalized(model, example)

@@ -57,6 +57,19 @@ def diagnose(
         UsageError: a kind in `ignore` is none.
         DataError: there are no batches, or one comes in a form that is not known.
         ModelError: the model is compiled: hooks added after `torch.compile` are silently ignored.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> model[0].bias.data.fill_(-100)[:2]  # no ReLU behind it ever opens
+        tensor([-100., -100.])
+        >>> print(pk.diagnose(model, [(torch.randn(32, 4), torch.randint(2, (32,)))]))
+        1 fault (32 training images, loss ...)
+        ...
+        1. dead_relu in 1
+           expected: fewer than 50% of a ReLU's channels without any value above 0
+           came:     16 of 16 channels behind 0 are 0 for all 32 inputs
+        ...
     """
     model = unwrapped(model)
     require_kinds(ignore)

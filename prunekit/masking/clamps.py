@@ -153,6 +153,14 @@ def clamp_activation_grad(
         UsageError: a limit is negative, a glob matches nothing, or `by` or `side` is something else.
         ModelError: on enter, when the model is compiled; in a hook, when a module that was chosen by its path
             has no floating-point tensor there; others that have none are passed over.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> with pk.clamp_activation_grad(model, {"2": 0.5}):
+        ...     model(torch.randn(8, 4)).sum().backward()  # of which each output gets a gradient of 1
+        >>> model[2].bias.grad  # 8 samples of 0.5 each
+        tensor([4., 4.])
     """
     model = unwrapped(model, offloaded=True, compiled=False)
     one_of(by, get_args(By), "clamp_activation_grad: by")
@@ -180,6 +188,16 @@ def clamp_weight_grad(
     Raises:
         UsageError: a limit is negative, or a glob matches no module with parameters of its own; on enter, when the
             optimizer steps none of them.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with pk.clamp_weight_grad(model, optimizer, 0.5):
+        ...     model(torch.randn(8, 4)).sum().backward()
+        ...     optimizer.step()
+        >>> model[2].bias.grad
+        tensor([0.5000, 0.5000])
     """
     model = unwrapped(model)
     one_of(by, get_args(By), "clamp_weight_grad: by")

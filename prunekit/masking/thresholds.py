@@ -163,6 +163,16 @@ def calibrate_thresholds(
         DataError: there are no batches, or one comes in a form that is not known.
         ModelError: a module does not run, or has no floating-point activation.
         NonFiniteError: an activation is NaN or Inf; names layer, batch and channel.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> data = torch.randn(512, 4)
+        >>> thresholds = pk.calibrate_thresholds(model, data, ["1"], target=0.7)
+        >>> with pk.ActivationMasks(model, thresholds), pk.capture(model, "2", "input") as record:
+        ...     outputs = model(data)
+        >>> round(float((record["2"][0].value == 0).double().mean()), 1)  # what the last layer reads
+        0.7
     """
     model = unwrapped(model, offloaded=True)
     if not 0 < target < 1:

@@ -298,6 +298,14 @@ def load_plan(folder: StrPath) -> Plan:
 
     Raises:
         ArtifactError: a file is missing, damaged, of another format, or the two do not belong together.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> pk.plan(model, torch.randn(1, 4), macs=0.5).save("plan")
+        >>> plan = pk.load_plan("plan")
+        >>> plan.widths(), pk.compact(model, plan)[0].out_features
+        ({'0': (8, 16)}, 8)
     """
     folder = Path(folder)
     if not (folder / "plan.json").is_file():

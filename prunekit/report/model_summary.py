@@ -106,8 +106,6 @@ class ModelSummary(Displayed):
 def summary(model: nn.Module, example: Any, *, name: str | None = None) -> ModelSummary:
     """Shapes, parameters, MACs and activation memory of each module, by one forward pass in eval mode.
 
-        print(prunekit.summary(model, torch.zeros(1, 3, 224, 224)))
-
     On dense, masked and compact models of any kind; modes, random state and hooks are afterwards what they were.
 
     Args:
@@ -118,6 +116,18 @@ def summary(model: nn.Module, example: Any, *, name: str | None = None) -> Model
     Raises:
         UsageError: the example is none of these.
         ModelError: the model is compiled, or does not run on the inputs.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> print(pk.summary(model, torch.zeros(1, 4)))
+          module  type    input  output  parameters  MACs   share  activations  calls
+          0       Linear  1x4    1x16            80    64  66.7 %         64 B      1
+          1       ReLU    1x16   1x16             0     0   0.0 %         64 B      1
+          2       Linear  1x16   1x2             34    32  33.3 %          8 B      1
+        ...
+        Sequential: 114 parameters, 96 MACs for one sample, 456 B of weights; batch 1:
+          136 B of activations, 600 B at the peak of a forward pass
     """
     model = unwrapped(model, offloaded=True)
     given = normalized(model, example)

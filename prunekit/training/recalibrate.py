@@ -88,6 +88,13 @@ def recalibrate_batchnorm(
     Raises:
         DataError: there are no batches, one comes in a form that is not known, or there are too few values for a
             variance.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Conv2d(8, 2, 1))
+        >>> small = pk.prune(model, torch.randn(1, 3, 8, 8), channels=0.5).model
+        >>> pk.recalibrate_batchnorm(small, torch.randn(64, 3, 8, 8))
+        ('1',)
     """
     model = unwrapped(model, offloaded=True)
     moments = {

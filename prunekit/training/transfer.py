@@ -93,6 +93,16 @@ def transfer_average(average: AveragedModel, plan: Plan) -> AveragedModel:
 
     Raises:
         PlanError: the plan is that of another model.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> average = torch.optim.swa_utils.AveragedModel(model)
+        >>> average.update_parameters(model)  # after each step of training under masks
+        >>> plan = pk.plan(model, torch.randn(1, 4), macs=0.5)
+        >>> small = pk.transfer_average(average, plan)
+        >>> small.module[0].out_features, int(small.n_averaged)
+        (8, 1)
     """
     device = next((tensor.device for tensor in average.module.parameters()), None)
     carried = AveragedModel(nn.Module(), device, average.avg_fn, average.multi_avg_fn, average.use_buffers)

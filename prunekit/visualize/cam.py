@@ -41,6 +41,15 @@ def class_activation_map(
         ModelError: there is no such layer, its output is no image, or the score does not depend on it; or the model is
             compiled, or returns no logits.
         UsageError: there is no such method or class.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 2)
+        ... )
+        >>> found = pk.class_activation_map(model, torch.randn(4, 3, 16, 16), layer="1", target=1)
+        >>> tuple(found.values.shape), found.classes.tolist()
+        ((4, 14, 14), [1, 1, 1, 1])
     """
     model = unwrapped(model, offloaded=True)
     if method not in METHODS:

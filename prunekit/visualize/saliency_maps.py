@@ -58,6 +58,14 @@ def saliency(
     Raises:
         ModelError: the logits do not depend on the image, or there are none.
         UsageError: there is no such method or class, or the smoothing is none.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 10))
+        >>> found = pk.saliency(model, torch.randn(2, 3, 8, 8), target=7)
+        >>> tuple(found.values.shape), found.classes.tolist()
+        ((2, 8, 8), [7, 7])
+        >>> noisy = pk.saliency(model, torch.randn(2, 3, 8, 8), method="smooth_grad")
     """
     model = unwrapped(model, offloaded=True)
     if method not in METHODS:

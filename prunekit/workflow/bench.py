@@ -157,6 +157,21 @@ def bench(
         UsageError: there are no models, a device does not exist, or a runtime is not installed or cannot do what is
             asked; nothing was measured.
         ModelError: a model does not run on the example.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
+        >>> found = pk.bench({"dense": model, "small": small}, torch.randn(1, 4), device="cpu", repeats=5)
+        >>> print(found)
+        Benchmark: 2 models in 1 setting; small ...
+        ...
+          model  device  runtime  batch  threads  dtype    median ms  95 % interval  ...
+          dense  cpu     eager        1        1  float32  ...
+          small  cpu     eager        1        1  float32  ...
+        ...
+        >>> [row["model"] for row in found.speedup]  # relative to the first
+        ['small']
     """
     if not isinstance(models, Mapping) or not models:
         given = "none" if isinstance(models, Mapping) else type(models).__name__

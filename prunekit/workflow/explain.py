@@ -167,6 +167,17 @@ def explain(
     Raises:
         UsageError: `example` holds no tensor, there are fewer than 5 rounds, or there is no such device.
         ModelError: a model does not run on `example`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> small = pk.prune(model, torch.randn(1, 4), macs=0.5).model
+        >>> print(pk.explain(model, small, torch.randn(1, 4), threads=1, rounds=5))
+        on cpu, batch 1, threads 1: ... ms, dense ... ms
+        ...
+        Operators, the slowest first
+          module  operator  dense ms  pruned ms  MACs  pruned  faster  ideal ...
+        ...
     """
     dense, pruned = unwrapped(dense), unwrapped(pruned)
     if rounds < 5:

@@ -160,6 +160,18 @@ def sensitivity(
         PlanError: no channel is free, or a glob matches no group.
         NonFiniteError: a layer reads or gives NaN or Inf; names it.
         ModelError, UsageError: as for `measure_sensitivity`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> found = pk.sensitivity(model, torch.randn(64, 4))
+        >>> print(found)
+        Channels to keep for an error within 1 % and 10 % of the variance, ...
+        ...
+          group  channels  MACs  fast 1 %  10 %  at half  ...
+          0            16    96  ...
+        >>> [(row["group"], row["channels"], 0 < row["half_fast"] < 1) for row in found.rows()]
+        [('0', 16, True)]
     """
     with reporting(progress, "sensitivity"):
         return analyze_sensitivity(unwrapped(model), images, measured_on, groups, loss, more_examples, task, log)

@@ -52,6 +52,27 @@ def register_rule(*names: str) -> Callable[[Rule], Rule]:
 
     Raises:
         ValueError: an operator has a rule already.
+
+    Example:
+        >>> import torch
+        >>> import prunekit as pk
+        >>> @torch.library.custom_op("mylib::amplify", mutates_args=())
+        ... def amplify(x: torch.Tensor, gain: float) -> torch.Tensor:
+        ...     return x * gain
+        >>> @amplify.register_fake
+        ... def shaped(x, gain):
+        ...     return torch.empty_like(x)
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.wide, self.head = torch.nn.Linear(4, 16), torch.nn.Linear(16, 2)
+        ...     def forward(self, x):
+        ...         return self.head(amplify(self.wide(x), 2.0))
+        >>> @pk.register_rule("mylib.amplify")
+        ... def keeps_channels(flow, call):  # each channel of the output is that channel of the input
+        ...     flow.set(call.out, flow.fields(call.args[0]))
+        >>> pk.prune(Net(), torch.randn(1, 4), macs=0.5).model.wide.out_features
+        8
     """
 
     def register(function: Rule) -> Rule:
