@@ -171,6 +171,12 @@ def test_runtimes_run_what_is_given_by_name(tmp_path: Path) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_models_are_timed_on_what_is_given_by_name_alone() -> None:
+    found = pk.bench({"a": ByName(), "b": ByName()}, {"scale": SCALE, "x": X}, batch=[1, 3], repeats=5)
+    assert [(row["model"], row["batch"]) for row in found.latency] == [("a", 1), ("b", 1), ("a", 3), ("b", 3)]
+    assert found.failures == ()
+
+
 FACTORY = """
 import torch
 from torch import nn

@@ -12,8 +12,8 @@ from torch import nn
 from prunekit.context import resolve_device
 from prunekit.display import Displayed, Table
 from prunekit.errors import UsageError
-from prunekit.inputs import arguments
 from prunekit.inputs import example as example_of
+from prunekit.inputs import specs
 from prunekit.measure import LatencySettings, count_macs, count_parameters, measure_latency
 from prunekit.measure.choosing import choose
 from prunekit.measure.runtimes import RUNTIMES
@@ -143,7 +143,7 @@ def bench(
     Args:
         models: one or more by name, which take the same input; not changed.
         example: one input of all of them: a tensor, a tuple of positional arguments, or a mapping of arguments by
-            name, none of which forward takes by name alone; samples on the first axis of every tensor.
+            name; samples on the first axis of every tensor.
         runtimes: what runs the models, each in a process of its own, as `prunekit list runtimes` shows them.
         batch: sizes, in samples.
         threads: of the CPU.
@@ -194,8 +194,7 @@ def _several(given: Any) -> Any:
 
 
 def _target(name: str, model: nn.Module, given: Any) -> InputModel:
-    # Batches of other sizes are made of positional arguments alone.
-    inputs = arguments(model, given) if isinstance(given, Mapping) else example_of(model, given)
+    inputs = example_of(model, given)
     shape = next((tuple(tensor.shape[1:]) for tensor in gather(inputs)), ())
     return InputModel(model, name, shape, inputs=inputs)
 
@@ -212,12 +211,12 @@ def bench_targets(
         log: is told what is exported and timed next.
 
     Raises:
-        UsageError: the models take inputs of different shapes, a device does not exist, or a runtime is not installed
+        UsageError: the models take different inputs, a device does not exist, or a runtime is not installed
             or cannot do what is asked; nothing was measured.
         ModelError: a model does not run on its input.
     """
     places = devices(device, settings)
-    _same_shape(targets)
+    _same_inputs(targets)
     models = dict(zip(_unique([target.name for target in targets]), targets, strict=True))
     for target in targets:
         probe(target)
@@ -269,11 +268,22 @@ def _named(names: str, settings: LatencySettings) -> list[torch.device]:
     return [device for device in found if device.type in kinds] or found[:1]
 
 
-def _same_shape(targets: Sequence[InputModel]) -> None:
-    shapes = {target.name: "x".join(map(str, target.sample_shape)) for target in targets}
-    if len(set(shapes.values())) > 1:
-        found = ", ".join(f"{name} takes {shape}" for name, shape in shapes.items())
+def _same_inputs(targets: Sequence[InputModel]) -> None:
+    taken = {target.name: _taken(target) for target in targets}
+    if len(set(taken.values())) > 1:
+        found = ", ".join(f"{name} takes {inputs}" for name, inputs in taken.items())
         raise UsageError(f"expected models that take the same input, but {found}; give --input-shape for all of them")
+
+
+def _taken(target: InputModel) -> str:
+    """All inputs of a sample, those by name in the order of their names: numbers by their shape, others with dtype."""
+    found = sorted(specs(target.example_inputs()), key=lambda spec: spec.name or "")
+    return " and ".join(
+        (f"{spec.name} " if spec.name else "")
+        + ("" if spec.dtype.startswith(("float", "bfloat")) else f"{spec.dtype} ")
+        + "x".join(map(str, spec.shape[1:]))
+        for spec in found
+    )
 
 
 def _unique(names: Sequence[str]) -> list[str]:

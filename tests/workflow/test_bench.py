@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import prunekit as pk
 from prunekit.errors import ModelError, UsageError
 from prunekit.measure import LatencySettings
 from prunekit.workflow.bench import bench_targets, devices, gated
@@ -37,6 +38,12 @@ def test_a_model_against_itself_keeps_two_rows() -> None:
 def test_models_that_take_different_inputs_are_refused() -> None:
     with pytest.raises(UsageError, match="a takes 4, b takes 5; give --input-shape"):
         bench_targets([target("a"), target("b", 5)], QUICK, "cpu", log=print)
+    one, two = (
+        (torch.zeros(3, 4), pk.Keywords(scale=scale)) for scale in (torch.zeros(1, 2), torch.zeros(1, 1).long())
+    )
+    targets = [replace(target("a"), inputs=one), replace(target("b"), inputs=two)]
+    with pytest.raises(UsageError, match="a takes 4 and scale 2, b takes 4 and scale int64 1; give --input-shape"):
+        bench_targets(targets, QUICK, "cpu", log=print)
 
 
 def test_a_model_that_does_not_run_is_named_before_anything_is_timed() -> None:
