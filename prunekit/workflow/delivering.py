@@ -74,7 +74,7 @@ def _searched(goal: LatencyGoal, planner: Planner, log: Log) -> tuple[list[Attem
     made: list[Planned] = []
     share, again = _first_share(goal), False
     while len(attempts) < ATTEMPTS:
-        planned = made[-1] if again else planner(aiming(goal.settings, share), channel_map)
+        planned = made[-1] if again else planner(aiming(goal, share), channel_map)
         channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
         plan = _number(planned, made)
         if sum(one.plan == plan for one in attempts) > 1:
@@ -175,7 +175,7 @@ def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> Non
     """
     narrowest = goal.least_share
     if narrowest > 1 - DOUBT:
-        by_norm = replace(aiming(goal.settings, narrowest), criterion="l2", scope="global")
+        by_norm = replace(aiming(goal, narrowest), criterion="l2", scope="global")
         planned = plan_model(goal.model, example_inputs, by_norm, channel_map=goal.channel_map, latency=goal.table)
         timing = _timed(goal, planned.compact)
         if timing.excess(goal.asked) > 1:
@@ -191,14 +191,20 @@ def _timed(goal: LatencyGoal, compact: nn.Module) -> Timing:
 
 def first_aim(goal: LatencyGoal) -> PruneSettings:
     """What is planned for before anything was measured: what is asked for, or the fastest that is predicted."""
-    return aiming(goal.settings, _first_share(goal))
+    return aiming(goal, _first_share(goal))
 
 
-def aiming(settings: PruneSettings, share: float) -> PruneSettings:
-    """Settings in blocks whose budgets of time are multiplied: plans take that share of the time, as predicted."""
-    given = ((facts_of(name), value) for name, value in settings.budget.given.items())
-    aims = {facts.name: facts.loosened(value, share) for facts, value in given if facts.measured}
-    return replace(in_blocks(settings), budget=settings.budget.changed(**aims))
+def aiming(goal: LatencyGoal, share: float) -> PruneSettings:
+    """The goal's settings in blocks, with multiplied budgets of time: plans take that share of the time, as predicted.
+
+    Raises:
+        PlanError: no plan is predicted to be faster than the dense model, so that there is nothing to aim at.
+    """
+    settings = in_blocks(goal.settings)
+    aims = {name: facts_of(name).loosened(value, share) for name, value in goal.asked.items()}
+    if any(facts_of(name).problem(aim) is not None for name, aim in aims.items()):
+        feasible(goal.channel_map, settings, goal.table)
+    return replace(settings, budget=settings.budget.changed(**aims))
 
 
 def _first_share(goal: LatencyGoal) -> float:

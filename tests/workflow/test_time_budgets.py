@@ -32,7 +32,7 @@ from prunekit.workflow import delivering, profiling
 from prunekit.workflow import goal as goals
 from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Timing
 from prunekit.workflow.delivered import Delivered
-from prunekit.workflow.delivering import delivered, freeze, require_reachable
+from prunekit.workflow.delivering import delivered, first_aim, freeze, require_reachable
 from prunekit.workflow.goal import LatencyGoal, goal_for
 from prunekit.workflow.planned import Planned
 from prunekit.workflow.profiled import Profile
@@ -154,6 +154,16 @@ def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypat
     with pytest.raises(PlanError, match=r"predicted to be fastest .* relax ignore"):
         require_reachable(goal(wanted), EXAMPLE)
     require_reachable(goal(PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE)), EXAMPLE)
+
+
+def test_where_no_plan_is_faster_than_the_dense_model_a_speedup_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivering, "timed", None)
+    wanted = goal(PruneSettings(BudgetSettings(speedup=1.1), min_channels=1000, target=ONE_BY_ONE))
+    for refused in (lambda: require_reachable(wanted, EXAMPLE), lambda: first_aim(wanted)):
+        with pytest.raises(PlanError, match=r"budget speedup: at least 1.1x was asked for, .* no more than 1x"):
+            refused()
 
 
 def test_what_is_predicted_to_be_just_possible_is_measured_before_it_is_promised(
