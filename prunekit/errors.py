@@ -10,7 +10,18 @@ from difflib import get_close_matches
 
 
 class PrunekitError(Exception):
-    """Root of every error that prunekit raises on purpose."""
+    """Root of every error that prunekit raises on purpose.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> try:
+        ...     pk.prune(model, x, macs=50)
+        ... except pk.PrunekitError as error:
+        ...     print(type(error).__name__, error, sep=": ")
+        UsageError: macs: expected a share above 0 and at most 1, got 50
+    """
 
     exit_code = 1
 

@@ -65,6 +65,19 @@ class StatsCollector(ReadHooks):
         UsageError: a path that is not there; in a hook: an activation whose number of channels changes
             from batch to batch, or an axis that it does not have.
         ModelError: on enter, when the model is compiled: hooks added after `torch.compile` are silently ignored.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> with pk.StatsCollector(model, modules=["1"], inputs=False) as collector:
+        ...     for _ in range(3):
+        ...         y = model(x)
+        >>> collector.stats()  # of all three batches
+        <ChannelStats: 1 activation, 16 channels, ... of them dead>
+        >>> (layer,) = collector.stats().layers.values()
+        >>> int(layer.count[0])  # values of a channel
+        12
     """
 
     def __init__(

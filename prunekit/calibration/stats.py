@@ -47,6 +47,17 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
     """Per-channel statistics of a model's activations, by (module path, "input" or "output", call ordinal).
 
     Immutable. Keys are in the order in which the activations were first met, which is the order of execution.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> stats = pk.calibrate(model, torch.randn(64, 8))
+        >>> stats
+        <ChannelStats: 6 activations, 74 channels, ... of them dead>
+        >>> [(row["module"], row["channels"]) for row in stats.rows() if row["side"] == "output"]
+        [('0', 16), ('1', 16), ('2', 2)]
+        >>> plan = pk.plan(model, x, channels=0.5, criterion="activation_rms", stats=stats)
     """
 
     layers: Mapping[StatsKey, LayerStats]

@@ -53,7 +53,24 @@ class Captured:
 
 
 class Capture(Displayed, LayerHooks):
-    """What was captured, in the order in which it happened; see `capture`."""
+    """What was captured, in the order in which it happened; see `capture`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> with pk.capture(model, "*") as seen:
+        ...     y = model(x)
+        >>> print(seen)
+        Capture: 3 tensors of 3 layers, kept as copies, 544 B
+        <BLANKLINE>
+          layer  what    batch  call  position  shape
+          0      output      0     0         0  4x16
+          1      output      0     0         0  4x16
+          2      output      0     0         0  4x2
+        >>> bool((seen["1"][0].value >= 0).all())
+        True
+    """
 
     purpose = "capture"
 

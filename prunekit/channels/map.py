@@ -103,6 +103,21 @@ class ChannelMap(Displayed):
         divided: axes of tensors along which removed entries keep their values in a masked model: it divides by their
             norm, and multiplies by a factor that is zero.
         inputs: the tensors of the example that the model was traced on, the first of several.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> print(pk.trace(model, x))
+        Channel map: 16 channels in 1 group, 10 more locked in 2 places; 160 MACs for
+          one sample
+        <BLANKLINE>
+          group  channels  made by  read by
+          0            16  0        2
+        <BLANKLINE>
+          locked at  channels  operator    reason
+          0                 8  aten.addmm  meets a tensor whose size along this axis does not depend on any parameter
+          2                 2              output of the model
     """
 
     labels: Mapping[str, tuple[Labels | None, ...]]

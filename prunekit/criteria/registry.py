@@ -37,6 +37,19 @@ class Evidence:
         gradients: of a loss on labeled images; likewise.
         seed: of what is random.
         patches: Gram matrices of the patches that layers read; likewise.
+
+    Example:
+        >>> import prunekit as pk, numpy as np, torch
+        >>> @pk.register_criterion("bias", measures="|bias| of the first layer")
+        ... def by_bias(evidence):
+        ...     scores = np.zeros(evidence.channel_map.n_labels)
+        ...     for group in evidence.channel_map.groups:
+        ...         scores[group.labels] = evidence.parameters["0.bias"].abs()
+        ...     return scores
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> _ = model[0].bias.data.copy_(torch.arange(16))
+        >>> pk.plan(model, torch.randn(4, 8), macs=0.5, criterion="bias").kept_indices["0.bias"]
+        (array([ 8,  9, 10, 11, 12, 13, 14, 15]),)
     """
 
     channel_map: ChannelMap

@@ -56,6 +56,18 @@ class Diagnosis(Displayed):
         skipped: kinds that could not be looked for, each with the reason.
         images: how many the model saw.
         figures: what was measured on the way, such as `loss` and `sharpness`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> torch.nn.init.constant_(model[0].bias, -100).shape  # what goes wrong: no channel ever passes the ReLU
+        torch.Size([16])
+        >>> found = pk.diagnose(model, [(x, torch.tensor([0, 1, 1, 0]))])
+        >>> found
+        <Diagnosis: 1 fault (4 training images, loss ...): dead_relu in 1>
+        >>> print(found.findings[0].came)
+        16 of 16 channels behind 0 are 0 for all 4 inputs
     """
 
     findings: tuple[Finding, ...]

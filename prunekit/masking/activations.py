@@ -67,6 +67,15 @@ class ActivationMasks(HookOwner):
         ModelError: on enter, when the model is compiled, and in a forward pass that leaves these hooks out, because it
             was; in a hook, when a module that was chosen by its path has no
             floating-point tensor there; others that have none are passed over.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> with pk.ActivationMasks(model, {"1": 0.5}) as masks:  # what the ReLU returns
+        ...     y = model(x)
+        >>> masks.sparsity().values  # activations that were looked at
+        {'1': 64}
     """
 
     def __init__(

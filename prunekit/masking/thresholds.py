@@ -43,6 +43,19 @@ class ActivationThresholds(Displayed, Mapping[str, float]):
         target: what was asked for; None of thresholds that were not searched.
         side: which activations are meant.
         rounds: passes over the data that the search took.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> found = pk.calibrate_thresholds(model, torch.randn(256, 8), ["1"], target=0.75)
+        >>> print(found)
+        Activation thresholds: outputs of 1 module, target 75.0 % of zeros; 2 passes
+        <BLANKLINE>
+          module  threshold   zeros
+          1           ...  7... %
+        >>> with pk.ActivationMasks(model, found):
+        ...     y = model(x)
     """
 
     thresholds: Mapping[str, float]

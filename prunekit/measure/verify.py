@@ -39,6 +39,17 @@ class Verification(Displayed):
         inputs: samples compared.
         dtype: the coarsest in which both were computed: float64, but for models whose code runs in no other precision
             than its own, such as quantized layers. Then what that rounds counts as equal.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> result = pk.prune(model, x, macs=0.5)
+        >>> found = pk.verify(model, result.model, result.plan, x)
+        >>> found
+        <Verification: masked and compact model agree: outputs differ by at most ... on 4 samples in float64>
+        >>> found.max_relative_difference < 1e-12
+        True
     """
 
     max_relative_difference: float

@@ -47,6 +47,24 @@ class Plan(Displayed):
             labels True does not count: it follows from the others.
         provenance: where the plan came from: criterion, budget, scope, seed, versions.
         element_masks: further masks of single weights, by parameter name, bool in the dense shape.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> plan = pk.plan(model, x, macs=0.5)
+        >>> print(plan)
+        Plan: MACs 160 -> 80 (50.0 %), parameters 178 -> 90 (50.6 %), channels 16 -> 8
+          (50.0 %); criterion l2, scope uniform
+        <BLANKLINE>
+          budget     dense  asked for     left
+          macs    100.00 %    50.00 %  50.00 %  binds
+        <BLANKLINE>
+          layer   inputs  outputs  MACs  left   share
+          0            –  16 -> 8   128    64  50.0 %
+          2      16 -> 8        2    32    16  50.0 %
+        >>> plan.widths()
+        {'0': (8, 16)}
     """
 
     channel_map: ChannelMap

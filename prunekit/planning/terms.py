@@ -27,6 +27,16 @@ class Term:
         factors: arrays of labels, such as those of a layer's inputs and outputs; none: the term does not change.
         steps: of each factor: its width counts as the next multiple of this; none: as it is.
         spans: in all of which widths must lie for it to count.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> @pk.register_budget("hidden", about="Channels of all hidden layers.")
+        ... def hidden(countable):
+        ...     return [pk.Term(1.0, (group.labels,)) for group in countable.channel_map.groups]
+        >>> pk.prune(model, x, hidden=10).model[0].out_features
+        10
     """
 
     constant: float

@@ -90,6 +90,16 @@ class RepairReport(Displayed):
         memory: what it took, as planned before it started.
         fitted: the same difference with all layers fitted; where it is no less than `before`, only the first layers
             are kept, or none.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> repaired = pk.prune(model, calibration=torch.randn(64, 8), macs=0.5)
+        >>> repaired.repair
+        <RepairReport: error of the output on held-out samples ... % -> ... % of its variance; 1 of 2 layers refitted>
+        >>> repaired.repair.after < repaired.repair.before
+        True
     """
 
     layers: tuple[LayerRepair, ...]

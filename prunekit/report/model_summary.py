@@ -39,6 +39,19 @@ class ModelSummary(Displayed):
         weight_bytes: of parameters and buffers.
         peak_bytes: the most that is alive at once in a forward pass without gradients, see
             `prunekit.measure.count_memory`; None where that cannot be counted, as in float64.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> print(pk.summary(model, x, name="small"))
+          module  type    input  output  parameters  MACs   share  activations  calls
+          0       Linear  4x8    4x16           144   128  80.0 %        256 B      1
+          1       ReLU    4x16   4x16             0     0   0.0 %        256 B      1
+          2       Linear  4x16   4x2             34    32  20.0 %         32 B      1
+        <BLANKLINE>
+        small: 178 parameters, 160 MACs for one sample, 712 B of weights; batch 4: 544 B
+          of activations, 1.35 kB at the peak of a forward pass
     """
 
     name: str

@@ -16,7 +16,18 @@ MOMENTS_LIMIT_MIB = 4096
 
 @dataclass(frozen=True)
 class CalibrationSettings(Checked):
-    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made."""
+    """How many training images the activation statistics and the BatchNorm recalibration see, and how they are made.
+
+    Example:
+        >>> import prunekit as pk
+        >>> settings = pk.CalibrationSettings(images=1024, moments="full")
+        >>> job = pk.JobSettings("mine", pk.ModelSettings("resnet18"), calibration=settings)
+        >>> job.calibration.images
+        1024
+        >>> pk.CalibrationSettings(images=0)
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: CalibrationSettings: images: expected a whole number of at least 1, got 0
+    """
 
     images: PositiveInt = 512
     """How many training images are looked at."""

@@ -89,7 +89,17 @@ class Workers(Checked):
 
 @dataclass(frozen=True)
 class DataSettings(Checked):
-    """Which images, how they are split, and how they are fed."""
+    """Which images, how they are split, and how they are fed.
+
+    Example:
+        >>> import prunekit as pk
+        >>> photos = pk.DataSettings("imagefolder", root="photos", image_size=224, augment="crop_flip", workers=4)
+        >>> photos.batch, photos.test_share
+        (64, 0.3)
+        >>> pk.DataSettings("imagefolders")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: DataSettings: source: expected one of 'digits', ... did you mean 'imagefolder'?
+    """
 
     source: Literal["digits", "imagefolder", "npz", "torchvision", "huggingface", "own"] = "digits"
     """Where the images are from: the handwritten digits that come with the package, a folder with one folder of images

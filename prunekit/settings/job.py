@@ -27,7 +27,20 @@ from prunekit.settings.training import CheckpointSettings, TrainSettings, WatchS
 
 @dataclass(frozen=True)
 class JobSettings(Checked):
-    """A whole job: the resolved recipe."""
+    """A whole job: the resolved recipe.
+
+    Example:
+        >>> import prunekit as pk
+        >>> job = pk.JobSettings(
+        ...     "half",
+        ...     pk.ModelSettings("resnet18", weights="IMAGENET1K_V1"),
+        ...     data=pk.DataSettings("imagefolder", root="photos", image_size=224),
+        ...     prune=pk.PruneSettings(pk.BudgetSettings(macs=0.5), criterion="taylor", scope="per_mac"),
+        ...     finetune=pk.TrainSettings(epochs=20, lr=0.01),
+        ... )
+        >>> job.prune.budget.given, job.device, job.baseline
+        ({'macs': 0.5}, 'auto', None)
+    """
 
     name: str
     """Name of the job, and of the folder that its runs are in."""

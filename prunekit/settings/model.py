@@ -10,7 +10,16 @@ from prunekit.settings.checked import Checked
 
 @dataclass(frozen=True)
 class ModelSettings(Checked):
-    """Which model: a zoo's constructor, its arguments, and where the weights come from."""
+    """Which model: a zoo's constructor, its arguments, and where the weights come from.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.ModelSettings("resnet18", weights="IMAGENET1K_V1").zoo
+        'torchvision'
+        >>> pk.ModelSettings("resnet56", zoo="cifr")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: ModelSettings: zoo: expected one of ... got 'cifr'; did you mean 'cifar'?
+    """
 
     name: str
     """Name of the model in its zoo; of an own one the factory, `file.py:factory`."""

@@ -136,7 +136,17 @@ class BudgetSettings:
 
 @dataclass(frozen=True)
 class Target(Checked):
-    """What budgets of time and memory are meant on; memory depends on batch and dtype alone."""
+    """What budgets of time and memory are meant on; memory depends on batch and dtype alone.
+
+    Example:
+        >>> import prunekit as pk
+        >>> target = pk.Target("onnxruntime", batch=16)  # for pk.prune(model, x, speedup=2.0, target=target)
+        >>> target.runtime, target.threads
+        ('onnxruntime', 1)
+        >>> pk.Target("onnx")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: Target: runtime: expected the name of ... did you mean 'onnxruntime'...
+    """
 
     runtime: RuntimeName = "eager"
     """Runtime that the model will run in."""
@@ -163,7 +173,29 @@ ScheduleScore = Literal["criterion", "movement"]
 
 @dataclass(frozen=True)
 class ScheduleSettings(Checked):
-    """How much is pruned when, while the masked model is fine-tuned; see `planning.schedule`."""
+    """How much is pruned when, while the masked model is fine-tuned; see `planning.schedule`.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> settings = pk.ScheduleSettings("linear", rounds=4)
+        >>> pruner = pk.Pruner(model, optimizer, x, macs=0.5, steps=8, schedule=settings)
+        >>> for _ in range(8):
+        ...     model(x).square().mean().backward()
+        ...     optimizer.step()
+        ...     pruner.step()
+        >>> print(pruner)
+        final plan, 50.0% of macs left
+        <BLANKLINE>
+        stages so far
+          step  pruned  came back  macs left
+          2          2          0      87.5%
+          4          2          0      75.0%
+          6          2          0      62.5%
+          8          2          0      50.0%
+    """
 
     kind: ScheduleKind = "cubic"
     """How the share that is pruned grows: all at once (`oneshot`); in rounds of pruning and recovery, each of which
@@ -194,7 +226,19 @@ class ScheduleSettings(Checked):
 
 @dataclass(frozen=True)
 class PruneSettings(Checked):
-    """Which channels go."""
+    """Which channels go.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> settings = pk.PruneSettings(pk.BudgetSettings(macs=0.5), criterion="l1", round_to=4, ignore=("2",))
+        >>> pk.prune(model, x, settings=settings).model[0].out_features
+        8
+        >>> pk.PruneSettings(criterion="l3")
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: PruneSettings: criterion: expected the name of ... did you mean 'l2' or 'l1'?
+    """
 
     budget: BudgetSettings = field(default_factory=lambda: BudgetSettings(macs=0.5))
     """What may be left of the model; at least one is given, and a plan meets all of them."""

@@ -17,7 +17,21 @@ Fit = Literal["bias", "batchnorm", "moments", "channel", "patch"]
 
 @dataclass(frozen=True)
 class RepairSettings(Checked):
-    """How each layer's kept weights are fitted to what the dense layer computes on calibration images."""
+    """How each layer's kept weights are fitted to what the dense layer computes on calibration images.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> settings = pk.RepairSettings(fit="channel", ridge=1e-2)
+        >>> repaired = pk.prune(model, calibration=torch.randn(64, 8), macs=0.5, repair=settings)
+        >>> print(repaired.repair)
+        Repair: error of the output on held-out samples ... 1 of 2 layers refitted
+        <BLANKLINE>
+          layer  fit      error before ... after  note
+          0      –              0.00 % ...
+          2      channel ...
+    """
 
     fit: Fit = "patch"
     """What is fitted of each layer: its bias, to the dense mean of each output channel; a factor and a bias for each

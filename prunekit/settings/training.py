@@ -73,7 +73,18 @@ class AverageSettings(Checked):
 
 @dataclass(frozen=True)
 class TrainSettings(Checked):
-    """One training run: `baseline`, `sparsify` and `finetune` all have this form."""
+    """One training run: `baseline`, `sparsify` and `finetune` all have this form.
+
+    Example:
+        >>> import prunekit as pk
+        >>> settings = pk.TrainSettings(epochs=30, optimizer="adamw", lr=1e-3, weight_decay=0.05)
+        >>> job = pk.JobSettings("mine", pk.ModelSettings("resnet18"), finetune=settings)
+        >>> job.finetune.epochs
+        30
+        >>> pk.TrainSettings(epochs=-1, momentum=1.5)
+        Traceback (most recent call last):
+        prunekit.errors.SettingsError: TrainSettings: epochs: expected a whole number of ...; momentum: ...
+    """
 
     epochs: Count = 5
     """Passes over the training images; 0 leaves the model as it is."""

@@ -50,6 +50,22 @@ class GradientFlow(Displayed, Part):
 
     Args:
         records: how often, evenly over the run; a short run has a record of every step.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> from prunekit.training import Training
+        >>> optimizer, flow = torch.optim.SGD(model.parameters(), lr=0.1), pk.GradientFlow()
+        >>> with flow.active(Training(model, optimizer, torch.device("cpu"), steps=3, epochs=1)):
+        ...     for step in (1, 2, 3):
+        ...         optimizer.zero_grad()
+        ...         model(x).square().mean().backward()
+        ...         flow.before_step(step)
+        ...         optimizer.step()
+        ...         flow.after_step(step, made=True)
+        >>> flow
+        <GradientFlow: gradients of 2 layers, 3 records at steps 1 to 3>
     """
 
     def __init__(self, records: int = 100) -> None:

@@ -41,6 +41,17 @@ class Benchmark(Displayed):
         notes: what to know about the figures.
         failures: settings that were not measured, with the reason.
         machine: what was measured on.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> small = pk.prune(model, x, macs=0.5).model
+        >>> timed = pk.bench({"dense": model, "pruned": small}, x, repeats=5, device="cpu")
+        >>> timed
+        <Benchmark: 2 models in 1 setting; pruned ...× as fast as dense (eager, cpu, batch 1, 1 thread, float32)>
+        >>> timed.models["pruned"]
+        {'params': 90, 'macs': 80}
     """
 
     models: Mapping[str, Mapping[str, int]]

@@ -48,6 +48,18 @@ class Explanation(Displayed):
         operators: every operator of every module, the pruned model's slowest first.
         causes: what was found, the most milliseconds first; empty if nothing was.
         notes: what to know when reading the figures.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> found = pk.explain(model, pk.prune(model, x, macs=0.5).model, x, rounds=5)
+        >>> found
+        <Explanation: ...>
+        >>> found.macs_ratio  # how much faster it would be if time went by multiply-accumulates
+        2.0
+        >>> sorted({row.module for row in found.operators})
+        ['0', '1', '2']
     """
 
     device: str

@@ -67,6 +67,28 @@ class Pruned(Displayed):
             classes are not the model's own any more; which methods no example runs that may need other sizes; whether
             all of it is frozen; and what was promised and not delivered.
         delivered: what was asked for and measured, where a budget is one of time.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> result = pk.prune(model, x, macs=0.5)
+        >>> print(result)
+        Pruned: Sequential with MACs 50.0 %, parameters 50.6 %, channels 50.0 % left
+        <BLANKLINE>
+                      dense  pruned    left
+          MACs          160      80  50.0 %
+          parameters    178      90  50.6 %
+          channels       16       8  50.0 %
+        <BLANKLINE>
+          budget     dense  asked for     left
+          macs    100.00 %    50.00 %  50.00 %  binds
+        <BLANKLINE>
+        masked against compact: relative difference ... at most
+        <BLANKLINE>
+        The layers are in .plan.
+        >>> result.model(x).shape
+        torch.Size([4, 2])
     """
 
     model: nn.Module

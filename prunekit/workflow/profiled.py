@@ -56,6 +56,17 @@ class Profile(Displayed):
         samples: the networks, in the same order.
         notes: what to know about the figures.
         seconds: that it took.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> chart = pk.trace(model, x)
+        >>> found = pk.profile(model, chart, x, pk.Target(), pk.PruneSettings())
+        >>> found
+        <Profile: dense ... ms (eager, cpu, batch 1, threads 1, float32, contiguous); ... networks in ...>
+        >>> sorted(row["module"] for row in found.rows())
+        ['0', '1', '2']
     """
 
     channel_map: ChannelMap

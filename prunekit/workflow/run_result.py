@@ -28,6 +28,25 @@ class RunResult(Displayed):
         folder: everything it wrote, as the command leaves it: `report.html`, `metrics.json`, the plan, tables.
         metrics: what `metrics.json` holds.
         own: the user's own code that the run was made with.
+
+    Example:
+        >>> import prunekit as pk
+        >>> from pathlib import Path
+        >>> _ = Path("mine.py").write_text('''
+        ... from torch import nn
+        ... def net():
+        ...     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
+        ... ''')
+        >>> settings, data = pk.ModelSettings("mine.py:net", zoo="own"), pk.DataSettings(image_size=8)
+        >>> job = pk.JobSettings("mine", settings, data=data, finetune=pk.TrainSettings(epochs=0), control=False)
+        >>> shorter, own = ["latency.batches=[1]", "latency.explain=false", "watch=null"], pk.Own("mine.py:net")
+        >>> result = pk.finetune(job, shorter, own=own, log=lambda line: None)
+        >>> result
+        <RunResult: runs/mine/...: MACs −50.0 %, ...>
+        >>> result.plan.widths()
+        {'1': (8, 16)}
+        >>> print(result.report)
+        runs/mine/.../report.html
     """
 
     folder: Path

@@ -48,6 +48,17 @@ class Sensitivity(Displayed):
         groups: those that were looked at.
         curves: by a group's name, from the statistics of what reads it; none where no layer that can be followed does.
         measured: by a group's name, what the model computes with the group masked; empty if nothing was measured.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+        >>> x = torch.randn(4, 8)
+        >>> found = pk.sensitivity(model, torch.randn(64, 8))
+        >>> found
+        <Sensitivity: 1 channel group, from statistics>
+        >>> (row,) = found.rows()
+        >>> row["group"], row["channels"], row["kept_10_fast"] < 1  # for an error of 10 % some channels may go
+        ('0', 16, True)
     """
 
     channel_map: ChannelMap

@@ -154,6 +154,13 @@ class Session:
         tensors: what a forward returned, as tensors nested as the model nests them; outside the timed part.
         layers: the same model on the same sample, timed layer by layer; None where the runtime cannot tell.
         move: lays its weights elsewhere in memory, see `placing`; None where the runtime lays them out itself.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model, x = torch.nn.Linear(8, 2), torch.randn(4, 8)
+        >>> session = pk.Session(run=lambda: model(x).detach().numpy(), tensors=torch.from_numpy)
+        >>> session.tensors(session.run()).shape  # `run` is what is timed
+        torch.Size([4, 2])
     """
 
     run: Callable[[], Any]
