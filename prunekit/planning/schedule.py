@@ -108,17 +108,18 @@ class Timeline:
             yield {"step": stage.step, "epoch": stage.step / self.steps, **left}
 
 
-def timeline(settings: ScheduleSettings, *, epochs: int, steps: int) -> Timeline:
+def timeline(settings: ScheduleSettings, *, epochs: int, steps: int, called: str = "prune.schedule") -> Timeline:
     """Lays a schedule over a training.
 
     Args:
         epochs: of the training.
         steps: of the optimizer in an epoch.
+        called: what the user gave the settings as, for messages.
 
     Raises:
         UsageError: the schedule does not fit the training, or its settings do not fit each other.
     """
-    problems = [f"prune.schedule.{key}: {text}" for key, text in contradictions(asdict(settings))]
+    problems = [f"{called}.{key}: {text}" for key, text in contradictions(asdict(settings))]
     if problems:
         raise UsageError("; ".join(problems))
     unit = steps if settings.unit == "epoch" else 1
@@ -128,16 +129,16 @@ def timeline(settings: ScheduleSettings, *, epochs: int, steps: int) -> Timeline
     for key, at in (("begin", begin), ("end", end), ("freeze", last)):
         if at >= total:
             raise UsageError(
-                f"prune.schedule.{key}: expected less than the {epochs} epochs of finetune ({total} steps), so that "
+                f"{called}.{key}: expected less than the {epochs} epochs of finetune ({total} steps), so that "
                 f"something is left to train under the final masks, got {at / unit:g} {settings.unit}s; lower it, or "
                 "raise finetune.epochs"
             )
     if not begin <= end <= last or (begin == end and settings.kind not in FROM_BEGIN):
         order = ", ".join(f"{key} {at}" for key, at in (("begin", begin), ("end", end), ("freeze", last)))
-        raise UsageError(f"prune.schedule: expected begin before end, and freeze not before it, got (in steps) {order}")
+        raise UsageError(f"{called}: expected begin before end, and freeze not before it, got (in steps) {order}")
     if settings.score == "movement" and settings.kind in FROM_BEGIN and begin == 0:
         raise UsageError(
-            "prune.schedule.begin: expected at least one step before the first pruning, because score is 'movement' "
+            f"{called}.begin: expected at least one step before the first pruning, because score is 'movement' "
             f"and nothing has moved yet, got {settings.begin:g}"
         )
     return Timeline(settings, steps, epochs, begin, end, tuple(_stages(settings, begin, end, last, unit)))
@@ -193,7 +194,7 @@ def in_steps(
     if end is not None and laid.begin >= end:
         raise UsageError(f"begin: expected less than the schedule's end of {end:g} steps, got {laid.begin:g}")
     longest = int(max(laid.begin, laid.end or 0, laid.freeze or 0)) + 2
-    stages = timeline(laid, epochs=1, steps=longest).stages
+    stages = timeline(laid, epochs=1, steps=longest, called="schedule").stages
     return laid, tuple(stage for stage in stages if stage.progress > 0)
 
 

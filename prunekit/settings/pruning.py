@@ -299,14 +299,14 @@ def clashes(prune: Mapping[str, object]) -> Iterator[tuple[tuple[str, ...], str]
     yield from ((("schedule", key), text) for key, text in contradictions(schedule))
     timed = _timed(budget) if isinstance(budget, Mapping) else []
     if timed and schedule.get("regrow") is True:
-        text = f"expected false, because prune.budget has {timed[0]}: its final plan is measured before training"
+        text = f"expected false, because {timed[0]} is given: its final plan is measured before training"
         yield ("schedule", "regrow"), f"{text}, and another of the same cost may be slower"
     if schedule.get("score") == "movement" and timed:
-        text = f"expected 'criterion', because prune.budget has {timed[0]}: its final plan is chosen before training"
+        text = f"expected 'criterion', because {timed[0]} is given: its final plan is chosen before training"
         yield ("schedule", "score"), text
     elif schedule.get("score") == "movement" and prune.get("scope") == "per_mac":
         text = (
-            "expected 'uniform', 'global' or 'capacity', because prune.schedule.score is 'movement', whose scores may "
+            "expected 'uniform', 'global' or 'capacity', because the schedule scores by 'movement', whose scores may "
             "be negative"
         )
         yield ("scope",), text

@@ -563,6 +563,18 @@ def test_a_state_of_something_else_is_refused() -> None:
         ({"schedule": ScheduleSettings(end=3)}, "schedule.unit: expected 'step', because end is given"),
         ({"steps": 4, "schedule": ScheduleSettings(unit="step", end=3)}, "steps: expected nothing beside schedule.end"),
         ({"steps": 4, "schedule": ScheduleSettings("iterative", rewind_lr=True)}, "schedule.rewind_lr: expected false"),
+        (
+            {"schedule": ScheduleSettings("linear", unit="step", end=9, every=2, rounds=3)},
+            "^schedule.every: expected nothing beside rounds",
+        ),
+        (
+            {"schedule": ScheduleSettings("oneshot", unit="step", score="movement")},
+            "^schedule.begin: expected at least one step before the first pruning",
+        ),
+        (
+            {"macs": None, "speedup": 2, "schedule": ScheduleSettings(unit="step", end=9, regrow=True)},
+            "^schedule.regrow: expected false, because speedup is given: ",
+        ),
         ({"schedule": "oneshot", "criterion": "taylor"}, "begin: expected at least one step before the first stage"),
         ({"steps": 4, "criterion": "apoz"}, "calibration: criterion 'apoz' looks at activations"),
         ({"steps": 4, "criterion": "obd"}, "calibration: criterion 'obd' needs second derivatives"),
