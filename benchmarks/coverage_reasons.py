@@ -12,7 +12,7 @@ from prunekit.channels.constraints import LockRecord
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
 
-EXPECTED = ("output of the model", "its partner in this product has a size that does not depend on any parameter")
+EXPECTED = ("output of the model", "reads channels whose number no parameter decides, such as those of the input")
 """Locks that every model has: its classes and the channels of its images."""
 
 

@@ -74,7 +74,7 @@ def trace(model: nn.Module, example: Any, *more_examples: Any) -> ChannelMap:
           sample
         ...
           locked at  channels  operator    reason
-          0                 4  aten.addmm  meets a tensor whose size along this axis does not depend on any parameter
+          0                 4  aten.addmm  meets an axis whose size no parameter decides, such as one of the input
           2                 2              output of the model
     """
     model = unwrapped(model)

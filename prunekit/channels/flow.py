@@ -14,7 +14,7 @@ from prunekit.channels.state import FlowState
 Shape = tuple[int, ...]
 Operand = tuple[Shape, Sequence[Field]]
 Fields = set[Field]
-MEETS_FIXED = "meets a tensor whose size along this axis does not depend on any parameter"
+MEETS_FIXED = "meets an axis whose size no parameter decides, such as one of the input"
 
 
 class Flow(FlowState):

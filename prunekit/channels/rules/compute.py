@@ -63,7 +63,7 @@ def spatial(flow: Flow, call: Call) -> None:
     source = call.args[0]
     slid = set(range(source.dim() - _SPATIAL[call.name], source.dim()))
     fields = flow.fields(source)
-    flow.lock([field for field in fields if set(field.span) & slid], "labels on the axes a pooling slides over")
+    flow.lock([field for field in fields if set(field.span) & slid], "pooling slides over these channels")
     for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
         flow.set(out, [field for field in fields if not set(field.span) & slid])
 

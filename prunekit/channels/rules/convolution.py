@@ -15,7 +15,7 @@ from prunekit.channels.rules.registry import Call, register_rule
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
 
-FIXED_PARTNER = "its partner in this product has a size that does not depend on any parameter"
+FIXED_PARTNER = "reads channels whose number no parameter decides, such as those of the input"
 NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
 
 
@@ -32,13 +32,13 @@ def convolution(flow: Flow, call: Call) -> None:
     still = [axis for axis in range(2, source.dim()) if _stands_still(call, axis - 2)]
     beside = [field for field in flow.fields(source) if field.span and set(field.span) <= set(still)]
     sliding = [field for field in flow.fields(source) if set(field.span) - {0, 1} and field not in beside]
-    flow.lock(sliding, "labels on the axes a convolution slides over")
+    flow.lock(sliding, "a convolution slides over these channels")
     for axis in range(2, weight.dim()):
-        flow.fix(flow.on_axis(weight, axis, "labels over a kernel's positions")[0])
+        flow.fix(flow.on_axis(weight, axis, "channels that are spread over a kernel's positions")[0])
     rows = _whole_rows(flow, source)
-    x, x_zero = flow.on_axis(source, 1, "labels on the axes a convolution slides over")
-    first, first_zero = flow.on_axis(weight, 0, "labels over several axes of a kernel")
-    second, second_zero = flow.on_axis(weight, 1, "labels over several axes of a kernel")
+    x, x_zero = flow.on_axis(source, 1, "a convolution slides over these channels")
+    first, first_zero = flow.on_axis(weight, 0, "channels that are spread over several axes of a kernel")
+    second, second_zero = flow.on_axis(weight, 1, "channels that are spread over several axes of a kernel")
     positions = (source if transposed else call.out).shape[2:].numel()
     kernel = weight.shape[2:].numel()
     factors = [rows[0].labels.reshape(-1) if rows else None, first, second]
@@ -59,7 +59,7 @@ def convolution(flow: Flow, call: Call) -> None:
         out = _by_whole_groups(flow, x, first, groups, call.out.shape[1], transposed=transposed)
     else:
         out = _by_columns(flow, x, first, second, groups, transposed=transposed)
-    b, b_zero = flow.on_axis(bias, 0, "labels of a bias")
+    b, b_zero = flow.on_axis(bias, 0, "channels that are spread over several axes of a bias")
     if bias is not None:
         out = flow.join(out, b, FIXED_PARTNER)
     produced_zero = first_zero or x_zero if by_groups else second_zero if transposed else first_zero

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def embedding(flow: Flow, call: Call) -> None:
     """Rows of a table, or sums, means and maxima of them: the rows stay, the columns are the output's last axis."""
     table = call.args[0]
-    flow.fix(flow.on_axis(table, 0, "labels over rows and columns of a table")[0])
-    columns, zero = flow.on_axis(table, 1, "labels over rows and columns of a table")
+    flow.fix(flow.on_axis(table, 0, "channels that are spread over both rows and columns of a table")[0])
+    columns, zero = flow.on_axis(table, 1, "channels that are spread over both rows and columns of a table")
     flow.lock(
         [f for a in call.args[1:] for f in flow.fields(a)], "decides which rows of a table are taken, or how often"
     )

@@ -87,13 +87,13 @@ def group_norm(flow: Flow, call: Call) -> None:
     source, weight, bias = call.args[:3]
     groups = int(call.args[6])
     spatial = set(range(2, source.dim()))
-    flow.lock([f for f in flow.fields(source) if set(f.span) & spatial], "labels on the axes a norm averages over")
+    flow.lock([f for f in flow.fields(source) if set(f.span) & spatial], "a norm averages over these channels")
     if groups == source.shape[1]:
         fields = [field for field in _each_channel(flow, call, weight, bias) if field.span == (1,)]
         for statistic in call.out[1:]:  # (N, groups)
             flow.set(statistic, [Field(field.labels.reshape(1, -1), zero=False) for field in fields])
         return
-    x, _ = flow.on_axis(source, 1, "labels over batch and channels jointly")
+    x, _ = flow.on_axis(source, 1, "channels that are spread over the batch as well")
     if x is not None:
         flow.union.tie(x.reshape(groups, -1), [0])
     vectors = [_lifted(flow, vector, 1, source.dim()) for vector in (weight, bias) if vector is not None]

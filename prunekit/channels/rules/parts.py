@@ -77,7 +77,7 @@ def concatenate(flow: Flow, call: Call) -> None:
     zero = True
     joint = _joint(flow, tensors, axis)
     for tensor in tensors:
-        reason = "concatenated along an axis that is labeled jointly with another"
+        reason = "concatenated along an axis that shares its channels with another"
         labels, is_zero = flow.on_axis(tensor, axis, reason, beside=joint)
         columns.append(np.zeros(tensor.shape[axis], dtype=np.int64) if labels is None else labels)
         zero = zero and (is_zero or labels is None)
@@ -170,7 +170,9 @@ def _picked(flow: Flow, call: Call) -> _Picked | None:
     axes = tuple(sorted(indices))
     first = axes[0] if axes == tuple(range(axes[0], axes[-1] + 1)) else 0  # apart from each other they go to the front
     flow.lock([field for field in flow.fields(source) if set(axes) & set(field.span)], PICKED)
-    flow.lock([field for index in indices.values() for field in flow.fields(index)], "decides what is picked")
+    flow.lock(
+        [field for index in indices.values() for field in flow.fields(index)], "decides what is picked from a tensor"
+    )
     return _Picked(axes, first, max(index.dim() for index in indices.values()))
 
 

@@ -12,13 +12,13 @@ from prunekit.channels.rules.registry import Call, register_rule
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
 
-SAMPLED = "labels on the axes that are sampled"
+SAMPLED = "sampled between places along these channels"
 
 
 def _channels(flow: Flow, tensor: Any, axis: int) -> tuple[Labels | None, bool]:
     """Labels along the axis of channels and their zero flag; fields on the axes of positions are locked."""
     flow.lock([f for f in flow.fields(tensor) if any(a > axis for a in f.span)], SAMPLED)
-    return flow.on_axis(tensor, axis, "labels over batch and channels jointly")
+    return flow.on_axis(tensor, axis, "channels that are spread over the batch as well")
 
 
 def _set(flow: Flow, out: Any, labels: Labels | None, axis: int, zero: bool) -> None:
@@ -58,7 +58,7 @@ def channel_shuffle(flow: Flow, call: Call) -> None:
 @register_rule("aten.grid_sampler_2d", "aten.grid_sampler_3d", "torchvision.roi_align", "torchvision.roi_pool")
 def sampled(flow: Flow, call: Call) -> None:
     """Each channel sampled at places that another tensor names; the batch becomes another one."""
-    flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "names the places to sample")
+    flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "says where to sample")
     labels, zero = _channels(flow, call.args[0], 1)
     flow.lock([field for field in flow.fields(call.args[0]) if 0 in field.span], SAMPLED)
     for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
