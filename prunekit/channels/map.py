@@ -116,7 +116,7 @@ class ChannelMap(Displayed):
           0            16  0        2
         <BLANKLINE>
           locked at  channels  operator    reason
-          0                 8  aten.addmm  meets a tensor whose size along this axis does not depend on any parameter
+          0                 8  aten.addmm  meets an axis whose size no parameter decides, such as one of the input
           2                 2              output of the model
     """
 
