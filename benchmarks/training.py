@@ -42,7 +42,7 @@ from prunekit.training import (
     DistillSettings,
     FeatureSettings,
     Part,
-    RegulariserSettings,
+    RegularizerSettings,
     Sources,
     Training,
     TrainSettings,
@@ -99,7 +99,7 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
         return stack
 
     in_force = Within(lambda run: masked(run.model, plan, run.optimizer))
-    average, lasso = TrainSettings(average=AverageSettings()), RegulariserSettings("group_lasso", 1e-6)
+    average, lasso = TrainSettings(average=AverageSettings()), RegularizerSettings("group_lasso", 1e-6)
     logits, features = DistillSettings(), DistillSettings(features=FeatureSettings(("layer[1-4]",)))
     yield Case("plain")  # how far two like steps are apart
     yield Case("masked", lambda model: [in_force])
@@ -111,8 +111,8 @@ def cases(plan: Plan, setting: Setting) -> Iterator[Case]:
     yield Case("average/ema", asked(average))
     yield Case("masked+ema", lambda model: [in_force, *asked_parts(average, Sources(_splits(), 2, masks=lambda: plan))])
     yield Case("regularize/group_lasso", asked(TrainSettings(regularize=lasso)))
-    yield Case("regularize/bn_l1", asked(TrainSettings(regularize=RegulariserSettings("bn_l1", 1e-6))))
-    yield Case("regularize/growing", asked(TrainSettings(regularize=RegulariserSettings("growing", 1e-6))))
+    yield Case("regularize/bn_l1", asked(TrainSettings(regularize=RegularizerSettings("bn_l1", 1e-6))))
+    yield Case("regularize/growing", asked(TrainSettings(regularize=RegularizerSettings("growing", 1e-6))))
     yield Case("distill/logits", asked(TrainSettings(distill=logits)))
     yield Case("distill/features", asked(TrainSettings(distill=features)))
 

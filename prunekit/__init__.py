@@ -42,10 +42,21 @@ if TYPE_CHECKING:
     from prunekit.report.model_summary import ModelSummary, summary
     from prunekit.report.sections import register_section
     from prunekit.settings.calibration import CalibrationSettings
-    from prunekit.settings.data import DataSettings
+    from prunekit.settings.data import AugmentSettings, ColorJitterSettings, DataSettings, RandAugmentSettings
+    from prunekit.settings.deploy import DeploySettings
     from prunekit.settings.job import JobSettings
+    from prunekit.settings.latency import LatencySettings
+    from prunekit.settings.masking import ActivationSettings, ClampSettings
     from prunekit.settings.pruning import Target
-    from prunekit.settings.training import TrainSettings
+    from prunekit.settings.training import (
+        AverageSettings,
+        CheckpointSettings,
+        DistillSettings,
+        FeatureSettings,
+        RegularizerSettings,
+        TrainSettings,
+        WatchSettings,
+    )
     from prunekit.tasks.named import register_task
     from prunekit.training import GradientFlow, recalibrate_batchnorm, transfer_average
     from prunekit.training.transfer import transfer  # likewise
@@ -65,7 +76,10 @@ __version__ = version("prunekit")
 
 _PLACES = {
     "ActivationMasks": "prunekit.masking:ActivationMasks",
+    "ActivationSettings": "prunekit.settings.masking:ActivationSettings",
     "ActivationThresholds": "prunekit.masking:ActivationThresholds",
+    "AugmentSettings": "prunekit.settings.data:AugmentSettings",
+    "AverageSettings": "prunekit.settings.training:AverageSettings",
     "Benchmark": "prunekit.workflow.bench:Benchmark",
     "BudgetSettings": "prunekit.planning:BudgetSettings",
     "CalibrationSettings": "prunekit.settings.calibration:CalibrationSettings",
@@ -73,13 +87,20 @@ _PLACES = {
     "ChangingMasks": "prunekit.masking:ChangingMasks",
     "ChannelMap": "prunekit.channels:ChannelMap",
     "ChannelStats": "prunekit.calibration:ChannelStats",
+    "CheckpointSettings": "prunekit.settings.training:CheckpointSettings",
+    "ClampSettings": "prunekit.settings.masking:ClampSettings",
+    "ColorJitterSettings": "prunekit.settings.data:ColorJitterSettings",
     "DataSettings": "prunekit.settings.data:DataSettings",
+    "DeploySettings": "prunekit.settings.deploy:DeploySettings",
     "Diagnosis": "prunekit.diagnosis:Diagnosis",
+    "DistillSettings": "prunekit.settings.training:DistillSettings",
     "Evidence": "prunekit.criteria:Evidence",
     "Explanation": "prunekit.workflow.explain:Explanation",
+    "FeatureSettings": "prunekit.settings.training:FeatureSettings",
     "GradientFlow": "prunekit.training:GradientFlow",
     "JobSettings": "prunekit.settings.job:JobSettings",
     "Keywords": "prunekit.inputs:Keywords",
+    "LatencySettings": "prunekit.settings.latency:LatencySettings",
     "ModelSettings": "prunekit.models:ModelSettings",
     "ModelSummary": "prunekit.report.model_summary:ModelSummary",
     "Own": "prunekit.workflow:Own",
@@ -89,6 +110,8 @@ _PLACES = {
     "Pruned": "prunekit.workflow.oneshot:Pruned",
     "PrunekitError": "prunekit.errors:PrunekitError",
     "Pruner": "prunekit.workflow.pruner:Pruner",
+    "RandAugmentSettings": "prunekit.settings.data:RandAugmentSettings",
+    "RegularizerSettings": "prunekit.settings.training:RegularizerSettings",
     "RepairReport": "prunekit.repair:RepairReport",
     "RepairSettings": "prunekit.repair:RepairSettings",
     "RunResult": "prunekit.workflow:RunResult",
@@ -100,6 +123,7 @@ _PLACES = {
     "Term": "prunekit.planning.budgets:Term",
     "TrainSettings": "prunekit.settings.training:TrainSettings",
     "Verification": "prunekit.measure.verify:Verification",
+    "WatchSettings": "prunekit.settings.training:WatchSettings",
     "bench": "prunekit.workflow.bench:bench",
     "calibrate": "prunekit.workflow.calibrate:collect",  # with torchvision's attention registered, as for trace
     "calibrate_thresholds": "prunekit.masking:calibrate_thresholds",
@@ -155,7 +179,10 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "ActivationMasks",
+    "ActivationSettings",
     "ActivationThresholds",
+    "AugmentSettings",
+    "AverageSettings",
     "Benchmark",
     "BudgetSettings",
     "CalibrationSettings",
@@ -163,13 +190,20 @@ __all__ = [
     "ChangingMasks",
     "ChannelMap",
     "ChannelStats",
+    "CheckpointSettings",
+    "ClampSettings",
+    "ColorJitterSettings",
     "DataSettings",
+    "DeploySettings",
     "Diagnosis",
+    "DistillSettings",
     "Evidence",
     "Explanation",
+    "FeatureSettings",
     "GradientFlow",
     "JobSettings",
     "Keywords",
+    "LatencySettings",
     "ModelSettings",
     "ModelSummary",
     "Own",
@@ -179,6 +213,8 @@ __all__ = [
     "Pruned",
     "PrunekitError",
     "Pruner",
+    "RandAugmentSettings",
+    "RegularizerSettings",
     "RepairReport",
     "RepairSettings",
     "RunResult",
@@ -190,6 +226,7 @@ __all__ = [
     "Term",
     "TrainSettings",
     "Verification",
+    "WatchSettings",
     "bench",
     "calibrate",
     "calibrate_thresholds",

@@ -23,7 +23,13 @@ Std = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(3), MaxLen(3)]
 
 @dataclass(frozen=True)
 class ColorJitterSettings(Checked):
-    """Factors are drawn from 1 - x to 1 + x, the shift of the hue from -x to x (1 is once around)."""
+    """Factors are drawn from 1 - x to 1 + x, the shift of the hue from -x to x (1 is once around).
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.AugmentSettings(color_jitter=pk.ColorJitterSettings(brightness=0.2)).color_jitter.brightness
+        0.2
+    """
 
     brightness: Strength = 0.4
     """The brightness is multiplied by a factor from 1 - x to 1 + x."""
@@ -37,7 +43,13 @@ class ColorJitterSettings(Checked):
 
 @dataclass(frozen=True)
 class RandAugmentSettings(Checked):
-    """RandAugment (Cubuk et al. 2020)."""
+    """RandAugment (Cubuk et al. 2020).
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.AugmentSettings(rand_augment=pk.RandAugmentSettings(magnitude=5)).rand_augment.magnitude
+        5
+    """
 
     num_ops: PositiveInt = 2
     """How many operations are applied to an image, one after another."""
@@ -47,7 +59,13 @@ class RandAugmentSettings(Checked):
 
 @dataclass(frozen=True)
 class AugmentSettings(Checked):
-    """Random changes of training images by torchvision's transforms, in this order."""
+    """Random changes of training images by torchvision's transforms, in this order.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.DataSettings(augment=pk.AugmentSettings(crop="padded", flip=0.5)).augment.flip
+        0.5
+    """
 
     crop: Literal["none", "shift", "padded", "resized"] = "none"
     """How a part of an image is chosen: `shift` moves it by up to a tenth, `padded` by up to 4 pixels (as for CIFAR),

@@ -14,6 +14,12 @@ class DeploySettings(Checked):
     Budgets of time are then met by that model: every plan is timed as it would be deployed, beside the dense model with
     the same changes, so that a speedup is what pruning alone gives; `latency_ms` is of the deployed model. The table of
     speedups over the dense model as it is, in the report, holds what both give together.
+
+    Example:
+        >>> import prunekit as pk
+        >>> deploy = pk.DeploySettings(fold_batchnorm=True)
+        >>> pk.JobSettings("mine", pk.ModelSettings("resnet18"), deploy=deploy).deploy.wanted
+        True
     """
 
     fold_batchnorm: bool = False

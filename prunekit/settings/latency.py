@@ -13,7 +13,14 @@ from prunekit.vocabulary import DtypeName, MemoryFormat, PositiveInt, RuntimeNam
 
 @dataclass(frozen=True)
 class LatencySettings(Checked):
-    """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it takes."""
+    """What is timed: every runtime with every batch, CPU thread count, dtype and memory format that it takes.
+
+    Example:
+        >>> import prunekit as pk
+        >>> timed = pk.LatencySettings(batches=(1, 8), dtypes=("fp32", "bf16"))
+        >>> pk.JobSettings("mine", pk.ModelSettings("resnet18"), latency=timed).latency.runtimes
+        ('eager',)
+    """
 
     batches: Annotated[tuple[PositiveInt, ...], MinLen(1)] = (1, 16)
     """Batch sizes to time."""

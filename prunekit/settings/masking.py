@@ -12,7 +12,14 @@ from prunekit.settings.checked import Checked
 
 @dataclass(frozen=True)
 class ActivationSettings(Checked):
-    """Activation masks, while fine-tuning and when the result is measured; exactly one of the last two is given."""
+    """Activation masks, while fine-tuning and when the result is measured; exactly one of the last two is given.
+
+    Example:
+        >>> import prunekit as pk
+        >>> masks = pk.ActivationSettings(modules=("layer1.*",), target=0.5)
+        >>> pk.JobSettings("mine", pk.ModelSettings("resnet18"), activations=masks).activations.side
+        'output'
+    """
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
     """Globs over the paths of modules whose activations are masked."""
@@ -26,7 +33,13 @@ class ActivationSettings(Checked):
 
 @dataclass(frozen=True)
 class ClampSettings(Checked):
-    """A gradient clamp: see `prunekit.clamp_activation_grad` and `prunekit.clamp_weight_grad`."""
+    """A gradient clamp: see `prunekit.clamp_activation_grad` and `prunekit.clamp_weight_grad`.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.TrainSettings(clamp_weight_grad=pk.ClampSettings(limit=1.0, by="norm")).clamp_weight_grad.limit
+        1.0
+    """
 
     limit: Annotated[float, Gt(0)]
     """The largest absolute value of a gradient's entry, or with `by: norm` of the norm of the whole gradient."""

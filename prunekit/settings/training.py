@@ -17,7 +17,14 @@ Sharding = Literal["replicas", "full"]
 
 @dataclass(frozen=True)
 class FeatureSettings(Checked):
-    """Features that a student is to share with its teacher: see `prunekit.training.Distillation`."""
+    """Features that a student is to share with its teacher: see `prunekit.training.Distillation`.
+
+    Example:
+        >>> import prunekit as pk
+        >>> features = pk.FeatureSettings(modules=("layer3", "layer4"), weight=0.5)
+        >>> pk.TrainSettings(distill=pk.DistillSettings(features=features)).distill.features.modules
+        ('layer3', 'layer4')
+    """
 
     modules: Annotated[tuple[str, ...], MinLen(1)]
     """Globs over the paths of modules whose outputs are compared."""
@@ -27,7 +34,13 @@ class FeatureSettings(Checked):
 
 @dataclass(frozen=True)
 class DistillSettings(Checked):
-    """Knowledge distillation from the dense model: see `prunekit.training.Distillation`."""
+    """Knowledge distillation from the dense model: see `prunekit.training.Distillation`.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.TrainSettings(distill=pk.DistillSettings(temperature=2.0)).distill.weight
+        1.0
+    """
 
     weight: Annotated[float, Ge(0)] = 1.0
     """Weight of the loss on logits, beside the cross entropy's 1."""
@@ -38,8 +51,14 @@ class DistillSettings(Checked):
 
 
 @dataclass(frozen=True)
-class RegulariserSettings(Checked):
-    """What makes whole channels small while training: see `prunekit.training.Sparsifying`."""
+class RegularizerSettings(Checked):
+    """What makes whole channels small while training: see `prunekit.training.Sparsifying`.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.TrainSettings(regularize=pk.RegularizerSettings("group_lasso", strength=1e-3)).regularize.method
+        'group_lasso'
+    """
 
     method: Literal["group_lasso", "bn_l1", "growing"]
     """Which regularizer: the norms of whole channels (`group_lasso`), the scales of BatchNorm (`bn_l1`), or a growing
@@ -54,7 +73,13 @@ class RegulariserSettings(Checked):
 
 @dataclass(frozen=True)
 class AverageSettings(Checked):
-    """An average of weights that is evaluated and kept in their place: see `prunekit.training.Average`."""
+    """An average of weights that is evaluated and kept in their place: see `prunekit.training.Average`.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.TrainSettings(average=pk.AverageSettings("swa", start=0.5)).average.method
+        'swa'
+    """
 
     method: Literal["ema", "swa"] = "ema"
     """Exponential moving average (`ema`) or the plain mean of stochastic weight averaging (`swa`)."""
@@ -126,7 +151,7 @@ class TrainSettings(Checked):
     """Clamp of the gradients of weights, before each step; null: none."""
     distill: DistillSettings | None = None
     """Knowledge distillation: the pruned model learns from the dense one too; null: it does not."""
-    regularize: RegulariserSettings | None = None
+    regularize: RegularizerSettings | None = None
     """What makes whole channels small while training; null: nothing."""
     average: AverageSettings | None = None
     """An average of weights that is evaluated and kept in their place; null: none."""
@@ -134,7 +159,13 @@ class TrainSettings(Checked):
 
 @dataclass(frozen=True)
 class CheckpointSettings(Checked):
-    """When training is written down so that it can be resumed, and how much of that is kept."""
+    """When training is written down so that it can be resumed, and how much of that is kept.
+
+    Example:
+        >>> import prunekit as pk
+        >>> pk.CheckpointSettings(every_steps=500).keep
+        2
+    """
 
     every_seconds: Annotated[float, Gt(0)] | None = 60.0
     """Seconds from one checkpoint to the next; more where writing would take over a twentieth of the time. The end of a
@@ -147,7 +178,14 @@ class CheckpointSettings(Checked):
 
 @dataclass(frozen=True)
 class WatchSettings(Checked):
-    """What is written down of each training while it runs; nothing of it changes what is trained."""
+    """What is written down of each training while it runs; nothing of it changes what is trained.
+
+    Example:
+        >>> import prunekit as pk
+        >>> job = pk.JobSettings("mine", pk.ModelSettings("resnet18"), watch=pk.WatchSettings())
+        >>> job.watch == pk.JobSettings("mine", pk.ModelSettings("resnet18")).watch
+        True
+    """
 
     tensorboard: bool = True
     """Whether events of TensorBoard are written; without them there is `scalars/<training>.csv` alone."""

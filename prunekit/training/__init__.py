@@ -5,7 +5,7 @@ from prunekit.settings.training import (
     CheckpointSettings,
     DistillSettings,
     FeatureSettings,
-    RegulariserSettings,
+    RegularizerSettings,
     TrainSettings,
     WatchSettings,
 )
@@ -60,7 +60,7 @@ __all__ = [
     "PlanInForce",
     "Planner",
     "PruningSchedule",
-    "RegulariserSettings",
+    "RegularizerSettings",
     "ScheduledMasks",
     "Sources",
     "Sparsifying",

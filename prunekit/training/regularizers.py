@@ -16,7 +16,7 @@ from prunekit.channels.belonging import require_model
 from prunekit.criteria.norms import NORMS
 from prunekit.errors import UsageError
 from prunekit.planning import Plan
-from prunekit.settings.training import RegulariserSettings
+from prunekit.settings.training import RegularizerSettings
 from prunekit.training.label_norms import LabelNorms
 from prunekit.training.parts import Part, Training
 
@@ -139,7 +139,7 @@ class Sparsifying(Part):
         PlanError: on enter, when the map is that of another model.
     """
 
-    def __init__(self, settings: RegulariserSettings, channel_map: ChannelMap, plan: Plan | None = None) -> None:
+    def __init__(self, settings: RegularizerSettings, channel_map: ChannelMap, plan: Plan | None = None) -> None:
         if settings.method == "growing" and plan is None:
             raise UsageError(
                 "regularize.method 'growing' shrinks the channels that a plan removes, and there is no plan here; "

@@ -24,7 +24,7 @@ from prunekit.training import (
     FeatureSettings,
     History,
     Part,
-    RegulariserSettings,
+    RegularizerSettings,
     Sources,
     TrainSettings,
     Within,
@@ -68,7 +68,7 @@ def test_a_run_that_was_stopped_ends_bit_by_bit_as_one_that_was_not(
         epochs=3,
         lr=0.05,
         distill=DistillSettings(features=FeatureSettings(("1",))),
-        regularize=RegulariserSettings("group_lasso", 1e-3),
+        regularize=RegularizerSettings("group_lasso", 1e-3),
         average=AverageSettings(method, start=0.4),
     )
     model, history, whole = trained(None, settings)

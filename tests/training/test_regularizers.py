@@ -16,7 +16,7 @@ import prunekit
 from prunekit.errors import UsageError
 from prunekit.hooks import count_hooks
 from prunekit.planning import Plan
-from prunekit.training import RegulariserSettings, Sparsifying, Training, TrainSettings, fit
+from prunekit.training import RegularizerSettings, Sparsifying, Training, TrainSettings, fit
 
 
 class Residual(nn.Module):
@@ -60,7 +60,7 @@ def slices(model: Residual, scales: bool) -> list[list[Tensor]]:
 
 
 def added(
-    model: nn.Module, settings: RegulariserSettings, plan: Plan | None = None, step: int = 1
+    model: nn.Module, settings: RegularizerSettings, plan: Plan | None = None, step: int = 1
 ) -> dict[str, Tensor]:
     """What a regularizer adds to gradients of zero, by parameter."""
     chart = prunekit.trace(model.float(), (torch.zeros(1, 3, 8, 8),)) if plan is None else plan.channel_map
@@ -78,7 +78,7 @@ def added(
 @pytest.mark.parametrize("method", ["group_lasso", "bn_l1"])
 def test_lasso_by_labels_is_the_formula_on_coupled_channels(method: Any) -> None:
     model = residual()
-    found = added(model, RegulariserSettings(method, strength=0.3))
+    found = added(model, RegularizerSettings(method, strength=0.3))
     model.zero_grad()
     penalty = torch.zeros((), dtype=torch.float64)
     for parts in slices(model, method == "bn_l1"):
@@ -94,7 +94,7 @@ def test_lasso_by_labels_is_the_formula_on_coupled_channels(method: Any) -> None
 def test_the_penalty_shown_is_the_one_whose_gradient_is_added() -> None:
     model = residual()
     chart = prunekit.trace(residual().float(), (torch.zeros(1, 3, 8, 8),))
-    part = Sparsifying(RegulariserSettings("bn_l1", strength=0.5), chart)
+    part = Sparsifying(RegularizerSettings("bn_l1", strength=0.5), chart)
     with part.active(Training(model, SGD(model.parameters(), lr=0.1), CPU, 1, 1)):
         shown = float(part.describe()["penalty"])
     shared = (model.stem_bn.weight.square() + model.outer_bn.weight.square()).sqrt().sum() * math.sqrt(2)
@@ -103,7 +103,7 @@ def test_the_penalty_shown_is_the_one_whose_gradient_is_added() -> None:
 
 def test_one_norm_alone_gets_the_sign_that_network_slimming_gives_it() -> None:
     model = residual()
-    found = added(model, RegulariserSettings("bn_l1", strength=0.02))
+    found = added(model, RegularizerSettings("bn_l1", strength=0.02))
     torch.testing.assert_close(found["inner_bn.weight"], 0.02 * model.inner_bn.weight.detach().sign())
     assert not found["inner.weight"].any()
 
@@ -113,7 +113,7 @@ def test_channels_at_zero_stay_there() -> None:
     with torch.no_grad():
         for part in slices(model, False)[0]:
             part.zero_()
-    found = added(model, RegulariserSettings("group_lasso"))
+    found = added(model, RegularizerSettings("group_lasso"))
     assert all(gradient.isfinite().all() for gradient in found.values())
     assert not found["stem.weight"][0].any()
 
@@ -130,7 +130,7 @@ def removing(model: nn.Module) -> Plan:
 def test_growing_adds_lambda_w_where_the_plan_removes(step: int, share: float) -> None:
     model = residual()
     plan = removing(model.float())
-    settings = RegulariserSettings("growing", strength=0.6, rise=0.75, every=10)
+    settings = RegularizerSettings("growing", strength=0.6, rise=0.75, every=10)
     found = added(model.double(), settings, plan, step)
     for name, parameter in model.named_parameters():
         mask = plan.mask(name)
@@ -149,7 +149,7 @@ def test_a_run_shrinks_what_is_to_go_and_keeps_the_end() -> None:
     for strength in (1e-6, 5.0):
         model = net()
         plan = removing(model)
-        settings = TrainSettings(epochs=4, lr=0.05, regularize=RegulariserSettings("growing", strength, every=1))
+        settings = TrainSettings(epochs=4, lr=0.05, regularize=RegularizerSettings("growing", strength, every=1))
         part = Sparsifying(settings.regularize, plan.channel_map, plan)  # type: ignore[arg-type]
         history = fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[part])
         assert history.best_epoch == 4  # the only one at the ceiling from its first step to its last
@@ -164,7 +164,7 @@ def test_lasso_makes_channels_small_in_training(method: Any) -> None:
     for strength in (1e-9, 0.3):
         model = net()
         chart = prunekit.trace(model, (torch.zeros(1, 3, 8, 8),))
-        settings = TrainSettings(epochs=6, lr=0.1, regularize=RegulariserSettings(method, strength))
+        settings = TrainSettings(epochs=6, lr=0.1, regularize=RegularizerSettings(method, strength))
         part = Sparsifying(settings.regularize, chart)  # type: ignore[arg-type]
         assert fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[part]).best_epoch == 6
         smallest.append(model[1].weight.detach().abs().min().item())
@@ -182,7 +182,7 @@ def test_the_loss_scale_does_not_change_a_penalty() -> None:
             lr=0.1,
             warmup=0.0,
             precision=precision,
-            regularize=RegulariserSettings("bn_l1", 0.5),  # type: ignore[arg-type]
+            regularize=RegularizerSettings("bn_l1", 0.5),  # type: ignore[arg-type]
         )
         fit(model, splits(), settings, device=CPU, seed=1, batch=16, parts=[Sparsifying(settings.regularize, chart)])  # type: ignore[arg-type]
         weights.append(model[1].weight.detach())
@@ -193,11 +193,11 @@ def test_the_loss_scale_does_not_change_a_penalty() -> None:
 def test_what_cannot_be_regularized_is_said() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
     chart = prunekit.trace(plain, (torch.zeros(1, 3, 8, 8),))
-    part = Sparsifying(RegulariserSettings("bn_l1"), chart)
+    part = Sparsifying(RegularizerSettings("bn_l1"), chart)
     with (
         pytest.raises(UsageError, match="lies on the scale of a norm; use 'group_lasso'"),
         part.active(Training(plain, SGD(plain.parameters(), lr=0.1), CPU, 1, 1)),
     ):
         pass
     with pytest.raises(UsageError, match="'growing' shrinks the channels that a plan removes"):
-        Sparsifying(RegulariserSettings("growing"), chart)
+        Sparsifying(RegularizerSettings("growing"), chart)

@@ -17,7 +17,7 @@ from prunekit.masking import ActivationSettings
 from prunekit.measure.memory import PeakMemory
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
-from prunekit.training import AverageSettings, DistillSettings, RegulariserSettings, TrainSettings, fit
+from prunekit.training import AverageSettings, DistillSettings, RegularizerSettings, TrainSettings, fit
 from prunekit.training.shortage import is_shortage
 from prunekit.workflow import JobSettings, Own, batch_size, find_batch_size
 from prunekit.workflow.batch_size import CLOSE, ROUNDS, Search
@@ -126,7 +126,7 @@ def test_every_training_of_the_job_is_rehearsed_with_all_that_it_has(
     monkeypatch.setattr("prunekit.workflow.rehearsal.fit", note)
     everything = job(
         tmp_path,
-        sparsify=TrainSettings(epochs=1, regularize=RegulariserSettings("growing")),
+        sparsify=TrainSettings(epochs=1, regularize=RegularizerSettings("growing")),
         prune=PruneSettings(schedule=ScheduleSettings()),
         activations=ActivationSettings(("layer1.*relu*",), target=0.5),
     )

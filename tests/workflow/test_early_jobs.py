@@ -19,7 +19,7 @@ from prunekit.training import (
     CheckpointSettings,
     DistillSettings,
     FeatureSettings,
-    RegulariserSettings,
+    RegularizerSettings,
     TrainSettings,
 )
 from prunekit.workflow import JobSettings, plan_model
@@ -33,7 +33,7 @@ SETTINGS = TrainSettings(
     epochs=2,
     lr=0.02,
     distill=DistillSettings(features=FeatureSettings(("layer1.0",))),
-    regularize=RegulariserSettings("bn_l1"),
+    regularize=RegularizerSettings("bn_l1"),
 )
 
 

@@ -22,7 +22,7 @@ from prunekit.training import (
     AverageSettings,
     DistillSettings,
     FeatureSettings,
-    RegulariserSettings,
+    RegularizerSettings,
     TrainSettings,
 )
 from prunekit.workflow import JobSettings, Own, calibrate, finetune, prune_job
@@ -96,7 +96,7 @@ def job(output: Path, **changes: Any) -> JobSettings:
     return replace(settings, **changes)
 
 
-GROWING = RegulariserSettings("growing", 10.0, every=2)
+GROWING = RegularizerSettings("growing", 10.0, every=2)
 DISTILL = DistillSettings(0.5, 2.0, FeatureSettings(("body", "*.1"), 0.2))
 
 
@@ -136,7 +136,7 @@ def removed_size(folder: Path, name: str) -> float:
 
 
 def test_group_lasso_comes_before_the_plan_and_without_training_is_left_out(file: Path, tmp_path: Path) -> None:
-    lasso = TrainSettings(epochs=2, lr=0.05, regularize=RegulariserSettings("group_lasso", 3e-3))
+    lasso = TrainSettings(epochs=2, lr=0.05, regularize=RegularizerSettings("group_lasso", 3e-3))
     short = job(tmp_path, sparsify=lasso, finetune=TrainSettings(epochs=0))
     log: list[str] = []
     finetune(short, log=log.append, own=Own(model=f"{file}:Net"))

@@ -19,7 +19,7 @@ from prunekit.training import (
     CheckpointSettings,
     DistillSettings,
     FeatureSettings,
-    RegulariserSettings,
+    RegularizerSettings,
     TrainSettings,
 )
 from prunekit.workflow import JobSettings
@@ -41,7 +41,7 @@ def together(output: Path) -> JobSettings:
     features = FeatureSettings(modules=("layer2",))
     return job(
         output,
-        sparsify=TrainSettings(epochs=1, lr=0.02, regularize=RegulariserSettings("growing", every=2)),
+        sparsify=TrainSettings(epochs=1, lr=0.02, regularize=RegularizerSettings("growing", every=2)),
         prune=PruneSettings(budget=BudgetSettings(macs=0.5), scope="global", schedule=schedule),
         repair=None,
         finetune=TrainSettings(
