@@ -95,7 +95,7 @@ def profiled(model: nn.Module, example: torch.Tensor, settings: PruneSettings, n
         lines.append(line)
         log(line)
 
-    found = profile(model, channel_map, [(example,)], settings.target, settings, networks=networks, log=say)
+    found = profile(model, example, settings=settings, channel_map=channel_map, networks=networks, log=say)
     log(f"profile: {found}")
     facts = {
         "profile_error": found.error,

@@ -82,6 +82,18 @@ def finetune(
         UsageError: recipe, data, model or budget do not fit; nothing was written.
         ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
         RunError: the run failed; its folder says so.
+
+    Example:
+        >>> import prunekit as pk
+        >>> model = {"model": {"name": "resnet8", "zoo": "cifar"}, "data.image_size": 8, "data.batch": 128}
+        >>> short = {"baseline.epochs": 3, "finetune.epochs": 1, "control": False}
+        >>> timing = {"latency.batches": [1], "latency.repeats": 5, "latency.explain": False}
+        >>> result = pk.finetune("resnet34", {**model, **short, **timing, "prune.budget.macs": 0.4, "threads": 1})
+        >>> result  # its folder has the models and report.html
+        <RunResult: runs/resnet34/...: MACs ...>
+        >>> dense, kept = result.plan.totals()["MACs"]
+        >>> kept < 0.4 * dense, [(row["run"], row["epoch"]) for row in result.history]
+        (True, [('baseline', 1), ('baseline', 2), ('baseline', 3), ('pruned', 1)])
     """
     job = job_of(recipe, overrides, own, allow_code=allow_code)
     with reporting(progress, "finetune"):

@@ -16,18 +16,13 @@ import prunekit
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "prunekit" / "guide" / "api.md").read_text(encoding="utf-8")
-WITHOUT_EXAMPLE: set[str] = {
-    "finetune",
-    "profile",
-}
-"""Names whose example is still to come; it only shrinks."""
 
 
 def docstring(name: str) -> str:
     return inspect.getdoc(getattr(prunekit, name)) or ""
 
 
-@pytest.mark.parametrize("name", sorted({*prunekit.__all__} - WITHOUT_EXAMPLE))
+@pytest.mark.parametrize("name", prunekit.__all__)
 def test_every_public_name_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = docstring(name)
     assert "Example:\n" in text, f"prunekit.{name}: its docstring has no section `Example:` with >>> code"
@@ -48,8 +43,6 @@ def test_the_page_of_the_api_has_every_public_name_and_no_other() -> None:
     assert {name for line in lines for name in re.findall(r"`pk\.(\w+)", line)} == {*prunekit.__all__}
 
 
-def test_lists_of_names_to_come_hold_no_others() -> None:
-    assert not [name for name in WITHOUT_EXAMPLE if ">>>" in docstring(name)]
-    assert {*WITHOUT_EXAMPLE} <= {*prunekit.__all__}
+def test_public_names_are_in_order_and_found_in_the_package() -> None:
     assert [*prunekit.__all__] == sorted(prunekit.__all__)
     assert all(importlib.import_module("prunekit").__dir__().count(name) for name in prunekit.__all__)

@@ -301,6 +301,7 @@ def test_bench_times_models_by_name() -> None:
     check(found)
     assert found.models == {"wide": {"params": 72, "macs": 64}, "narrow": {"params": 18, "macs": 16}}
     assert [row["model"] for row in found.rows()] == ["wide", "narrow"]
+    assert {row["device"] for row in found.latency} == {"cpu"}  # where the first model is, also beside a GPU
     assert list(found.figures()) == ["models", "latency", "speedup", "notes", "failures", "machine"]
     with pytest.raises(UsageError, match=r"models: expected models by name, such as .*, got Linear"):
         bench(nn.Linear(8, 8), torch.zeros(2, 8))  # type: ignore[arg-type]

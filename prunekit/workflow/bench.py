@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.context import resolve_device
+from prunekit.context import device_of, resolve_device
 from prunekit.display import Displayed, Table
 from prunekit.errors import UsageError
 from prunekit.inputs import example as example_of
@@ -142,7 +142,7 @@ def bench(
     threads: int | Sequence[int] = 1,
     dtypes: str | Sequence[str] = "fp32",
     memory_formats: str | Sequence[str] = "contiguous",
-    device: str = "auto",
+    device: torch.device | str | None = None,
     repeats: int = 30,
     log: Log = stage,
 ) -> Benchmark:
@@ -160,7 +160,8 @@ def bench(
         threads: of the CPU.
         dtypes: what the models compute in.
         memory_formats: layouts in torch's own runtimes.
-        device: `auto`, or devices with commas between them; `auto` is the CPU, and CUDA where there is one.
+        device: where they are timed: a device, several with commas between them, or `auto`: the CPU, and CUDA where
+            there is one. None: where the first model is.
         repeats: timed runs of each, at least 5.
         log: is told what is exported and timed next.
 
@@ -196,7 +197,8 @@ def bench(
         memory_formats=_several(memory_formats),
     )
     targets = [_target(name, unwrapped(model), example) for name, model in models.items()]
-    return bench_targets(targets, settings, device, log=log)
+    places = device_of(targets[0].model) if device is None else device
+    return bench_targets(targets, settings, str(places), log=log)
 
 
 def _several(given: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from prunekit.channels.copying import copied
-from prunekit.context import on_device, paused_garbage_collection, resolve_device, seeded, training_mode
+from prunekit.context import device_of, on_device, paused_garbage_collection, resolve_device, seeded, training_mode
 from prunekit.context import threads as with_threads
 from prunekit.display import Displayed, Table
 from prunekit.errors import ModelError, UsageError
@@ -156,7 +156,7 @@ def explain(
     example: Any,
     *,
     threads: int | None = None,
-    device: str | None = None,
+    device: torch.device | str | None = None,
     rounds: int = 15,
     log: Log = stage,
 ) -> Explanation:
@@ -194,7 +194,7 @@ def explain(
     dense, pruned = unwrapped(dense), unwrapped(pruned)
     if rounds < 5:
         raise UsageError(f"rounds: expected at least 5, got {rounds}")
-    place = resolve_device(device or str(next(pruned.parameters(), torch.empty(0)).device))
+    place = resolve_device(str(device or device_of(pruned)))
     inputs = map_tensors(normalized(pruned, example), lambda tensor: tensor.to(place))
     batch = next((tensor.shape[0] for tensor in gather(inputs) if tensor.dim()), 0)
     if not batch:

@@ -99,10 +99,16 @@ def goal_for(
             f"budget {' and '.join(timed)}: {error}; give macs, params, channels or size_mb instead"
         ) from error
     require_met_untimed(channel_map, in_blocks(settings))
-    examples = [example_inputs, *more_examples]
-    target = settings.target
     found = profile(
-        model, channel_map, examples, target, settings, measure=measure, transform=transform, log=log, progress=False
+        model,
+        example_inputs,
+        settings=settings,
+        channel_map=channel_map,
+        more_examples=more_examples,
+        measure=measure,
+        transform=transform,
+        log=log,
+        progress=False,
     )
     log("; ".join((f"profile: {found.accuracy}", *found.notes)))
     return LatencyGoal(model, channel_map, inputs, settings, found, transform)

@@ -81,10 +81,9 @@ def profile_job(
         machine = surroundings()
         result = profile(
             prepared.model,
-            chart,
-            [example],
-            job.prune.target,
-            job.prune,
+            example,
+            settings=job.prune,
+            channel_map=chart,
             networks=networks,
             again=again,
             transform=transform,

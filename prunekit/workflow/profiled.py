@@ -60,9 +60,7 @@ class Profile(Displayed):
     Example:
         >>> import prunekit as pk, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-        >>> x = torch.randn(4, 8)
-        >>> chart = pk.trace(model, x)
-        >>> found = pk.profile(model, chart, x, pk.Target(), pk.PruneSettings())
+        >>> found = pk.profile(model, torch.randn(4, 8), networks=10)
         >>> found
         <Profile: dense ... ms (eager, cpu, batch 1, threads 1, float32, contiguous); ... networks in ...>
         >>> sorted(row["module"] for row in found.rows())

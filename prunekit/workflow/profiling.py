@@ -14,7 +14,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.artifacts import StrPath
-from prunekit.channels import ChannelMap
+from prunekit.channels import ChannelMap, trace
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.map import Keep
 from prunekit.channels.trial import settle
@@ -58,11 +58,12 @@ REPEATS = 9
 
 def profile(
     model: nn.Module,
-    channel_map: ChannelMap,
-    examples: Any,
-    target: Target,
-    prune: PruneSettings,
+    example: Any,
     *,
+    target: Target | None = None,
+    settings: PruneSettings | None = None,
+    channel_map: ChannelMap | None = None,
+    more_examples: Sequence[Any] = (),
     networks: int | None = None,
     cache: StrPath | None = None,
     again: bool = False,
@@ -78,12 +79,15 @@ def profile(
 
     Args:
         model: dense; on the CPU.
-        channel_map: of it, traced.
-        examples: the example that it was traced on, or a list of several; networks are timed on inputs like the first.
-        target: runtime, device, batch, threads, dtype and memory format. A runtime that cannot tell layers apart is
-            profiled in eager, which a note says: what a plan takes on it is measured all the same.
-        prune: what may go: exclusions, roundings, least widths.
-        networks: to measure, at least 10; 40 where it is not given.
+        example: what it is called with: a tensor, a tuple of positional arguments or a mapping of arguments by name;
+            samples on the first axis of every tensor. Networks are timed on inputs like it.
+        target: runtime, device, batch, threads, dtype and memory format; None: that of `settings`. A runtime that
+            cannot tell layers apart is profiled in eager, which a note says: what a plan takes on it is measured all
+            the same.
+        settings: what may go, as a plan would have it: what is ignored, roundings, least widths; None: defaults.
+        channel_map: of the model, from `trace`, where it is there already.
+        more_examples: further ones, for branches of the model that the first does not take.
+        networks: how many to measure, at least 10; None: 40.
         cache: a folder; None: the user's own.
         again: measures those networks of the cache anew that were timed on a machine too noisy.
         measure: whether networks that are not in the cache are measured; else those that are there have to do.
@@ -96,15 +100,32 @@ def profile(
         NotMeasuredError: nothing is to be measured, and the cache has fewer than ten of the networks.
         PlanError: nothing is free, or no plan passes its trial.
         RunError: a network fails in the runtime.
+
+    Example:
+        >>> import prunekit as pk, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+        >>> target = pk.Target("eager", batch=4)
+        >>> found = pk.profile(model, torch.randn(1, 64), target=target, networks=10, cache="profiles")
+        >>> print(found)
+        Profile: dense ... ms (eager, cpu, batch 4, threads 1, float32, contiguous);
+          10 networks in ...
+        ...
+          module ...ms   share  widths in steps of  changes at widths  fit error
+        ...
+        >>> again = pk.profile(model, torch.randn(1, 64), target=target, networks=10, cache="profiles", measure=False)
+        >>> len(again.samples)  # all of them from the cache
+        10
     """
     model = unwrapped(model)
     start = time.perf_counter()
+    settings = settings or PruneSettings()
+    target = target or settings.target
     setting, notes = layer_setting(target)
     notes += [f"every network, the dense one too, is timed as it is deployed: {transform}"] if str(transform) else []
-    wanted = in_blocks(replace(prune, target=target, ratios={}))
-    given = list(normalized(model, examples))
+    wanted = in_blocks(replace(settings, target=target, ratios={}))
+    given = list(normalized(model, [example, *more_examples]))
     inputs = inputs_like(given[0])
-    channel_map = _tried(model, channel_map, wanted, given)
+    channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
     parts = _parts(channel_map, wanted)
     keeps = list(sampled(channel_map, parts, networks or NETWORKS))
     made = _networks(model, channel_map, keeps, transform)

@@ -135,7 +135,7 @@ def _cell(name: str, value: float | None) -> str:
 
 def sensitivity(
     model: nn.Module,
-    images: Any,
+    batches: Any,
     *,
     measured_on: Any = None,
     groups: Sequence[str] = (),
@@ -155,13 +155,13 @@ def sensitivity(
 
     Args:
         model: in any mode, on any device; not changed.
-        images: calibration samples, at least 8, preprocessed as the model wants them, as `prunekit.prune` takes them:
+        batches: calibration samples, at least 8, preprocessed as the model wants them, as `prunekit.prune` takes them:
             images (B, ...), a loader of them...; labels are not used.
         measured_on: samples in the same forms, with labels or without; None: not measured.
         groups: globs over the names of channel groups, which are module paths; none: all.
         loss: for `measured_on` with labels, of what the model returns and the labels; None: the cross entropy of class
             scores.
-        more_examples: further examples for the trace, for branches of the model that the images do not take.
+        more_examples: further examples for the trace, for branches of the model that the batches do not take.
         task: takes batches apart that come in another form; itself or its name.
         log: told what happens, and before measuring how many forward passes it takes.
         progress: whether to show bars on stderr; None: on a terminal and in a notebook.
@@ -185,7 +185,7 @@ def sensitivity(
         [('0', 16, True)]
     """
     with reporting(progress, "sensitivity"):
-        return analyze_sensitivity(unwrapped(model), images, measured_on, groups, loss, more_examples, task, log)
+        return analyze_sensitivity(unwrapped(model), batches, measured_on, groups, loss, more_examples, task, log)
 
 
 def analyze_sensitivity(

@@ -34,7 +34,7 @@ def test_networks_have_the_sizes_that_only_a_trial_finds(monkeypatch: pytest.Mon
     chart = trace(model, example)
     assert not any(size.name == "hidden_dim" for size in chart.sizes)
     lines = list[str]()
-    found = profile(model, chart, [example], WANTED.target, WANTED, cache=tmp_path, log=lines.append)
+    found = profile(model, example, settings=WANTED, cache=tmp_path, log=lines.append)
     runtime = WANTED.target.runtime
     assert lines[0] == f"profile: 10 networks of all widths, timed in {runtime} with the dense one beside each"
     assert len(lines) == 11
@@ -60,7 +60,7 @@ def test_a_network_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, t
     time_little(monkeypatch, attempts=1)
     model, example, target = OneAtATime().eval(), (torch.randn(1, 8),), replace(WANTED.target, batch=2)
     with pytest.raises(RunError, match=r"dense: does not run in eager: ValueError: one at a time"):
-        profile(model, trace(model, example), [example], target, WANTED, cache=tmp_path, log=lambda text: None)
+        profile(model, example, target=target, settings=WANTED, cache=tmp_path, log=lambda text: None)
 
 
 def test_where_kernels_change_is_told_and_drawn() -> None:

@@ -337,7 +337,7 @@ def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.Monkey
     found = []
     for expected in (True, False):
         whole.clear()
-        found.append(profile(model, trace(model, EXAMPLE), [EXAMPLE], wanted.target, wanted, log=lambda text: None))
+        found.append(profile(model, EXAMPLE, settings=wanted, log=lambda text: None))
         assert any(whole) == expected
     assert [sample.times for sample in found[0].samples] == [sample.times for sample in found[1].samples]
 
