@@ -31,7 +31,7 @@ def rows(name: str, size: int, batch: int, runtimes: tuple[str, ...]) -> Iterato
     half = count_memory(dense, example, batch) / 2e6
     pruned = prunekit.prune(dense, example, memory_mb=half, target=Target(batch=batch)).model
     models = {"dense": dense, "pruned": pruned}
-    settings = LatencySettings((batch,), (1,), 3, runtimes, explain=False)  # type: ignore[arg-type]
+    settings = LatencySettings((batch,), (1,), 5, runtimes, explain=False)  # type: ignore[arg-type]
     measured = measure_latency(models, (3, size, size), settings, [torch.device("cpu")])
     for row in measured.rows:
         taken, counted = row["peak_memory_bytes"], count_memory(models[row["model"]], example, batch) / 1e6

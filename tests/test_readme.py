@@ -82,7 +82,7 @@ def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_python_runs_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"__name__": "__main__"}  # as a script: what it defines is in no file
     try:
         for block in blocks("python"):
             exec(compile(block, "README.md", "exec"), names)

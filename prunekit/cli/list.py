@@ -93,7 +93,7 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-@click.command("list", short_help="Show the criteria, budgets, runtimes, tasks, models, ... that there are.")
+@click.command("list", short_help="Show criteria, budgets, runtimes, tasks, models ...")
 @click.argument("what", type=click.Choice(list(KINDS)))
 @click.argument("pattern", default="*", metavar="[PATTERN]")
 @common_options

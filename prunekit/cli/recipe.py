@@ -24,7 +24,7 @@ _INDENTED: dict[str, Any] = {
 }
 
 
-@click.group("recipe", short_help="List, show and copy recipes; look up what their keys mean.")
+@click.group("recipe", short_help="List, show and copy recipes; explain their keys.")
 def recipe_group() -> None:
     """Recipes that come with the package, and the reference of every key.
 

@@ -61,7 +61,8 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     chart = trace(prepared.model, prepared.example_inputs)
     goal = (reachable_goal if measure or not timely else predicted_goal)(prepared, chart, log=log)
     untimed = by_macs(job.prune) if timely and goal is None else job.prune
-    time = str(goal.profile) if goal is not None else BY_MACS if timely else None
+    known = None if goal is None else "; ".join([goal.profile.accuracy, *goal.profile.notes])
+    time = known or (BY_MACS if timely else None)
     if time is not None and not measure:
         log(f"dry run: nothing is measured: {time}")
     trained = job.model.weights is not None or cached_baseline(prepared) is not None

@@ -80,8 +80,8 @@ def test_columns_that_are_not_told_apart_are_named_by_the_settings(tmp_path: Pat
     with pytest.raises(UsageError, match=r"got \['picture'\] and \['animal', 'color'\]; name them as data\.columns="):
         load_splits(settings(tmp_path / "set"))
     assert load_splits(settings(tmp_path / "set", columns=("picture", "color"))).classes == ("x", "y")
-    with pytest.raises(UsageError, match=r"has no column 'color'; did you mean 'color'"):
-        load_splits(settings(tmp_path / "set", columns=("picture", "color")))
+    with pytest.raises(UsageError, match=r"has no column 'colr'; did you mean 'color'"):
+        load_splits(settings(tmp_path / "set", columns=("picture", "colr")))
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

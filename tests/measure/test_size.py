@@ -82,5 +82,5 @@ def test_a_view_of_a_parameter_is_an_input_like_any_other() -> None:
     macs = 8 * 6 * 9 * 16 + 12
     assert count_macs(model, (style,)) == macs
     table = prunekit.summary(model, style)
-    assert {row.path: row.macs for row in table.rows if row.macs} == {"first.1": macs - 12, "last": 12}
+    assert {row.path: row.macs for row in table.modules if row.macs} == {"first.1": macs - 12, "last": 12}
     assert table.macs == macs
