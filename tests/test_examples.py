@@ -216,7 +216,6 @@ def test_a_factory_may_bring_its_example(tmp_path: Path) -> None:
         assert (result.exit_code, why in result.stderr) == (2, True)
 
 
-WANTED = pk.PruneSettings(pk.BudgetSettings(macs=0.5))
 PLAN = pk.plan(InBetween(), X, macs=0.5)
 TAKES: dict[str, Callable[[nn.Module, Any], Any]] = {
     "trace": pk.trace,
@@ -230,7 +229,7 @@ TAKES: dict[str, Callable[[nn.Module, Any], Any]] = {
     "fold": pk.fold_batchnorm,
     "channels_last": pk.channels_last,
     "flush": pk.flush_subnormals,
-    "profile": lambda model, given: pk.profile(model, pk.trace(model, X), [given], WANTED.target, WANTED),
+    "profile": pk.profile,
 }
 
 
