@@ -7,17 +7,52 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prunekit.errors import ArtifactError
+from prunekit.errors import ArtifactError, UsageError
 
 StrPath = str | os.PathLike[str]
 """What every public function takes as a path."""
 _LEFT = ".tmp"
 """How names of temporaries end."""
+
+
+def folder_at(path: StrPath) -> Path:
+    """The path of a folder that a user named.
+
+    Raises:
+        UsageError: it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"folder: expected a path, such as 'small', got {type(path).__name__}")
+    return Path(path)
+
+
+def require_replaceable(folder: Path, names: Set[str]) -> None:
+    """Checks that nothing is lost where a folder takes the place of another.
+
+    Args:
+        folder: that is to be written; may be missing.
+        names: of the files that folders of its kind have.
+
+    Raises:
+        UsageError: there is a file in its place, or a folder with other things in it.
+    """
+    if folder.is_dir():
+        others = sorted(path.name for path in folder.iterdir() if path.name not in names)
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise UsageError(
+                f"{folder}: expected a new folder, or one to replace that has {', '.join(sorted(names))} alone; this "
+                f"one also has {others[0]!r}{more}, which would be lost: name a folder inside it, such as "
+                f"{str(folder / 'small')!r}"
+            )
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise UsageError(f"{folder}: expected a folder, but {place} is a file; choose another name")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class PrunekitError(Exception):
@@ -91,6 +92,22 @@ class NotMeasuredError(UsageError):
 
 class ArtifactError(RunError):
     """A file or folder that prunekit wrote earlier is damaged, incomplete or of another version."""
+
+
+def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: str) -> None:
+    """Checks that an argument is of a type.
+
+    Args:
+        key: name of the argument; the message begins with it.
+        given: None is let through, for arguments that may be left out.
+        instead: what was expected, and the call that makes one.
+
+    Raises:
+        UsageError: it is of another type.
+    """
+    if given is not None and not isinstance(given, kind):
+        got = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise UsageError(f"{key}: expected {instead}; got {got}")
 
 
 def nearest(name: str, allowed: Iterable[str], *, count: int = 3) -> str:

@@ -7,10 +7,12 @@ command line's `KEY=VALUE`: `{"prune.budget.macs": 0.4, "finetune.epochs": 2}`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 
 from prunekit import recipe as recipes
 from prunekit import workflow
 from prunekit.artifacts import StrPath
+from prunekit.errors import UsageError
 from prunekit.progress import reporting, stage
 from prunekit.recipe import Overrides, as_texts
 from prunekit.workflow import CalibrationResult, JobSettings, Own, ProfileRun, RunResult, SensitivityRun
@@ -34,6 +36,7 @@ def job_of(
         allow_code: whether code that the recipe's file names may run; what overrides and settings name always may.
 
     Raises:
+        UsageError: it is none of these.
         RecipeError: there is no such recipe, or it has problems; every one of them is in the message.
 
     Example:
@@ -41,6 +44,12 @@ def job_of(
         >>> job_of("resnet34", {"prune.budget.macs": 0.3}).prune.budget.macs
         0.3
     """
+    if not isinstance(recipe, (str, PathLike, JobSettings)):
+        raise UsageError(
+            "recipe: expected a file, a name such as 'resnet34', or prunekit.JobSettings, got "
+            f"{type(recipe).__name__}; a model of your own is pruned by prunekit.prune(model, x, macs=0.5), "
+            "or goes into a job by own=prunekit.Own(model='file.py:factory')"
+        )
     given = recipes.own_overrides(model=own.model, data=own.data)
     changes = [*as_texts(overrides), *given]
     if isinstance(recipe, JobSettings):

@@ -208,3 +208,9 @@ def test_mlflow_runs_as_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert [step for key, _, step in run["metrics"] if key == "pruned/epoch"] == [1, 2]
         assert run["metrics"][-1][0] == "validation"
         assert (Path(run["artifacts"][0]) / "report.html").is_file()
+
+
+def test_a_model_in_the_place_of_a_recipe_says_where_it_goes() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"recipe: expected a file, .* got Linear; .* prunekit.prune\(model, x"):
+        pk.finetune(model)

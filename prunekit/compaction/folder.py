@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from prunekit.artifacts import StrPath, atomic_folder, read_json, sha256, write_json
+from prunekit.artifacts import (
+    StrPath,
+    atomic_folder,
+    folder_at,
+    read_json,
+    require_replaceable,
+    sha256,
+    write_json,
+)
 from prunekit.channels.attributes import attribute_values, set_attributes
 from prunekit.channels.belonging import own_buffers, require_compact
 from prunekit.channels.copying import foreign_methods, named_tensors, with_tensors
@@ -38,6 +47,7 @@ SLOW_TO_START = {("torchvision", "googlenet"), ("torchvision", "inception_v3")}
 """Models whose own initialization takes seconds, for weights that are replaced at once."""
 WEIGHTS = "model.safetensors"
 MANIFEST = "prunekit.json"
+FILES = frozenset({WEIGHTS, MANIFEST, "plan.json", "plan.safetensors"})
 
 
 class Result(Protocol):
@@ -61,15 +71,15 @@ def save(
 
     Args:
         result: the compact model, its norms folded or not; or what `prunekit.prune` returned, which has its plan.
-        folder: made, or replaced once the new one is whole; `prunekit.load` reads the model from it, and
-            `prunekit.load_plan` the plan.
+        folder: made, or replaced once the new one is whole, unless it has other files, which would be lost;
+            `prunekit.load` reads the model from it, and `prunekit.load_plan` the plan.
         plan: what the model was compacted with.
         build: how the dense model is built; None when only the caller's own code can do it, who then hands the
             dense model to `load`.
         extra: further facts for readers of the manifest (classes, data settings), as JSON values.
 
     Raises:
-        UsageError: it is no compact model with its plan; says what to give.
+        UsageError: it is no compact model with its plan, or the folder is one of other things; says what to give.
         PlanError: the model is not what the plan leaves of its own one; nothing is written.
 
     Example:
@@ -81,13 +91,15 @@ def save(
         8
     """
     model, plan = _parts(result, plan)
+    folder = folder_at(folder)
+    require_replaceable(folder, FILES)
     require_values(model, "a file")
     folds = folds_of(model)
     indices = kept_of_folded(plan.kept_indices, folds)
     kept = {name: [None if index is None else index.tolist() for index in axes] for name, axes in indices.items()}
     shapes = kept_of_folded(plan.channel_map.shapes, folds)
     require_compact(plan.channel_map, model, kept_of_folded(plan.narrow_shapes, folds))
-    with atomic_folder(Path(folder)) as temporary:
+    with atomic_folder(folder) as temporary:
         own = {name: tensor.detach().cpu() for name, tensor in named_tensors(model)}
         sparse = {name: tensor for name, tensor in own.items() if not is_plain(tensor)}
         tensors = {name: tensor.contiguous() for name, tensor in own.items() if name not in sparse}
@@ -115,7 +127,7 @@ def save(
         }
         write_json(temporary / MANIFEST, manifest)
         plan.save(temporary)
-    return Path(folder)
+    return folder
 
 
 def _parts(result: Any, plan: Any) -> tuple[nn.Module, Plan]:
@@ -193,7 +205,12 @@ def load(folder: StrPath, model: nn.Module | Callable[[], nn.Module] | None = No
         >>> pk.load(folder, model=build)[2].in_features
         8
     """
-    folder = Path(folder)
+    folder = folder_at(folder)
+    if not (model is None or callable(model)):
+        raise ModelError(
+            f"model: expected the dense model or a function that builds it, got {type(model).__name__}: "
+            f"prunekit.load({str(folder)!r}, model=lambda: MyModel())"
+        )
     manifest = read_manifest(folder)
     tensors = _weights(folder, manifest)
     dense = _dense(folder, manifest, model, tensors.keys())
@@ -257,7 +274,10 @@ def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Modu
 
 def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Module] | None) -> nn.Module:
     if model is not None:
-        return model()
+        built = _called(model)
+        if not isinstance(built, nn.Module):
+            raise ModelError(f"model: expected a function that returns the dense model, got {_what(built)} from it")
+        return built
     build = manifest["build"]
     match build:
         case {"name": str(name), "zoo": "torchvision" | "cifar" | "timm" | "hf" as zoo, "arguments": dict(arguments)}:
@@ -268,6 +288,24 @@ def _construct(folder: Path, manifest: dict[str, Any], model: Callable[[], nn.Mo
         return build_model(ModelSettings(name, zoo, arguments={**arguments, **quiet}), num_classes=None)
     except ModelError as error:
         raise ArtifactError(f"{folder / MANIFEST}: build: {error}") from error
+
+
+def _called(factory: Callable[[], Any]) -> Any:
+    """What a user's function returns, which is called without arguments."""
+    try:
+        signature(factory).bind()
+    except TypeError as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise ModelError(
+            f"model: expected a function without arguments, and {name} needs some ({error}): model=lambda: {name}(...)"
+        ) from None
+    except ValueError:  # has no signature that Python could read
+        pass
+    return factory()
+
+
+def _what(built: Any) -> str:
+    return "None" if built is None else f"a {type(built).__name__}"
 
 
 def _weights(folder: Path, manifest: dict[str, Any]) -> dict[str, torch.Tensor]:

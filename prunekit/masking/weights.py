@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.distributed.shards import is_sharded
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, UsageError
 from prunekit.hooks import HookOwner, OwnedHook, never_called, refuse_compiled
 from prunekit.masking.held import HeldValues
 from prunekit.masking.resting import FIXED_AT_ZERO
@@ -72,7 +72,7 @@ class WeightMasks(HookOwner):
         super().__init__()
         self.entries: Entries = {}
         self._model, self._plan = model, plan
-        self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
+        self._optimizer = None if optimizer is None else optimizer_of(model, optimizer)
         found = masked_tensors(model, plan, self.entries, buffers=True)
         self._masked = {
             path: MaskedModule(module, found[path][1] if path in found else [])
@@ -220,6 +220,27 @@ def _written_by(optimizer: Optimizer) -> frozenset[int] | None:
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return None
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def optimizer_of(model: nn.Module, optimizer: Any) -> Optimizer:
+    """The optimizer that really steps, which has to be one of the model's.
+
+    Raises:
+        UsageError: it is none, or has none of the model's parameters.
+    """
+    inner = inner_optimizer(optimizer)
+    if not isinstance(inner, Optimizer):
+        raise UsageError(
+            "optimizer: expected a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`, got "
+            f"{type(optimizer).__name__}"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if own and not any(id(parameter) in own for group in inner.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"optimizer: expected one of this {type(model).__name__}'s parameters, but this {type(inner).__name__} has "
+            "none of them; make it from model.parameters(), after the model was moved or given other parameters"
+        )
+    return inner
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 from torch import nn
 
-from prunekit.errors import UsageError, nearest
+from prunekit.errors import UsageError, nearest, require_kind
 from prunekit.registries import BUDGETS, CRITERIA
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, Target, budget_names
 
 Where = str | nn.Module | type[nn.Module]
 """A glob over module paths, a module, which stands for all that is in it, or a class of modules."""
 DEFAULT = PruneSettings()
+ELSEWHERE = {
+    "pruning_ratio": "say what is to be left: channels=0.5, macs=0.5, or another budget",
+    "pruning_ratio_dict": "give ratios={'layer1.*': 0.5}, the shares that are to be left",
+    "ignored_layers": "give ignore=[model.fc]",
+    "example_inputs": "give the example as the second argument, after the model",
+    "importance": "give criterion='l2'; `prunekit list criteria` shows them all",
+    "global_pruning": "give scope='global'",
+    "iterative_steps": "make a prunekit.Pruner(..., schedule='iterative'), which prunes in a training loop",
+    "device": "move model and example there, model.to(device)",
+}
+"""What arguments that other libraries have are called here."""
 
 
 def prune_settings(
@@ -41,6 +53,9 @@ def prune_settings(
     Raises:
         UsageError: a value is out of range, names nothing of the model, or is given beside the settings.
     """
+    require_kind(
+        "settings", settings, PruneSettings, "prunekit.PruneSettings, such as PruneSettings(BudgetSettings(macs=0.5))"
+    )
     given: dict[str, Any] = {
         "criterion": criterion,
         "scope": scope,
@@ -64,7 +79,8 @@ def prune_settings(
     known = budget_names()
     unknown = next((name for name in budgets if BUDGETS.problem(name) is not None), None)
     if unknown is not None:
-        raise UsageError(f"{unknown}: there is no such argument and no such budget; {nearest(unknown, known)}")
+        instead = ELSEWHERE.get(unknown) or nearest(unknown, [*known, *ARGUMENTS])
+        raise UsageError(f"{unknown}: there is no such argument and no such budget; {instead}")
     if not budgets:
         raise UsageError(f"budget: expected at least one of {', '.join(known)}, such as macs=0.5; got none")
     for name in budgets:
@@ -75,6 +91,9 @@ def prune_settings(
     spent_where_least = criterion == "elimination" or budget.measured
     default_scope: Scope = "per_mac" if spent_where_least else "uniform"
     return PruneSettings(**({"scope": default_scope} | given | {"budget": budget, "criterion": criterion}))
+
+
+ARGUMENTS = [name for name, given in signature(prune_settings).parameters.items() if given.kind is given.KEYWORD_ONLY]
 
 
 def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from prunekit.artifacts import StrPath, atomic_file, read_json, sha256, write_text
+from prunekit.artifacts import StrPath, atomic_file, folder_at, read_json, sha256, write_text
 from prunekit.channels import ChannelMap, Lock
 from prunekit.channels.belonging import require_model
 from prunekit.channels.copying import named_tensors
@@ -325,7 +325,7 @@ def load_plan(folder: StrPath) -> Plan:
         >>> plan.widths(), pk.compact(model, plan)[0].out_features
         ({'0': (8, 16)}, 8)
     """
-    folder = Path(folder)
+    folder = folder_at(folder)
     if not (folder / "plan.json").is_file():
         raise ArtifactError(
             f"{folder}: expected a folder with plan.json and plan.safetensors, as plan.save(folder) and "

@@ -20,7 +20,7 @@ from prunekit.context import device_of, paused_garbage_collection, training_mode
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
 from prunekit.display import Displayed, Table
-from prunekit.errors import DataError, ModelError, UsageError
+from prunekit.errors import DataError, ModelError, UsageError, require_kind
 from prunekit.inputs import arguments, call, count_of, moved, taken
 from prunekit.inputs import example as normalized
 from prunekit.measure.verify import verify
@@ -270,7 +270,9 @@ def prune(
         raise DataError(
             "repair: expected samples to repair from, got none: prune(model, calibration=images, repair=...)"
         )
-    given = Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
+    if repair is not False:
+        require_kind("repair", repair, RepairSettings, "prunekit.RepairSettings(), or False for none")
+    given = Given(example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
     with reporting(progress, "prune"):
         found = find_plan(model, given, repair or RepairSettings() if calibration is not None else None)
         if calibration is None or repair is False:
@@ -361,7 +363,7 @@ def plan(
         plain_classes=plain_classes,
         **budgets,
     )
-    given = Given(example, calibration, wanted, images, stats, gradients, seed, tuple(more_examples), task)
+    given = Given(example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
     with reporting(progress, "plan"):
         return find_plan(model, given, None, channel_map).planned.plan
 
@@ -377,8 +379,14 @@ class Given:
     stats: ChannelStats | None
     gradients: TaylorTerms | None
     seed: int
-    more_examples: tuple[Any, ...]
+    more_examples: Sequence[Any]
     task: Task | str | None
+
+    def __post_init__(self) -> None:
+        require_kind("stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)")
+        made = "gradients of a loss, from prunekit.collect_gradients(model, loader, loss=...)"
+        require_kind("gradients", self.gradients, TaylorTerms, made)
+        require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from prunekit.masking import clamp_activation_grad as clamp_activations
 from prunekit.masking import clamp_weight_grad as clamp_weights
 from prunekit.masking.clamps import GradientClamp
 from prunekit.masking.combined import Sparsity
-from prunekit.masking.weights import WeightMasks, inner_optimizer
+from prunekit.masking.weights import WeightMasks, optimizer_of
 from prunekit.measure.verify import Verification, verify
 from prunekit.planning import Plan, PruneSettings, ScheduleSettings
 from prunekit.planning.keywords import Where, prune_settings
@@ -44,6 +44,7 @@ from prunekit.workflow.stages import StagePlanner, rescored
 from prunekit.wrappers import require_values, unwrapped, unwrapped_for_hooks
 
 Clamp = float | Mapping[str, float] | ClampSettings
+STATE = {"steps", "asked", "masks", "average", "clamps"}
 
 
 class Pruner(Displayed):
@@ -355,6 +356,15 @@ class Pruner(Displayed):
             ArtifactError: the state is of another model, other budgets or another schedule.
         """
         self._require_open("load_state_dict")
+        if not isinstance(state, Mapping) or not state.keys() >= STATE:
+            raise ArtifactError(
+                "state of a pruner: expected what its state_dict() returned, got "
+                + (
+                    f"one with {', '.join(map(repr, list(state)[:3]))}"
+                    if isinstance(state, Mapping)
+                    else type(state).__name__
+                )
+            )
         if state["asked"] != self._asked():
             raise ArtifactError(
                 f"state of a pruner: of other {_differing(state['asked'], self._asked())} than this one; make this "
@@ -481,20 +491,10 @@ def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
     Raises:
         UsageError: it is none, or of other parameters than the model's.
     """
-    inner = inner_optimizer(optimizer)
-    if not isinstance(inner, Optimizer):
-        raise UsageError(
-            "optimizer: expected a torch.optim.Optimizer, or a wrapper that keeps one in `.optimizer`, got "
-            f"{type(optimizer).__name__}"
-        )
+    inner = optimizer_of(model, optimizer)
     own = {id(parameter) for parameter in model.parameters()}
     theirs = [parameter for group in inner.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in theirs if id(parameter) not in own]
-    if len(foreign) == len(theirs):
-        raise UsageError(
-            f"optimizer: expected one of this {type(model).__name__}'s parameters, but this {type(inner).__name__} has "
-            "none of them; make it from model.parameters(), after the model was moved or given other parameters"
-        )
     if foreign:
         raise UsageError(
             f"optimizer: expected one of this {type(model).__name__}'s parameters alone, but it has {len(foreign)} "

@@ -21,7 +21,7 @@ import prunekit.compaction.folder as folder_module
 from prunekit.artifacts import sha256
 from prunekit.channels import trace
 from prunekit.compaction import compact, load, read_manifest, save
-from prunekit.errors import ArtifactError, ModelError, PrunekitError
+from prunekit.errors import ArtifactError, ModelError, PrunekitError, UsageError
 from prunekit.models import ModelSettings, build_model
 from prunekit.planning import Plan
 
@@ -445,3 +445,41 @@ def test_a_result_is_saved_whole_and_what_is_none_says_the_call(tmp_path: Path) 
         with pytest.raises(PrunekitError, match=said):
             call()
     assert not Path("small").exists()
+
+
+def test_saving_loses_nothing_that_is_no_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("a year's work")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"this one also has 'thesis.tex', which would be lost: name a folder inside"):
+        saved(tmp_path / "home")
+    for place in ("file", "file/below"):
+        with pytest.raises(UsageError, match=r"expected a folder, but .*file is a file; choose another name"):
+            saved(tmp_path / place)
+    saved(tmp_path / "empty")
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "a year's work"
+    assert (tmp_path / "file").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "home"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("Net", r"expected the dense model or a function that builds it, got str: prunekit.load\('.*', model=lambda: "),
+        (lambda: None, "expected a function that returns the dense model, got None"),
+        (lambda width: nn.Linear(width, 2), "expected a function without arguments, and .* needs some .*'width'"),
+    ],
+)
+def test_what_builds_no_model_says_what_to_give(given: Any, message: str, tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "model", model=given)
+
+
+@pytest.mark.parametrize(
+    "function", [load, prunekit.load_plan, lambda given: save(*pruned("resnet18")[:1], given, pruned("resnet18")[1])]
+)
+def test_a_folder_that_is_no_path_is_named(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(UsageError, match="expected a path, such as 'small', got type"):
+        function(nn.Linear)

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchvision import models
 
 from prunekit.channels import trace
-from prunekit.errors import ModelError, PlanError
+from prunekit.errors import ModelError, PlanError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
 from prunekit.masking.untouched import Untouched
@@ -380,3 +380,12 @@ def test_transforms_of_torch_func_are_refused_in_plain_words() -> None:
     with WeightMasks(model, plan), pytest.raises(ModelError, match=r"torch\.func's transforms"):
         torch.func.grad(loss)(values)
     assert torch.func.grad(loss)(values).keys() == values.keys()
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model = SmallNet()
+    plan = random_plan(trace(model, (torch.zeros(1, 3, 16, 16),)))
+    with pytest.raises(UsageError, match="expected one of this SmallNet's parameters, but this SGD has none of them"):
+        WeightMasks(model, plan, SGD(SmallNet().parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"optimizer: expected a torch.optim.Optimizer, .* got str"):
+        WeightMasks(model, plan, "sgd")  # type: ignore[arg-type]

@@ -546,6 +546,8 @@ def test_a_state_of_something_else_is_refused() -> None:
     other = small_net()
     with pytest.raises(ArtifactError, match="of other channels than this one; make this one of the same model"):
         Pruner(other, MOMENTUM(other.parameters()), X[:2], **arguments).load_state_dict(state)
+    with pytest.raises(ArtifactError, match=r"expected what its state_dict.. returned, got one with 'model'"):
+        pruner.load_state_dict({"model": {}})
 
 
 @pytest.mark.parametrize(

@@ -289,3 +289,30 @@ def test_what_stays_is_given_as_globs_modules_or_classes() -> None:
             prunekit.plan(model, images, channels=0.6, ignore=wrong)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"ignore: 'conv9\*' matches no module path; did you mean"):
         prunekit.plan(model, images, channels=0.6, ignore="conv9*")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"pruning_ratio": 0.5}, "pruning_ratio: there is no such argument .*: channels=0.5, macs=0.5"),
+        ({"example_inputs": torch.zeros(1)}, "example_inputs: .* give the example as the second argument"),
+        ({"ignored_layers": []}, r"ignored_layers: .* give ignore=\["),
+        ({"importance": "l2"}, "importance: .* give criterion='l2'"),
+        ({"rount_to": 8}, "rount_to: .* did you mean 'round_to'"),
+        ({"settings": {"macs": 0.5}}, r"settings: expected prunekit.PruneSettings, such as .*; got dict"),
+        ({"stats": "statistics"}, r"stats: expected channel statistics, from prunekit.calibrate\(.*; got str"),
+        ({"gradients": []}, r"gradients: expected .* prunekit.collect_gradients\(.*; got list"),
+        ({"more_examples": 3}, r"more_examples: expected a list of examples, such as \[x, y\]; got int"),
+    ],
+)
+def test_an_argument_of_another_library_or_type_says_what_to_give(given: dict[str, Any], message: str) -> None:
+    budget = {} if "settings" in given else {"macs": 0.5}
+    for function in (prunekit.plan, prunekit.prune):
+        with pytest.raises(UsageError, match=message):
+            function(Net(), torch.zeros(1, 3, 8, 8), **budget, **given)  # type: ignore[operator]
+
+
+def test_a_repair_that_is_no_settings_is_refused() -> None:
+    repair: Any = "yes"
+    with pytest.raises(UsageError, match=r"repair: expected prunekit.RepairSettings\(\), or False for none; got str"):
+        prunekit.prune(Net(), calibration=torch.zeros(8, 3, 8, 8), macs=0.5, repair=repair)
