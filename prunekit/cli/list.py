@@ -61,9 +61,16 @@ def _models() -> Iterator[Row]:
     for zoo in get_args(Zoo):
         try:
             names = zoo_names(zoo)
-        except PrunekitError:  # an extra that is not installed
+        except PrunekitError as error:  # an extra that is not installed
+            click.echo(f"prunekit: note: models of {zoo} are not listed: {error}", err=True)
             continue
         yield from ({"name": name, "zoo": zoo} for name in names)
+
+
+def _rules() -> Iterator[Row]:
+    from prunekit.channels.rules import RULES
+
+    yield from ({"name": name, "file": RULES[name].__module__} for name in sorted(RULES))
 
 
 def _of(registry: Registry[Any], *keys: str) -> Callable[[], Iterator[Row]]:
@@ -87,6 +94,7 @@ KINDS: dict[str, Callable[[], Iterator[Row]]] = {
     "runtimes": _runtimes,
     "tasks": _of(TASKS, "data", "measures"),
     "sections": _of(SECTIONS, "about"),
+    "rules": _rules,
     "recipes": _recipes,
     "models": _models,
     "augmentations": _described(AUGMENTATIONS),

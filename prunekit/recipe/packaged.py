@@ -7,13 +7,18 @@ from pathlib import Path
 from prunekit.artifacts import StrPath
 from prunekit.errors import UsageError, nearest
 
-FOLDER = Path(__file__).parent.parent / "recipes"
-"""Of the installed package; in a clone a link to the folder at its top."""
+INSTALLED = Path(__file__).parent.parent / "recipes"
+"""Of the installed package; in a clone a link to the folder at its top, or, where git makes no links, a text file."""
+
+
+def folder(installed: Path = INSTALLED) -> Path:
+    """The folder of the recipes: that of the package, or where a clone has them."""
+    return installed if installed.is_dir() else installed.parent.parent / "recipes"
 
 
 def recipe_names() -> tuple[str, ...]:
     """The names of all of them."""
-    return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
+    return tuple(sorted(path.stem for path in folder().glob("*.yaml")))
 
 
 def recipe_text(name: str) -> str:
@@ -44,4 +49,4 @@ def located(recipe: StrPath) -> Path:
 
 def _packaged(name: str) -> Path | None:
     plain = name.removesuffix(".yaml")
-    return FOLDER / f"{plain}.yaml" if plain in recipe_names() else None
+    return folder() / f"{plain}.yaml" if plain in recipe_names() else None

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import get_args
 
+import pytest
 from click.testing import CliRunner
 
 from prunekit.cli import cli
@@ -28,7 +30,8 @@ def test_criteria_are_listed_with_what_they_need() -> None:
 def test_each_kind_is_listed_by_name_with_a_line_each() -> None:
     expected = {
         "criteria": "l2", "scopes": "per_mac", "budgets": "macs", "runtimes": "eager", "tasks": "segmentation",
-        "sections": None, "recipes": "resnet34", "models": "resnet18", "augmentations": "crop_flip",
+        "sections": None, "rules": "aten.convolution", "recipes": "resnet34", "models": "resnet18",
+        "augmentations": "crop_flip",
     }  # fmt: skip
     assert set(expected) == set(KINDS)
     for kind, name in expected.items():
@@ -42,6 +45,14 @@ def test_each_kind_is_listed_by_name_with_a_line_each() -> None:
     assert all(row["name"].startswith("resnet1") for row in some)
     eager = json.loads(CliRunner().invoke(cli, ["list", "runtimes", "eager", "--json"]).stdout)["runtimes"]
     assert [row["usable"] for row in eager] == [True]
+
+
+def test_a_zoo_whose_extra_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)  # importing it fails
+    listed = CliRunner().invoke(cli, ["list", "models", "resnet20", "--json"])
+    assert listed.exit_code == 0
+    assert [row["zoo"] for row in json.loads(listed.stdout)["models"]] == ["cifar"]
+    assert "models of timm are not listed" in listed.stderr
 
 
 def test_only_what_is_there_can_be_listed() -> None:

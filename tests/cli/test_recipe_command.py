@@ -13,7 +13,7 @@ import prunekit
 from prunekit.cli import cli
 from prunekit.errors import RecipeError
 from prunekit.recipe import load
-from prunekit.recipe.packaged import FOLDER, recipe_names, recipe_summary
+from prunekit.recipe.packaged import INSTALLED, folder, recipe_names, recipe_summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,11 +26,22 @@ def run(*arguments: str, code: int = 0) -> str:
 
 def test_the_package_holds_the_recipes_of_the_repository() -> None:
     """One folder, which the package has under a name of its own, and which the build puts into a wheel."""
-    assert FOLDER.resolve() == ROOT / "recipes"
-    assert FOLDER.parent == Path(prunekit.__file__).parent
+    assert INSTALLED.resolve() == ROOT / "recipes"
+    assert INSTALLED.parent == Path(prunekit.__file__).parent
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["prunekit"]
-    packed = {path for pattern in patterns for path in FOLDER.parent.glob(pattern)}
-    assert {path for path in packed if path.parent == FOLDER} == set(FOLDER.iterdir())
+    packed = {path for pattern in patterns for path in INSTALLED.parent.glob(pattern)}
+    assert {path for path in packed if path.parent == INSTALLED} == set(INSTALLED.iterdir())
+
+
+def test_a_clone_without_links_has_them_beside_the_package(tmp_path: Path) -> None:
+    package = tmp_path / "prunekit" / "recipes"
+    package.parent.mkdir()
+    assert folder(package) == tmp_path / "recipes"
+    package.write_text("../recipes")  # what git makes of a link where there are none
+    assert folder(package) == tmp_path / "recipes"
+    package.unlink()
+    package.mkdir()
+    assert folder(package) == package
 
 
 def test_recipes_are_listed_with_a_line_each() -> None:
@@ -54,13 +65,13 @@ def test_a_copy_never_takes_the_place_of_a_file_unasked(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert "prunekit finetune resnet34.yaml" in run("recipe", "copy", "resnet34")
     copy = tmp_path / "resnet34.yaml"
-    assert load("resnet34.yaml") == load(FOLDER / "resnet34.yaml")
+    assert load("resnet34.yaml") == load(INSTALLED / "resnet34.yaml")
     copy.write_text("mine")
     assert "resnet34.yaml: there is such a file already" in run("recipe", "copy", "resnet34", code=2)
     assert copy.read_text() == "mine"
     run("recipe", "copy", "resnet34", "--force")
     run("recipe", "copy", "resnet34.yaml", "deep/other.yaml")
-    assert copy.read_text() == (tmp_path / "deep" / "other.yaml").read_text() == (FOLDER / copy.name).read_text()
+    assert copy.read_text() == (tmp_path / "deep" / "other.yaml").read_text() == (INSTALLED / copy.name).read_text()
 
 
 def test_a_name_that_no_recipe_has_gets_the_nearest() -> None:
@@ -69,7 +80,7 @@ def test_a_name_that_no_recipe_has_gets_the_nearest() -> None:
 
 def test_a_name_stands_for_its_file_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    packaged = load(FOLDER / "resnet34.yaml")
+    packaged = load(INSTALLED / "resnet34.yaml")
     assert load("resnet34") == load("resnet34.yaml") == packaged
     assert load("resnet34", ["seed=3"]).seed == 3
     (tmp_path / "resnet34").mkdir()

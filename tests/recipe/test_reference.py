@@ -18,7 +18,7 @@ from prunekit.cli import cli
 from prunekit.recipe import load
 from prunekit.recipe.document import Document
 from prunekit.recipe.overrides import apply_override
-from prunekit.recipe.packaged import FOLDER
+from prunekit.recipe.packaged import INSTALLED
 from prunekit.recipe.reference import EXAMPLES, PAGE, SCHEMA, Key, all_keys, flow, json_schema, page, schema_text
 from prunekit.settings.job import JobSettings
 
@@ -97,7 +97,7 @@ def named(kind: Any) -> list[str]:
     return [f"{kind.__name__}.{field.name}" for field in fields(kind)]
 
 
-@pytest.mark.parametrize("recipe", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted(INSTALLED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_packaged_recipes_meet_the_schema(recipe: Path) -> None:
     values = YAML(typ="safe", pure=True).load(recipe.read_text(encoding="utf-8"))
     assert problems(values, json_schema(), json_schema()) == []

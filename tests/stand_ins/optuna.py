@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class TrialPruned(Exception):  # noqa: N818: its name
+class TrialPruned(Exception):
     """Raised by an objective that is not worth going on with."""
 
 

@@ -1,10 +1,15 @@
-"""Rules by operator family; importing this package fills the table."""
+"""Rules by operator family, a file each; importing this package imports them all, which fills the table."""
 
-from prunekit.channels.rules import compute, convolution, lookup, made, norms, parts, pointwise, shape, vision
+from importlib import import_module
+from pkgutil import iter_modules
+
 from prunekit.channels.rules.compute import COUNTED
 from prunekit.channels.rules.convolution import whole_groups
 from prunekit.channels.rules.made import MADE
 from prunekit.channels.rules.registry import RULES, Call, Rule, register_rule, rule_of
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "COUNTED",
@@ -12,16 +17,7 @@ __all__ = [
     "RULES",
     "Call",
     "Rule",
-    "compute",
-    "convolution",
-    "lookup",
-    "made",
-    "norms",
-    "parts",
-    "pointwise",
     "register_rule",
     "rule_of",
-    "shape",
-    "vision",
     "whole_groups",
 ]
