@@ -107,11 +107,11 @@ def _require_evidence(
     """Checks that there is what a criterion needs; the message says how to get it."""
     gradient = "gradients of the loss on labeled calibration images"
     missing: dict[Need, tuple[bool, str, str]] = {
-        "stats": (stats is None, "channel statistics", "stats=collect(model, batches, device)"),
+        "stats": (stats is None, "channel statistics", "stats=collect(model, batches)"),
         "moments": (
             stats is None or not stats.moments,
             "Gram matrices of layers' inputs",
-            "stats=collect(model, batches, device, moments='full')",
+            "stats=collect(model, batches, moments='full')",
         ),
         "patches": (
             patches is None,
@@ -121,19 +121,20 @@ def _require_evidence(
         "ranks": (
             stats is None or not stats.ranks,
             "ranks of feature maps",
-            "stats=collect(model, batches, device, ranks=True)",
+            "stats=collect(model, batches, ranks=True)",
         ),
-        "gradients": (gradients is None, gradient, "gradients=collect_gradients(model, batches, device, loss)"),
+        "gradients": (gradients is None, gradient, "gradients=collect_gradients(model, batches, loss)"),
         "curvature": (
             gradients is None or gradients.curvature is None,
             f"second derivatives beside {gradient}",
-            "gradients=collect_gradients(model, batches, device, loss, second_order=True)",
+            "gradients=collect_gradients(model, batches, loss, second_order=True)",
         ),
     }
     needed = [missing[need] for need in reversed(criterion.needs) if need in missing]
     for lacking, what, how in needed:
         if lacking:
-            raise UsageError(f"criterion {criterion.name!r} needs {what}: pass {how}")
+            samples = "" if how.startswith("gradients") else "; prunekit.plan and prune take it from calibration=loader"
+            raise UsageError(f"criterion {criterion.name!r} needs {what}: pass {how}{samples}")
 
 
 def _require_numbers(scores: Scores, channel_map: ChannelMap, criterion: str) -> None:

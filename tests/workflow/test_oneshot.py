@@ -299,6 +299,10 @@ def test_what_stays_is_given_as_globs_modules_or_classes() -> None:
         ({"ignored_layers": []}, r"ignored_layers: .* give ignore=\["),
         ({"importance": "l2"}, "importance: .* give criterion='l2'"),
         ({"rount_to": 8}, "rount_to: .* did you mean 'round_to'"),
+        (
+            {"criterion": "elimination"},
+            r"needs Gram matrices of the patches .*; prunekit.plan .* from calibration=loader",
+        ),
         ({"settings": {"macs": 0.5}}, r"settings: expected prunekit.PruneSettings, such as .*; got dict"),
         ({"stats": "statistics"}, r"stats: expected channel statistics, from prunekit.calibrate\(.*; got str"),
         ({"gradients": []}, r"gradients: expected .* prunekit.collect_gradients\(.*; got list"),
