@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError, UsageError
+from prunekit.errors import ModelError, PrunekitError, UsageError
 from prunekit.nested import gather, leaves, map_tensors
 
 MASK = "attention_mask"
@@ -177,7 +178,34 @@ def advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
         return f"its forward takes {', '.join(missing)} by name alone: give a mapping, {{{given}}}"
     if any(isinstance(value, np.ndarray) for one in examples for value in leaves(one)):
         return "expected tensors, got NumPy arrays; give torch.from_numpy(array)"
+    if examples and all(one and all(isinstance(value, int) for value in one) for one in examples):
+        sizes = ", ".join(map(str, examples[0]))
+        return f"expected tensors, got a shape; give torch.randn({sizes})"
     return "expected the arguments of its forward: a tensor, a tuple of them by position, or a mapping of them by name"
+
+
+@contextmanager
+def running(model: nn.Module, given: Any) -> Iterator[None]:
+    """Turn what a model's own code raises on what it is given into an error that says what that was.
+
+    Args:
+        model: that runs inside.
+        given: an example, or samples.
+
+    Raises:
+        ModelError: the model doesn't run on it. Errors of prunekit's own and shortages of memory stay what they are.
+    """
+    try:
+        yield
+    except (PrunekitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        shown = given[0] if isinstance(given, tuple) and len(given) == 1 else given
+        raise ModelError(
+            f"{type(model).__name__} does not run on {described(shown)}: {reason}; expected samples as its forward "
+            "takes them"
+        ) from error
 
 
 def moved(values: Any, device: torch.device) -> Any:

@@ -261,3 +261,36 @@ class Alone(nn.Module):
 
     def forward(self, *, x: Tensor) -> Tensor:
         return self.layer(x)  # type: ignore[no-any-return]
+
+
+SMALL = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 4))
+GRAY = torch.zeros(8, 1, 8, 8)
+ON_OTHERS: dict[str, Callable[[], object]] = {
+    "calibrate": lambda: pk.calibrate(SMALL, GRAY),
+    "prune": lambda: pk.prune(SMALL, calibration=GRAY, macs=0.5),
+    "calibrate_thresholds": lambda: pk.calibrate_thresholds(SMALL, GRAY, ["1"], target=0.5),
+    "recalibrate_batchnorm": lambda: pk.recalibrate_batchnorm(nn.Sequential(SMALL, nn.BatchNorm1d(4)), GRAY),
+    "collect_gradients": lambda: pk.collect_gradients(
+        SMALL, [(GRAY, torch.zeros(8, dtype=torch.int64))], nn.functional.cross_entropy
+    ),
+    "class_activation_map": lambda: pk.class_activation_map(SMALL, GRAY),
+    "saliency": lambda: pk.saliency(SMALL, GRAY),
+    "smoothed saliency": lambda: pk.saliency(SMALL, GRAY, method="smooth_grad"),
+    "summary": lambda: pk.summary(SMALL, GRAY),
+}
+
+
+@pytest.mark.parametrize("name", ON_OTHERS)
+def test_samples_that_a_model_does_not_take_are_said_with_their_shape(name: str) -> None:
+    with pytest.raises(ModelError, match=r"does not run on .*expected input\[\d, 1, 8, 8\] to have 3 channels"):
+        ON_OTHERS[name]()
+
+
+def test_a_shape_is_no_example() -> None:
+    with pytest.raises(ModelError, match=r"expected tensors, got a shape; give torch\.randn\(2, 3, 8, 8\)"):
+        pk.trace(SMALL, (2, 3, 8, 8))
+
+
+def test_a_tensor_is_no_place() -> None:
+    with pytest.raises(UsageError, match=r"ignore: expected globs .* got Parameter float32 \(16, 3, 3, 3\)$"):
+        pk.plan(SMALL, torch.zeros(2, 3, 8, 8), macs=0.5, ignore=[SMALL[0].weight])

@@ -16,7 +16,7 @@ from prunekit.calibration.layer_stats import FloatArray
 from prunekit.channels.running import plain_attention
 from prunekit.context import device_of, gradients_of, training_mode
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.inputs import call, described, moved
+from prunekit.inputs import call, described, moved, running
 from prunekit.nested import gather
 from prunekit.progress import reporting, tracked
 from prunekit.tasks import Pairs, Task, get_task
@@ -115,7 +115,9 @@ def collect_gradients(
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
             inputs, targets = moved(pair, place)
-            value = _checked(wanted(call(model, inputs), targets))
+            with running(model, inputs):
+                output = call(model, inputs)
+            value = _checked(wanted(output, targets))
             gradients = gradients_of(value, weights, create_graph=second_order)
             found: list[Factors] = [list(zip(weights, gradients, strict=True))]
             if second_order:

@@ -14,7 +14,17 @@ from prunekit.channels.storages import is_plain
 from prunekit.context import device_of, training_mode, without_gradients
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
-from prunekit.inputs import Keywords, arguments, call, counted_positions, inputs_in, moved, rows_of, sequence_shape
+from prunekit.inputs import (
+    Keywords,
+    arguments,
+    call,
+    counted_positions,
+    inputs_in,
+    moved,
+    rows_of,
+    running,
+    sequence_shape,
+)
 from prunekit.progress import tracked
 
 
@@ -141,4 +151,5 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | 
             entered.enter_context(owner)
         for batch in tracked(batches, "calibration"):
             given = moved(arguments(model, inputs_in(batch)), place)
-            without_gradients(partial(call, model, given))
+            with running(model, given):
+                without_gradients(partial(call, model, given))

@@ -112,7 +112,10 @@ class Capture(Displayed, LayerHooks):
 
         Raises:
             KeyError: nothing of it was captured.
+            UsageError: it is no path of a module.
         """
+        if not isinstance(path, str):
+            raise UsageError(f"record[...]: expected the path of a module, such as 'layer1.0', got {path!r}")
         found = [entry for entry in self._entries if entry.path == path]
         if not found:
             raise KeyError(f"{path!r}: nothing of it was captured; {nearest(path, {e.path for e in self._entries})}")

@@ -18,7 +18,7 @@ from prunekit.context import device_of, training_mode
 from prunekit.display import Displayed, Table
 from prunekit.errors import ArtifactError, DataError, ModelError, NonFiniteError, UsageError
 from prunekit.hooks import HookOwner
-from prunekit.inputs import call, moved
+from prunekit.inputs import call, moved, running
 from prunekit.masking.activations import ActivationMasks, Side, change_activations
 from prunekit.masking.selection import paths_matching
 from prunekit.numbers import digits, plural, share
@@ -220,7 +220,8 @@ def _measure(
     with training_mode(model, False), torch.no_grad(), sketches, masks:
         for inputs, _ in tracked(pairs, "threshold search"):
             sketches.batch += 1
-            call(model, moved(inputs, device))
+            with running(model, inputs):
+                call(model, moved(inputs, device))
     if not sketches.batch:
         raise DataError("threshold search: expected at least one batch to calibrate on, got none")
     silent = [path for path in thresholds if path not in sketches.found]

@@ -121,6 +121,8 @@ def verify(
     require_values(masked, "verify")
     require_values(compact, "verify")
     require_plan(plan, masked)
+    if not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise UsageError(f"tolerance: expected a relative difference of at least 0, got {tolerance!r}")
     masked_in, compact_in = _Twins(masked, None if strict else plan), _Twins(compact)
     misplaced_in: dict[Way, str] = {}
     worst, seen, coarsest, ways = 0.0, 0, TOLERANCE, WAYS

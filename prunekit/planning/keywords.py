@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest, require_kind
+from prunekit.inputs import described
 from prunekit.registries import BUDGETS, CRITERIA
 from prunekit.settings.pruning import BudgetSettings, PruneSettings, Scope, Target, budget_names
 
@@ -125,7 +126,8 @@ def globs_in(model: nn.Module, given: Where | Iterable[Where], key: str) -> Iter
                 if isinstance(module, one):
                     yield from _inside(module, paths)
         else:
-            got = f"the class {one.__name__}" if isinstance(one, type) else f"{type(one).__name__} {one!r}"
+            shown = described(one) if isinstance(one, Tensor) else repr(one)
+            got = f"the class {one.__name__}" if isinstance(one, type) else f"{type(one).__name__} {shown}"
             expected = "expected globs over module paths, such as 'layer1.*', modules, or classes of modules"
             raise UsageError(f"{key}: {expected}; got {got}")
 

@@ -63,7 +63,12 @@ class BudgetFacts:
         bounds: tuple[Any, ...] = get_args(self.annotation)
         above: Any = next(bound.gt for bound in bounds if isinstance(bound, Gt))
         most: Any = next((bound.le for bound in bounds if isinstance(bound, Le)), math.inf)
-        if isinstance(value, (int, float)) and above < value <= most and value < math.inf:
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and above < value <= most
+            and value < math.inf
+        ):
             return None
         if self.share and not self.least:
             return f"expected a share above {above} and at most {most}, got {value!r}"

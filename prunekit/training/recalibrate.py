@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from prunekit.context import device_of, training_mode
 from prunekit.errors import DataError
 from prunekit.hooks import HookOwner
-from prunekit.inputs import call, count_of, described, joined, moved
+from prunekit.inputs import call, count_of, described, joined, moved, running
 from prunekit.progress import reporting, tracked
 from prunekit.tasks import Pairs, Task
 from prunekit.wrappers import unwrapped
@@ -134,11 +134,12 @@ def _batch_statistics(modules: Sequence[_BatchNorm]) -> Iterator[None]:
 def _run(model: nn.Module, batches: Pairs, device: torch.device) -> None:
     count, given = 0, _without_single(batches)
     for count, inputs in enumerate(tracked(given, "recalibration", total=length_hint(batches)), 1):
-        try:
-            call(model, moved(inputs, device))
-        except ValueError as error:  # torch: "Expected more than 1 value per channel when training"
-            shown = inputs[0] if len(inputs) == 1 else inputs
-            raise DataError(f"BatchNorm recalibration: batch {count} of {described(shown)}: {error}") from error
+        with running(model, inputs):
+            try:
+                call(model, moved(inputs, device))
+            except ValueError as error:  # torch: "Expected more than 1 value per channel when training"
+                shown = inputs[0] if len(inputs) == 1 else inputs
+                raise DataError(f"BatchNorm recalibration: batch {count} of {described(shown)}: {error}") from error
     if not count:
         raise DataError("BatchNorm recalibration: expected at least one batch of samples, got none")
 

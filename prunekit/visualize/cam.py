@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from prunekit.channels.running import without_fast_path
 from prunekit.context import training_mode
 from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.inputs import running
 from prunekit.visualize.activations import Call, Read, SpatialActivations
 from prunekit.visualize.formulas import FORMULAS, METHODS, CamMethod, cam, eigen_cam
 from prunekit.visualize.scores import ClassIndex, ClassMap, chosen, class_map, class_scores, require_images
@@ -59,7 +60,9 @@ def class_activation_map(
     kept = SpatialActivations(model, layer, images.shape)
     with training_mode(model, False), without_fast_path(), torch.enable_grad() if backward else torch.no_grad(), kept:
         # With frozen weights, too, there is a gradient; and a first layer may overwrite what it is given.
-        scores = class_scores(model(images.detach().requires_grad_(backward).clone()))
+        with running(model, images):
+            output = model(images.detach().requires_grad_(backward).clone())
+        scores = class_scores(output)
         classes = chosen(scores, target)
         picked = scores.gather(1, classes[:, None])
         call = kept.backward(picked.sum()) if backward else kept.found()

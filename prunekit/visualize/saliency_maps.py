@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from prunekit.context import frozen, training_mode
 from prunekit.errors import ModelError, UsageError, nearest
+from prunekit.inputs import running
 from prunekit.visualize.scores import ClassIndex, ClassMap, chosen, class_map, class_scores, require_images
 from prunekit.wrappers import unwrapped
 
@@ -75,8 +76,9 @@ def saliency(
         if method == "gradient":
             gradients, scores, classes = _gradients(model, images, target)
         else:
-            with torch.no_grad():
-                scores = class_scores(model(images.clone()))
+            with torch.no_grad(), running(model, images):
+                output = model(images.clone())
+            scores = class_scores(output)
             classes = chosen(scores, target)
             gradients = _smoothed(model, images, classes, smoothing or Smoothing())
     return class_map(method, None, gradients.abs().amax(1), scores, classes)
@@ -86,7 +88,9 @@ def _gradients(model: nn.Module, images: Tensor, target: ClassIndex) -> tuple[Te
     """Gradients (B, C, H, W), scores (B, classes) and classes (B,)."""
     leaf = images.detach().clone().requires_grad_()
     with frozen(model):
-        scores = class_scores(model(leaf.clone()))  # a first layer may overwrite what it is given
+        with running(model, images):
+            output = model(leaf.clone())  # a first layer may overwrite what it is given
+        scores = class_scores(output)
         classes = chosen(scores, target)
         picked = scores.gather(1, classes[:, None]).sum()
         if picked.requires_grad:
