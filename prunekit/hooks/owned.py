@@ -46,6 +46,11 @@ class OwnedHook:
             )
         return self._function(*arguments, **named)
 
+    def acts_for(self, kind: type) -> bool:
+        """Whether its owner is of a kind, and active."""
+        owner = self._owner
+        return owner is not None and isinstance(owner, kind) and owner.active
+
     @property
     def inert(self) -> bool:
         """Whether this is what a copy left of a hook."""

@@ -500,6 +500,12 @@ def _own_optimizer(model: nn.Module, optimizer: Any) -> Optimizer:
             f"optimizer: expected one of this {type(model).__name__}'s parameters alone, but it has {len(foreign)} "
             f"others, the first of shape {tuple(foreign[0].shape)}; give those an optimizer of their own"
         )
+    hooks = inner._optimizer_step_pre_hooks.values()
+    if any(isinstance(hook, OwnedHook) and hook.acts_for(_Steps) for hook in hooks):
+        raise UsageError(
+            "optimizer: a Pruner counts its steps already; call that one's finish() or close() first, also where a "
+            "notebook cell that makes it is run again"
+        )
     return inner
 
 

@@ -610,6 +610,16 @@ def test_an_optimizer_of_something_else_is_refused() -> None:
         Pruner(model, "sgd", X[:2], macs=0.5, steps=4)  # type: ignore[arg-type]
 
 
+def test_one_pruner_at_a_time() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first = pk.Pruner(model, optimizer, X, macs=0.5, steps=4)
+    with pytest.raises(UsageError, match=r"a Pruner counts its steps already; call that one's finish\(\) or close"):
+        pk.Pruner(model, optimizer, X, macs=0.5, steps=4)
+    first.close()
+    pk.Pruner(model, optimizer, X, macs=0.5, steps=4).close()
+
+
 def test_what_never_has_a_gradient_is_named() -> None:
     model = small_net()
     model[0].requires_grad_(False)
