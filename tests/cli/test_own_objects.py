@@ -64,7 +64,7 @@ def test_a_job_with_a_criterion_a_budget_and_a_runtime_of_ones_own(recipe: Path,
     assert "--allow-code" in refused.stderr
     assert not (tmp_path / "runs").exists()
     done = CliRunner().invoke(cli, [*arguments, "--allow-code"])
-    assert done.exit_code in (0, 1), done.output  # 1: timings of so small a model may say that it is no faster
+    assert done.exit_code in (0, 1), done.output  # 1: it falls short of the dense model, which is not trained either
     assert "error:" not in done.stderr
     (run,) = (tmp_path / "runs" / "own").glob("2*")
     metrics = json.loads((run / "metrics.json").read_text())

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,16 @@ def test_the_newest_run_of_the_recipe_is_taken(left: Path) -> None:
     assert str(left) in go_on(left, "auto")[0]
     write_json(left / "status.json", read_json(left / "status.json") | {"state": "finished"})
     assert str(older) in go_on(left, "auto")[0]
+
+
+def test_a_run_goes_on_with_the_code_that_it_began_with_alone(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    code = "import numpy as np\n\n\ndef late(evidence):\n    return np.arange(float(evidence.channel_map.n_labels))\n"
+    own.write_text(code)
+    changes = {"prune": replace(job(tmp_path, **QUICK).prune, criterion=f"{own}:late")}
+    folder = until_repair(tmp_path / "runs", **changes)
+    own.write_text(code.replace("return ", "return -"))
+    with pytest.raises(ResumeError, match=r"mine\.py:late"):
+        prune_job(job(folder.parents[1], **QUICK | changes), log=lambda _: None, resume=folder)
+    own.write_text(code)
+    assert f"run: {folder}, resumed" in go_on(folder, **changes)[0]
