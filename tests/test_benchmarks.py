@@ -172,7 +172,7 @@ def test_what_a_model_keeps_beyond_a_quarter_is_said_with_layers_and_operators()
     done = run("coverage.py", "--models", "squeezenet1_1,mnasnet0_5", "--size", "64", "--json")
     assert done.returncode == 0, done.stderr
     squeezenet, mnasnet = [json.loads(line) for line in done.stdout.splitlines()]
-    stem = "points in {}: aten.convolution has a width of 3 that stays (aten.convolution its partner in this product"
+    stem = "points in {}: aten.convolution has a width of 3 that stays (aten.convolution reads channels whose number"
     scores = "{} has a width of 1000 that stays (output of the model"
     expected = {
         "features.0": (squeezenet, stem.format("features.0")),

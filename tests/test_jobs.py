@@ -50,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "recipes" / "resnet34.yaml").write_text(SMALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(packaged, "FOLDER", folder / "recipes")
+        patch.setattr(packaged, "folder", lambda: folder / "recipes")
         measure_little(patch)
         yield folder
 

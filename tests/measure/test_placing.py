@@ -42,16 +42,17 @@ def test_all_lies_elsewhere_and_computes_the_same(inference: bool) -> None:
         net = copy.deepcopy(Net()).eval()
         expected, before, strides = net(X), addresses(net), net.conv.weight.stride()
         move = Placement(net)
-        seen = [before]
+        seen, gaps = [before], set()
         for _ in range(5):
             move()
             seen.append(addresses(net))
+            gaps.add(move.gap.numel())
             assert torch.equal(net(X), expected)
     moved = {name for name in before if before[name] != seen[1][name]}
     assert moved == set(before) - {"wide"}  # an expanded tensor has no memory for itself
     assert net.conv.weight.stride() == strides
     assert net.tied.weight is net.head.weight
-    assert len({one["conv.weight"] for one in seen}) > 2  # not to and fro between two places
+    assert len(gaps) == 5  # not to and fro between two places; where it lies then is up to the allocator
 
 
 def test_models_of_the_caller_are_back_in_their_place_in_the_end() -> None:
