@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -206,6 +206,13 @@ class Key(str):
     """The end of the path to a key of a mapping, where it is the key itself that names something."""
 
 
+@cache
+def field_hints(settings: Any) -> dict[str, Any]:
+    """Return the annotations of a dataclass's fields by name, constraints included; resolved once for each class."""
+    hints = get_type_hints(settings, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(settings)}
+
+
 def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Registry[Any]]]:
     """What settings name of registries: key path, text, and the registry. The path to a key ends with a `Key`.
 
@@ -225,7 +232,7 @@ def named(hint: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, 
             yield from named(part, value, path)
     elif is_dataclass(hint):
         items = value if isinstance(value, Mapping) else vars(value) if isinstance(value, hint) else {}  # type: ignore[arg-type]
-        hints = get_type_hints(hint, include_extras=True)
+        hints = field_hints(hint)  # type: ignore[arg-type]  # a class is hashable
         for key, inner in hints.items():
             if key in items:
                 yield from named(inner, items[key], (*path, key))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import is_dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from prunekit.recipe.document import KeyPath
-from prunekit.registry import Beside
+from prunekit.registry import Beside, field_hints
 from prunekit.settings import checked
 from prunekit.settings.job import JobSettings
 
@@ -44,17 +44,12 @@ def _inner(hint: Any, key: str | int) -> Any:
 
 def own_keys(settings: Any) -> dict[str, Any]:
     """Annotations of the fields of settings that are keys of a recipe."""
-    return {name: hint for name, hint in _hints(settings).items() if not _marks(hint)}
+    return {name: hint for name, hint in field_hints(settings).items() if not _marks(hint)}
 
 
 def beside_of(settings: Any) -> Beside | None:
     """The further keys that settings have, where they have any."""
-    return next((mark for hint in _hints(settings).values() for mark in _marks(hint)), None)
-
-
-def _hints(settings: Any) -> dict[str, Any]:
-    hints = get_type_hints(settings, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(settings)}
+    return next((mark for hint in field_hints(settings).values() for mark in _marks(hint)), None)
 
 
 def _marks(hint: Any) -> list[Beside]:

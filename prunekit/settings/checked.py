@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from functools import cache
+from dataclasses import is_dataclass
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from prunekit.errors import SettingsError, nearest
-from prunekit.registry import Registered
+from prunekit.registry import Registered, field_hints
 from prunekit.user_code import is_reference
 
 KINDS: dict[Any, Any] = {int: Integral, float: Real, str: str, bool: bool, Path: (str, PathLike)}
@@ -35,16 +34,10 @@ class Checked:
         Raises:
             SettingsError: some hold something else; names each, with what was expected and what came.
         """
-        hints = _hints(type(self))  # type: ignore[arg-type]  # a class is hashable, whatever its objects are
+        hints = field_hints(type(self))  # type: ignore[arg-type]  # a class is hashable, whatever its objects are
         problems = [text for name, hint in hints.items() for text in _problems(hint, getattr(self, name), name)]
         if problems:
             raise SettingsError(f"{type(self).__name__}: {'; '.join(problems)}")
-
-
-@cache
-def _hints(settings: type) -> dict[str, Any]:
-    hints = get_type_hints(settings, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(settings)}
 
 
 def _problems(hint: Any, value: Any, path: str) -> Iterator[str]:
