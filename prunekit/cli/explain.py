@@ -61,7 +61,7 @@ def explain_command(
     check_recipes([*names, dense], overrides, ModelOptions(**options))
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
-    from prunekit import report
+    from prunekit.report.explain import write_explanation
     from prunekit.workflow.explain import explain
 
     with console.running():
@@ -74,7 +74,7 @@ def explain_command(
     payload = plain({"pruned": target.name, "dense": dense or "its dense model", **found.figures()})
     save(payload, output, "explain.json", console)
     if output is not None:
-        console.log(f"wrote {report.write_explanation(output, payload)}")
+        console.log(f"wrote {write_explanation(output, payload)}")
     text = text_of(found, most=SHOWN, all_in="explain.json")
     console.result(payload, f"{target.name} {text}")
 

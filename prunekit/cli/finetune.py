@@ -178,7 +178,8 @@ def _run(job: JobSettings, own: Own, console: Console, resume: str | None, *, tr
             own=own,
             resume=resume,
         )
-    from prunekit.report.outcome import comparison, lines
+    from prunekit.report.headline import comparison
+    from prunekit.report.page import lines
 
     compared = comparison(result.metrics)
     text = [table(compared.headings, compared.rows), *lines(result.metrics, result.folder)]

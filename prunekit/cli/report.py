@@ -43,20 +43,21 @@ def report_command(runs: tuple[Path, ...], output: Path | None, sections: tuple[
     """
     console = Console(as_json)
     _check(runs, output, sections)
-    from prunekit import report
+    from prunekit.report.compare import write_comparison
+    from prunekit.report.page import missing, write_report
 
     with console.running():
         if len(runs) == 1:
             raised = list[str]()
-            page = report.write_again(runs[0], output, sections=sections, log=raised.append)
-            missing = [*report.missing(runs[0]), *raised]
-            for each in missing:
+            page = write_report(runs[0], output, whole=False, sections=sections, log=raised.append)
+            lacking = [*missing(runs[0]), *raised]
+            for each in lacking:
                 console.log(f"{runs[0]}: {each}")
-            shown = {"page": str(page), "runs": [str(runs[0])], "missing": missing}
+            shown = {"page": str(page), "runs": [str(runs[0])], "missing": lacking}
             console.result(shown, f"Report: {page}")
-            click.get_current_context().exit(1 if missing else 0)
+            click.get_current_context().exit(1 if lacking else 0)
         page = output or Path(COMPARISON)
-        found = plain(report.write_comparison(runs, page))
+        found = plain(write_comparison(runs, page))
     console.result({"page": str(page), **found}, f"{_text(found)}\nComparison: {page}")
 
 

@@ -80,9 +80,9 @@ def pictures_folder(sides: Sides, output: Path | None, name: str) -> Path:
 
 def report_of(sides: Sides, folder: Path, name: str) -> list[Path]:
     """Writes the report of a run again where pictures that it shows have come into its folder; the page, if so."""
-    from prunekit import report
+    from prunekit.report.page import write_report
 
-    return [report.write(sides.run)] if sides.run is not None and folder == sides.run / name else []
+    return [write_report(sides.run)] if sides.run is not None and folder == sides.run / name else []
 
 
 def _single(names: Sequence[str], overrides: Sequence[str], options: ModelOptions, console: Console) -> Sides:

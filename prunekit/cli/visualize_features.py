@@ -52,7 +52,7 @@ def features_command(
     """
     console = Console(as_json)
     check_folder(output)
-    from prunekit import report
+    from prunekit.report.features import write_features as write_page
     from prunekit.visualize import GridSettings
     from prunekit.workflow.features import FeatureSettings, write_features
 
@@ -62,7 +62,7 @@ def features_command(
         settings = FeatureSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
         payload = plain(write_features(sides, sides.input(image, index), folder, settings))
     save(payload, folder, "features.json", console)
-    pages = [report.write_features(folder), *report_of(sides, folder, FOLDER)]
+    pages = [write_page(folder), *report_of(sides, folder, FOLDER)]
     console.result({**payload, "pages": [str(page) for page in pages]}, _text(payload, folder, pages))
 
 

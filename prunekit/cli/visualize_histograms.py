@@ -62,8 +62,8 @@ def histograms_command(
     """
     console = Console(as_json)
     check_folder(output)
-    from prunekit import report
     from prunekit.context import resolve_device
+    from prunekit.report.histograms import write_histograms
     from prunekit.workflow.statistics import StatisticsSettings, write_statistics
 
     with console.running():
@@ -74,7 +74,7 @@ def histograms_command(
             write_statistics(sides, folder, where, StatisticsSettings(sides.layers(layers, groups), threshold))
         )
     save(payload, folder, "histograms.json", console)
-    page = report.write_histograms(folder, sides.run)
+    page = write_histograms(folder, sides.run)
     shown = "\n".join(map(str, [page, *report_of(sides, folder, FOLDER)]))
     console.result({**payload, "page": str(page)}, f"{_text(payload)}\nTables: {folder}\n{shown}")
 

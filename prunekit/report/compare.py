@@ -13,6 +13,7 @@ from prunekit.errors import UsageError
 from prunekit.measure.wording import computed, doubtful, where
 from prunekit.report.headline import capital, guessing, reference
 from prunekit.report.links import linked
+from prunekit.report.page import write_report
 from prunekit.report.pareto import MAX_PANELS, Panel, pareto
 from prunekit.report.points import MACHINE_KEYS, TEST_KEYS, Point, Side, by_latency, by_macs, fronts, settings, sides
 from prunekit.report.recipes import differences
@@ -23,15 +24,23 @@ from prunekit.report.templates import write
 PAGE = "report.html"
 
 
-def write_comparison_page(folders: Sequence[Path], page: Path) -> dict[str, Any]:
-    """Renders the page and returns what is on it; see `prunekit.report.write_comparison`."""
-    from prunekit.report.page import write_page
+def write_comparison(folders: Sequence[Path], page: Path) -> dict[str, Any]:
+    """Render a page that compares runs of `finetune` and `prune`, with links to their reports.
 
+    Reports that are missing are written.
+
+    Returns:
+        What is on the page: `runs`, `latency`, `recipes` (what differs) and `notes`.
+
+    Raises:
+        UsageError: a run has not finished, or is of another kind.
+        ArtifactError: a folder is not there, or a file in it is damaged.
+    """
     found = sides([read_run(folder) for folder in folders])
     _require_finished(found)
     for side in found:
         if not (side.run.folder / PAGE).exists():
-            write_page(side.run.folder)
+            write_report(side.run.folder)
     result = compared(found)
     score = " or ".join(dict.fromkeys(side.score[1] for side in found))
     panels = [panel for panel in _panels(found) if panel[2]]

@@ -19,8 +19,13 @@ OUTSIDE = "between operators"
 OTHERS = "all other modules"
 
 
-def write_explanation_page(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Renders `explain.html` and returns its path; see `prunekit.report.write_explanation`."""
+def write_explanation(folder: Path, result: Mapping[str, Any]) -> Path:
+    """Render `explain.html` into a folder, which is made, and return its path.
+
+    Args:
+        folder: of the page.
+        result: a `workflow.explain.Explanation` as JSON has it, with the names of its `dense` and `pruned` models.
+    """
     return write(folder / "explain.html", "explain.html", **explained(result))
 
 

@@ -1,9 +1,9 @@
-"""From pictures of feature maps and filters in a folder to one self-contained HTML page, or a section of one."""
+"""Pictures of feature maps, filters, class activation and saliency maps in a folder, as parts of a page."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,16 @@ from prunekit.report.templates import write
 FACTS = "features.json"
 LARGEST = 1_000_000
 """Bytes of pictures in a page, a third more as text, so that it stays under 3 MB; others are named with their files."""
+LARGEST_MAPS = 650_000
+"""The same of class activation and saliency maps."""
 
 
-def write_features_page(folder: Path) -> Path:
-    """Renders `features.html` into a folder of pictures; see `prunekit.report.write_features`."""
+def write_features(folder: Path) -> Path:
+    """Render `features.html` into a folder that `prunekit.workflow.features.write_features` has written.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
     return write(folder / "features.html", "features.html", features=pictured(folder))
 
 
@@ -27,12 +33,9 @@ def pictured(folder: Path) -> dict[str, Any] | None:
     Raises:
         ArtifactError: the file, or one of the pictures, is damaged or missing.
     """
-    path = folder / FACTS
-    if not path.is_file():
+    facts = read_facts(folder / FACTS, {"layers"}, "`layers`")
+    if facts is None:
         return None
-    facts = read_json(path)
-    if not isinstance(facts, Mapping) or not isinstance(facts.get("layers"), list):
-        raise ArtifactError(f"{path}: expected an object with `layers`; was it written by prunekit?")
     left, layers = LARGEST, []
     for layer in facts["layers"]:
         data = read_picture(folder / layer["picture"])
@@ -47,13 +50,38 @@ def filters_of(folder: Path) -> dict[str, Any] | None:
     Raises:
         ArtifactError: the file, or the picture, is damaged or missing.
     """
-    path = folder / "filters.json"
+    keys = {"layer", "models", "filters", "shape", "kept"}
+    facts = read_facts(folder / "filters.json", keys, "layer, models and filters")
+    return facts and {**facts, "data": as_data(read_picture(folder / "filters.png"))}
+
+
+def mapped(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the JSON files in a folder of maps say, each with its picture as data, the newest first.
+
+    Raises:
+        ArtifactError: a file, or one of the pictures, is damaged or missing.
+    """
+    left = LARGEST_MAPS
+    for path in sorted(folder.glob("*.json"), key=lambda file: (-file.stat().st_mtime_ns, file.name)):
+        facts = read_facts(path, {"title", "image", "models"}, "title, image and models")
+        picture = read_picture(path.with_suffix(".png"))
+        left -= len(picture)
+        name = path.with_suffix(".png").relative_to(folder.parent)
+        yield {**(facts or {}), "file": str(name), "data": as_data(picture) if left >= 0 else None}
+
+
+def read_facts(path: Path, keys: set[str], expected: str) -> dict[str, Any] | None:
+    """Read a JSON object that has the keys; None if there is no such file.
+
+    Raises:
+        ArtifactError: it is something else, or damaged.
+    """
     if not path.is_file():
         return None
     facts = read_json(path)
-    if not isinstance(facts, Mapping) or not {"layer", "models", "filters", "shape", "kept"} <= facts.keys():
-        raise ArtifactError(f"{path}: expected an object with layer, models and filters; was it written by prunekit?")
-    return {**facts, "data": as_data(read_picture(folder / "filters.png"))}
+    if not isinstance(facts, dict) or not keys <= facts.keys():
+        raise ArtifactError(f"{path}: expected an object with {expected}; was it written by prunekit?")
+    return facts
 
 
 def read_picture(path: Path) -> bytes:

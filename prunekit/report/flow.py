@@ -9,14 +9,16 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from prunekit.artifacts import atomic_file
-from prunekit.report.figures import shortened
+from prunekit.report import figures
 
 COLUMNS = ("step", "epoch", "layer", "p10", "median", "p90", "zeros")
 MOST_LAYERS = 64
@@ -60,7 +62,7 @@ def draw_flow(figure: Figure, rows: pd.DataFrame) -> None:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.15))
     _percentiles(left, rows, layers)
     drawn = _over_time(right, rows, layers)
-    left.set_yticks(range(len(layers)), labels=[shortened(layer) for layer in layers], fontsize=7.5)
+    left.set_yticks(range(len(layers)), labels=[figures.shortened(layer) for layer in layers], fontsize=7.5)
     left.set_ylim(len(layers) - 0.4, -0.6)
     right.tick_params(axis="y", left=False)
     if drawn is not None:
@@ -70,6 +72,24 @@ def draw_flow(figure: Figure, rows: pd.DataFrame) -> None:
     handles, labels = left.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside upper right", ncols=2)
+
+
+def flow_figures(rows: pd.DataFrame | None) -> list[tuple[str, Markup, int, int]]:
+    """For each training its name, its figure, how many layers that shows, and how many there are."""
+    if rows is None or rows.empty:
+        return []
+    return [
+        (str(name), _svg(str(name), part), len(shown_layers(part)), part["layer"].nunique())
+        for name, part in rows.groupby("run", sort=False)
+    ]
+
+
+def _svg(name: str, rows: pd.DataFrame) -> Markup:
+    with matplotlib.rc_context({**figures.STYLE, "svg.hashsalt": f"gradients-{name}"}):
+        figure = Figure(figsize=(figures.WIDTH, flow_height(rows)), layout="constrained")
+        FigureCanvasSVG(figure)
+        draw_flow(figure, rows)
+        return figures.svg(figure, f"Percentiles of the gradients of each layer, {name}")
 
 
 def write_flow(path: Path, rows: pd.DataFrame, title: str) -> Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prunekit import numbers
+from prunekit.display import Table
 from prunekit.measure.wording import doubtful
 from prunekit.settings.budgets import facts_from
 
@@ -37,7 +38,7 @@ class Row:
 
 def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     """The figures at the top of the page, as far as they were measured."""
-    dense, pruned = _model(metrics, "dense"), _model(metrics, "pruned")
+    dense, pruned = model(metrics, "dense"), model(metrics, "pruned")
     for label, key in (("MACs", "macs"), ("Parameters", "params")):
         if numbers.is_number(dense.get(key)) and numbers.is_number(pruned.get(key)):
             detail = f"{numbers.count(dense[key])} → {numbers.count(pruned[key])}"
@@ -49,14 +50,25 @@ def tiles(metrics: Mapping[str, Any]) -> Iterator[Tile]:
         yield Tile("Masked against compact", numbers.scientific(parity), "largest relative difference")
 
 
+def model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the figures of a model, with the interval of its score; {} if the run has none of that name."""
+    return {**(metrics.get(name) or {}), **((metrics.get("accuracy") or {}).get(name) or {})}
+
+
+def speedup(metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the row of the speedup that stands for all, the first on the CPU where there is one; None if untimed."""
+    rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
+    return next((row for row in rows if row.get("device") == "cpu"), rows[0]) if rows else None
+
+
 def reference(metrics: Mapping[str, Any]) -> str:
     """What the pruned model is fairly compared with: the control where there is one, else the dense model."""
-    return "control" if numbers.is_number(_model(metrics, "control").get(scores(metrics)[0][0])) else "dense"
+    return "control" if numbers.is_number(model(metrics, "control").get(scores(metrics)[0][0])) else "dense"
 
 
 def guessing(metrics: Mapping[str, Any]) -> bool:
     """Whether the model that the pruned one is compared with is no better than chance: then the scores say nothing."""
-    return bool(_model(metrics, reference(metrics)).get("at_chance"))
+    return bool(model(metrics, reference(metrics)).get("at_chance"))
 
 
 def scores(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -77,9 +89,9 @@ def samples(metrics: Mapping[str, Any]) -> str:
 
 def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
     name, label = scores(metrics)[0]
-    pruned = _model(metrics, "pruned").get(name)
+    pruned = model(metrics, "pruned").get(name)
     against = reference(metrics)
-    before = _model(metrics, against).get(name)
+    before = model(metrics, against).get(name)
     if guessing(metrics):
         known = " against ".join(numbers.percent(value, 2) for value in (pruned, before))
         yield Tile(capital(label), "at chance", f"{known}: no better than one answer for all", doubtful=True)
@@ -89,9 +101,7 @@ def _accuracy_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
 
 
 def _speedup_tile(metrics: Mapping[str, Any]) -> Iterator[Tile]:
-    rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
-    if rows:
-        row = next((row for row in rows if row.get("device") == "cpu"), rows[0])
+    if (row := speedup(metrics)) is not None:
         interval = numbers.interval(row.get("low"), row.get("high"))
         where = f"{row.get('device')}, batch {row.get('batch')}, 95 %: {interval}{doubtful(row)}"
         yield Tile("Speedup", numbers.factor(row["median"]), where)
@@ -105,10 +115,10 @@ def models(metrics: Mapping[str, Any]) -> tuple[str, ...]:
 def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of the dense / control / pruned table."""
     names = models(metrics)
-    found = [_model(metrics, name) for name in names]
+    found = [model(metrics, name) for name in names]
     if not any(found):
         return
-    before, pruned = _model(metrics, reference(metrics)), _model(metrics, "pruned")
+    before, pruned = model(metrics, reference(metrics)), model(metrics, "pruned")
 
     def of_pruned(cell: tuple[str, str]) -> tuple[tuple[str, str], ...]:
         return tuple(cell if name == "pruned" else ("", "") for name in names)
@@ -137,6 +147,13 @@ def compared(metrics: Mapping[str, Any]) -> Iterator[Row]:
     for label, key in (("Channels removed", "channels"), ("Zero weights under the masks", "weights")):
         if key in sparsity:
             yield Row(label, of_pruned((numbers.share(sparsity[key]), "")), "")
+
+
+def comparison(metrics: Mapping[str, Any]) -> Table:
+    """The same as a table of text: every measure of each model, and how the pruned one compares."""
+    headings = ("", *models(metrics), f"pruned against {reference(metrics)}")
+    rows = [(row.label, *(" ".join(cell).strip() for cell in row.cells), row.change) for row in compared(metrics)]
+    return Table(headings, rows)
 
 
 def repaired(metrics: Mapping[str, Any]) -> Iterator[str]:
@@ -227,12 +244,6 @@ def clamped(metrics: Mapping[str, Any]) -> Iterator[str]:
         what = "values" if row.get("by") == "value" else "gradients"
         share = numbers.share(row.get("share"), 2)
         yield f"{row.get('run')}, {row.get('clamp')}: {share} of the {what} at {row.get('module') or 'the model'}"
-
-
-def _model(metrics: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What is known of a model; the accuracy with its interval overrides the bare scores."""
-    accuracy = metrics.get("accuracy", {}).get(name) or {}
-    return {**(metrics.get(name) or {}), **accuracy}
 
 
 def _accuracy(model: Mapping[str, Any], name: str, *, interval: bool = True) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from prunekit.artifacts import read_json
 from prunekit.errors import ArtifactError
 from prunekit.report import figures
-from prunekit.report.features import as_data, read_picture
+from prunekit.report.features import as_data, read_facts, read_picture
 from prunekit.report.figures import COLORS, MAX_GROUPS, canvas, shortened, svg
 from prunekit.report.links import linked
 from prunekit.report.run import read_run
@@ -27,8 +27,8 @@ MOST_ROWS = 200
 """Of a table; the others are in the CSV file."""
 
 
-def write_histograms_page(folder: Path, run: Path | None = None) -> Path:
-    """Renders `histograms.html` into a folder that `prunekit.workflow.statistics.write_statistics` has written.
+def write_histograms(folder: Path, run: Path | None = None) -> Path:
+    """Render `histograms.html` into a folder that `prunekit.workflow.statistics.write_statistics` has written.
 
     Args:
         folder: with what it returned in `histograms.json`.
@@ -113,12 +113,10 @@ def summed(folder: Path, start: Path) -> dict[str, Any] | None:
     Raises:
         ArtifactError: the file is damaged.
     """
-    path = folder / FACTS
-    if not path.is_file() or not (folder / PAGE).is_file():
+    keys = {"images", "threshold", "channels", "findings"}
+    facts = read_facts(folder / FACTS, keys, "channels and findings") if (folder / PAGE).is_file() else None
+    if facts is None:
         return None
-    facts = read_json(path)
-    if not isinstance(facts, Mapping) or not {"images", "threshold", "channels", "findings"} <= facts.keys():
-        raise ArtifactError(f"{path}: expected an object with channels and findings; was it written by prunekit?")
     found = Counter((row["model"], row["finding"]) for row in facts["findings"])
     rows = [
         {"model": model, "channels": channels, "dead": found[model, "dead"], "redundant": found[model, "redundant"]}

@@ -8,7 +8,7 @@ from typing import Any
 
 from prunekit.measure.wording import where
 from prunekit.numbers import is_number
-from prunekit.report.headline import scores
+from prunekit.report.headline import model, scores
 from prunekit.report.run import Run
 from prunekit.report.summary import recipe_of
 
@@ -48,8 +48,7 @@ class Side:
 
     def model(self, name: str) -> dict[str, Any]:
         """Figures of one of its models, with the interval of its score; {} where it has none of that name."""
-        accuracy = (self.run.metrics.get("accuracy") or {}).get(name) or {}
-        return {**(self.run.metrics.get(name) or {}), **accuracy}
+        return model(self.run.metrics, name)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WITHOUT_EFFECT = ("output", "checkpoint", "watch")
-"""Parts of a recipe that change nothing in what comes out."""
+from prunekit.artifacts import flat
+from prunekit.settings.job import WITHOUT_EFFECT
+
 ABSENT = "–"
 
 
@@ -29,17 +30,17 @@ def differences(recipes: Sequence[Mapping[str, Any]]) -> Differences:
 
     A section that one recipe leaves out (`null`) and another fills is a difference in each of its keys.
     """
-    flats = [dict(_flat(recipe)) for recipe in recipes]
+    flats = [{key: _word(value) for key, value in flat(recipe)} for recipe in recipes]
     # A section that is null here has keys elsewhere: those say what differs.
-    sections = {key.rpartition(".")[0] for flat in flats for key in flat}
+    sections = {key.rpartition(".")[0] for one in flats for key in one}
     rows, missing = [], []
-    for key in dict.fromkeys(key for flat in flats for key in flat):
+    for key in dict.fromkeys(key for one in flats for key in one):
         if key.split(".")[0] in WITHOUT_EFFECT or key in sections:
             continue
-        values = [flat.get(key, ABSENT) for flat in flats]
+        values = [one.get(key, ABSENT) for one in flats]
         if len(set(values)) > 1:
-            known = {flat[key] for flat in flats if key in flat}
-            emptied = any(_emptied(flat, key) for flat in flats)
+            known = {one[key] for one in flats if key in one}
+            emptied = any(_emptied(one, key) for one in flats)
             if len(known) > 1 or emptied:
                 rows.append((key, tuple(values)))
             else:
@@ -51,14 +52,6 @@ def _emptied(flat: Mapping[str, str], key: str) -> bool:
     """Whether a section that would hold the key is null in a recipe."""
     parts = key.split(".")
     return any(flat.get(".".join(parts[:length])) == "null" for length in range(1, len(parts)))
-
-
-def _flat(recipe: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in recipe.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _word(value)
 
 
 def _word(value: Any) -> str:

@@ -1,40 +1,26 @@
-"""From the folder of a sensitivity analysis to `report.html`."""
+"""What the page of a sensitivity analysis shows."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from prunekit.artifacts import write_text
 from prunekit.numbers import digits, percent
 from prunekit.report import curves
-from prunekit.report.gaps import gaps
 from prunekit.report.headline import Tile
-from prunekit.report.page import of_run
-from prunekit.report.run import Run, read_run
+from prunekit.report.run import Run
 
 
-def write_sensitivity_page(folder: Path, state: str | None = None) -> Path:
-    """Renders `report.html` and returns its path; see `prunekit.report.write_sensitivity`."""
-    page = folder / "report.html"
-    write_text(page, render(read_run(folder), state))
-    return page
-
-
-def render(run: Run, state: str | None = None) -> str:
-    """The page as HTML text."""
-    rows, facts = run.sensitivity, run.analysis
+def values(run: Run) -> dict[str, Any]:
+    """Return what the template of the page shows of an analysis."""
+    rows = run.sensitivity
     there = rows is not None and bool(curves.ways(rows))
-    return of_run(
-        "sensitivity.html",
-        run,
-        state,
-        gaps(run, "sensitivity.json"),
-        facts=facts,
-        tiles=_tiles(run),
-        heatmap=curves.heatmap(rows) if there else None,
-        lines=curves.lines(rows) if there else None,
-        both=rows is not None and len(curves.ways(rows)) == 2,
-    )
+    return {
+        "facts": run.analysis,
+        "tiles": _tiles(run),
+        "heatmap": curves.heatmap(rows) if there else None,
+        "lines": curves.lines(rows) if there else None,
+        "both": rows is not None and len(curves.ways(rows)) == 2,
+    }
 
 
 def _tiles(run: Run) -> list[Tile]:

@@ -14,7 +14,7 @@ from ruamel.yaml.error import YAMLError
 from prunekit import numbers
 from prunekit.measure.wording import doubtful
 from prunekit.registry import named
-from prunekit.report.headline import capital, guessing, reference, scores
+from prunekit.report.headline import capital, guessing, reference, scores, speedup
 from prunekit.report.run import Run
 from prunekit.settings.job import JobSettings
 from prunekit.user_code import is_reference
@@ -42,9 +42,8 @@ def sentence(metrics: Mapping[str, Any]) -> str:
 
 def _parts(metrics: Mapping[str, Any]) -> Iterator[str]:
     dense, pruned, against = (metrics.get(name) or {} for name in ("dense", "pruned", reference(metrics)))
-    rows = [row for row in metrics.get("speedup", []) if numbers.is_number(row.get("median"))]
-    if rows:
-        yield _speed(next((row for row in rows if row.get("device") == "cpu"), rows[0]))
+    if (row := speedup(metrics)) is not None:
+        yield _speed(row)
     name, label = scores(metrics)[0]
     if numbers.is_number(pruned.get(name)) and numbers.is_number(against.get(name)):
         chance = " (at chance, so that it says nothing)" if guessing(metrics) else ""

@@ -24,6 +24,9 @@ from prunekit.settings.pruning import PruneSettings
 from prunekit.settings.repair import RepairSettings
 from prunekit.settings.training import CheckpointSettings, TrainSettings, WatchSettings
 
+WITHOUT_EFFECT = ("output", "checkpoint", "watch")
+"""Keys that change nothing in what comes out of a job."""
+
 
 @dataclass(frozen=True)
 class JobSettings(Checked):

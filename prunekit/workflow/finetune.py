@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-
-from prunekit import report
 from prunekit.artifacts import StrPath
 from prunekit.channels import trace
 from prunekit.context import threads
@@ -24,12 +19,9 @@ from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.run_result import RunResult
-from prunekit.workflow.runs import Log, as_raised, run_folder
+from prunekit.workflow.runs import Finish, Log, as_raised, run_folder, write_report
 from prunekit.workflow.scheduling import require_schedule
 from prunekit.workflow.trainings import OnEpoch
-
-Finish = Callable[[Path], object]
-write_report: Finish = partial(report.write, state="finished")
 
 
 def finetune(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prunekit import report
 from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
@@ -21,12 +18,11 @@ from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import NETWORKS, layer_setting, profile
 from prunekit.workflow.resolved import run_recipe
-from prunekit.workflow.runs import Log, environment, run_folder
+from prunekit.workflow.runs import Finish, Log, environment, run_folder, write_report
 from prunekit.workflow.tables import write_csv
 
 LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")
 NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")
-write_report = partial(report.write_profile, state="finished")
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ def profile_job(
     networks: int = NETWORKS,
     again: bool = False,
     log: Log = stage,
-    finish: Callable[[Path], object] | None = write_report,
+    finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> ProfileRun:
     """The latency of a job's dense model layer by layer, against their widths, on the job's `prune.target`.

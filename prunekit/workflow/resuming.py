@@ -14,6 +14,7 @@ import torch
 from prunekit.artifacts import StrPath, read_json, write_json
 from prunekit.distributed.group import size
 from prunekit.errors import ArtifactError, ResumeError
+from prunekit.settings.job import WITHOUT_EFFECT
 from prunekit.states import differences
 from prunekit.training.checkpoints import require_same
 from prunekit.workflow.digests import digest, weights_digest
@@ -23,8 +24,6 @@ from prunekit.workflow.resolved import resolved
 from prunekit.workflow.runs import RESUME, Log, RunFolder, alive
 
 AUTO = "auto"
-WITHOUT_EFFECT = ("output", "checkpoint", "watch")
-"""Keys of a recipe that change nothing in what comes out."""
 
 
 def identity_of(prepared: Prepared, *, training: bool) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from prunekit.compaction import load
 from prunekit.display import Displayed, Table
 from prunekit.models import load_factory
 from prunekit.planning import Plan, load_plan
-from prunekit.report.headline import models, tiles
-from prunekit.report.outcome import comparison, lines
+from prunekit.report.headline import comparison, models, tiles
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.sides import DENSE, both_sides
 
@@ -106,5 +105,7 @@ class RunResult(Displayed):
         return f"{self.folder}: {', '.join(figures)}"
 
     def _parts(self) -> Iterable[str | Table]:
+        from prunekit.report.page import lines  # pandas and matplotlib take most of a second to import
+
         yield comparison(self.metrics)
         yield "\n".join(lines(self.metrics, self.folder))

@@ -25,6 +25,7 @@ from prunekit.errors import RunError
 from prunekit.measure.machine import cpu_name
 
 Log = Callable[[str], None]
+Finish = Callable[[Path], object]
 
 
 class StoppedByCaller(BaseException):
@@ -90,13 +91,20 @@ def alive(status: Mapping[str, Any]) -> bool:
         return False
 
 
+def write_report(folder: Path) -> Path:
+    """Render the page of a run that ends well."""
+    from prunekit.report import page  # matplotlib takes most of a second to import
+
+    return page.write_report(folder, state="finished")
+
+
 @contextmanager
 def run_folder(
     output: Path,
     name: str,
     log: Log,
     resolved: str,
-    finish: Callable[[Path], object] | None = None,
+    finish: Finish | None = None,
     again: Path | None = None,
 ) -> Iterator[RunFolder]:
     """Makes `output/name/<time>/` and marks it finished, failed or interrupted when the block ends.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from prunekit import report
 from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.context import threads
@@ -25,11 +23,9 @@ from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.resolved import run_recipe
-from prunekit.workflow.runs import Log, environment, run_folder
+from prunekit.workflow.runs import Finish, Log, environment, run_folder, write_report
 from prunekit.workflow.sensitivity import Sensitivity, analyze_sensitivity, chosen_groups
 from prunekit.workflow.tables import CURVE_COLUMNS, write_csv
-
-write_report = partial(report.write_sensitivity, state="finished")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +50,7 @@ def analyze(
     groups: Sequence[str] = (),
     log: Log = stage,
     progress: bool | None = None,
-    finish: Callable[[Path], object] | None = write_report,
+    finish: Finish | None = write_report,
     own: Own = RECIPE_ONLY,
 ) -> SensitivityRun:
     """The sensitivity of a job's dense model, training that first where it has no weights; see `sensitivity`.

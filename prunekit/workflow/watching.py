@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.artifacts import flat
 from prunekit.channels import ChannelMap
 from prunekit.planning import Plan
 from prunekit.settings.job import JobSettings
@@ -72,7 +73,7 @@ def write_summary(
     with SummaryWriter(str(folder)) as writer:
         graph = model_graph(chart, plan).SerializeToString()
         writer._get_file_writer().add_event(Event(graph_def=graph))
-        writer.add_hparams(dict(_flat(asdict(job))), dict(_outcome(metrics)), run_name=".")
+        writer.add_hparams(dict(_hyperparameters(asdict(job))), dict(_outcome(metrics)), run_name=".")
         if job.watch.images:
             for step, model in enumerate(models):
                 if (image := filters(model)) is not None:
@@ -96,18 +97,16 @@ def _size(shape: Iterable[int]) -> int:
     return size
 
 
-def _flat(values: Mapping[str, Any], path: str = "") -> Iterable[tuple[str, Any]]:
+def _hyperparameters(job: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     """Every value of a recipe under its dotted key; what TensorBoard has no type for as text, what is not set left out.
 
     Where runs are written to, and when, is no setting to compare.
     """
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{key}.")
-        elif value is not None and f"{path}{key}" not in ("output", "name"):
+    for key, value in flat(job):
+        if value not in (None, {}) and key not in ("output", "name"):
             if isinstance(value, bool):  # which `add_hparams` would write as 0.0 or 1.0
                 value = str(value).lower()
-            yield f"{path}{key}", value if isinstance(value, int | float) else str(value)
+            yield key, value if isinstance(value, int | float) else str(value)
 
 
 def _outcome(metrics: Mapping[str, Any]) -> Iterable[tuple[str, float]]:

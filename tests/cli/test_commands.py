@@ -26,7 +26,7 @@ from prunekit.recipe import dump, load
 from prunekit.settings.job import JobSettings
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
 from prunekit.workflow.batch_size import LargestBatch, Tried
-from prunekit.workflow.finetune import Finish, write_report
+from prunekit.workflow.runs import Finish, write_report
 from prunekit.workflow.targets import InputModel
 
 Log = Callable[[str], None]

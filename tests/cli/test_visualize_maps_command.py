@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 import prunekit
-from prunekit import report
 from prunekit.cli import cli
 from prunekit.compaction import compact
 from prunekit.errors import ArtifactError
+from prunekit.report.page import write_report
 from prunekit.visualize import class_activation_map, correlation
 from prunekit.workflow.dense import save_weights
 from prunekit.workflow.sides import both_sides
@@ -95,7 +95,7 @@ def test_cam_shows_dense_beside_pruned_with_their_correlation(here: Path) -> Non
     assert page.count("data:image/png") == 1
     (here / "run" / "maps" / "grad_cam-inner-image-for-class-3.png").unlink()
     with pytest.raises(ArtifactError, match=r"grad_cam-inner-image-for-class-3\.png: cannot be read"):
-        report.write(here / "run")
+        write_report(here / "run")
 
 
 @pytest.mark.parametrize("method", ["grad_cam_pp", "layer_cam", "eigen_cam", "cam"])

@@ -14,7 +14,7 @@ from PIL import Image
 import prunekit
 from prunekit.cli import cli
 from prunekit.models import build_model
-from prunekit.report import write_again
+from prunekit.report.page import write_report
 from prunekit.workflow.dense import save_weights
 
 RECIPE = """
@@ -90,7 +90,7 @@ def test_histograms_of_a_run_with_its_redundant_channels(folder: Path) -> None:
     )
     report = (folder / "report.html").read_text()
     assert '<a href="histograms/histograms.html">' in report
-    elsewhere = write_again(folder, folder.parent / "pages" / "report.html").read_text()
+    elsewhere = write_report(folder, folder.parent / "pages" / "report.html", whole=False).read_text()
     assert '<a href="../run/histograms/histograms.html">' in elsewhere
     counts = (result["channels"]["pruned"], dead, redundant)
     assert f"<tr><td>pruned</td>{''.join(f'<td>{count}</td>' for count in counts)}</tr>" in report

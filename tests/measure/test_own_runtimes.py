@@ -14,7 +14,7 @@ from little_time import measure_little, time_little
 from torch import nn
 
 import prunekit as pk
-from prunekit import report, user_code
+from prunekit import user_code
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, UsageError
 from prunekit.measure import LatencySettings
@@ -22,6 +22,7 @@ from prunekit.measure.profile.cache import conditions
 from prunekit.measure.runtimes import RUNTIMES, Setting, inputs_of
 from prunekit.models import ModelSettings
 from prunekit.recipe import load
+from prunekit.report.page import write_report
 from prunekit.settings.calibration import CalibrationSettings
 from prunekit.settings.data import DataSettings
 from prunekit.settings.job import JobSettings
@@ -102,7 +103,7 @@ def test_a_job_times_it_and_its_report_shows_it(own: Path, monkeypatch: pytest.M
         threads=1,
         output=own.parent / "runs",
     )
-    result = prune_job(job, log=lambda text: None, finish=lambda folder: report.write(folder, state="finished"))
+    result = prune_job(job, log=lambda text: None, finish=lambda folder: write_report(folder, state="finished"))
     assert {row["runtime"] for row in result.metrics["latency"]} == {"mine"}
     assert '<td class="text">mine</td>' in (result.folder / "report.html").read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ import pytest
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.report import write_comparison
+from prunekit.report.compare import write_comparison
 from prunekit.report.pareto import pareto
 from prunekit.report.points import Point, by_latency, by_macs, front, letter, settings, sides
 from prunekit.report.recipes import differences

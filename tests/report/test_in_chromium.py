@@ -12,7 +12,8 @@ import pytest
 from synthetic_run import write_run
 
 import prunekit.report
-from prunekit.report import write, write_comparison
+from prunekit.report.compare import write_comparison
+from prunekit.report.page import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")
@@ -55,7 +56,7 @@ def test_a_page_is_quiet_and_asks_for_nothing(tmp_path: Path, several: bool) -> 
             (run / "report.html").touch()
         write_comparison(runs, page)
     else:
-        page = write(runs[0])
+        page = write_report(runs[0])
     shown, said = browse(page, tmp_path / "profile", "--dump-dom", f"--log-net-log={log}")
     assert "CONSOLE" not in said
     assert shown.count("<th><button") > 3  # its script ran: the policy let it
@@ -66,7 +67,7 @@ def test_a_page_is_quiet_and_asks_for_nothing(tmp_path: Path, several: bool) -> 
 
 @pytest.mark.parametrize(("width", "signs"), [(500, True), (1400, False)])
 def test_what_is_wider_than_the_screen_says_so(tmp_path: Path, width: int, signs: bool) -> None:
-    page = write(write_run(tmp_path / "run", groups=2))
+    page = write_report(write_run(tmp_path / "run", groups=2))
     shown, _ = browse(page, tmp_path / "profile", "--dump-dom", f"--window-size={width},900")
     assert ('<div class="scroll wide after"' in shown) == signs
     assert ('<figure class="wide after"' in shown) == signs

@@ -15,8 +15,7 @@ from synthetic_run import write_run
 import prunekit as pk
 from prunekit.cli import cli
 from prunekit.errors import ArtifactError, UsageError
-from prunekit.report import write, write_again
-from prunekit.report.outcome import lines
+from prunekit.report.page import lines, write_report
 from prunekit.report.run import Run, read_run
 from prunekit.report.sections import SECTIONS
 from prunekit.report.sections.registry import ordered
@@ -75,7 +74,7 @@ def test_a_registered_one_is_on_the_page_and_the_terminal(run: Path) -> None:
         def text(self, data: str) -> list[str]:
             return [f"Called: {data}"]
 
-    page = write(run).read_text(encoding="utf-8")
+    page = write_report(run).read_text(encoding="utf-8")
     shown = page.index("&lt;b&gt;own&lt;/b&gt;")  # text is escaped, Markup is not
     assert page.index('id="result"') < shown < page.index('id="latency"')
     assert "<b>own</b>" not in page
@@ -84,7 +83,7 @@ def test_a_registered_one_is_on_the_page_and_the_terminal(run: Path) -> None:
 
 
 def test_one_without_data_is_not_there(run: Path) -> None:
-    before = sections_of(write(run))
+    before = sections_of(write_report(run))
 
     @pk.register_section("none", about="nothing")
     class Nothing:
@@ -94,21 +93,21 @@ def test_one_without_data_is_not_there(run: Path) -> None:
         def html(self, data: Any) -> str:
             return Markup('<section id="none"></section>')
 
-    assert sections_of(write(run)) == before
+    assert sections_of(write_report(run)) == before
 
 
 def test_report_takes_one_from_a_file(run: Path) -> None:
-    whole = sections_of(write(run))
+    whole = sections_of(write_report(run))
     found = CliRunner().invoke(cli, ["report", str(run), "--section", "mine.py:Energy"])
     assert found.exit_code == 0, found.output
     page = run / "report.html"
     assert sections_of(page) == [*whole[:-2], "energy", *whole[-2:]]  # before environment and recipe
     assert "<h2>&lt;174.2 J&gt;</h2>" in page.read_text(encoding="utf-8")
-    assert sections_of(write(run)) == whole  # it was asked for once
+    assert sections_of(write_report(run)) == whole  # it was asked for once
 
 
 def test_one_that_raises_is_named_and_loses_nothing_else(run: Path) -> None:
-    whole = sections_of(write(run))
+    whole = sections_of(write_report(run))
     found = CliRunner().invoke(cli, ["report", str(run), "--section", "mine.py:Breaks"])
     said = "Section 'mine.py:Breaks' raised TypeError: 'float' object is not subscriptable; it is missing here"
     assert found.exit_code == 1
@@ -121,7 +120,7 @@ def test_a_damaged_file_of_a_section_of_prunekit_is_an_error(run: Path) -> None:
     (run / "filters").mkdir()
     (run / "filters" / "filters.json").write_text("[]")
     with pytest.raises(ArtifactError, match="expected an object with layer, models and filters"):
-        write(run)
+        write_report(run)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_a_damaged_file_of_a_section_of_prunekit_is_an_error(run: Path) -> None:
 )
 def test_what_is_no_section_is_refused(run: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        write_again(run, sections=[name])
+        write_report(run, sections=[name])
 
 
 def test_bad_options_are_refused(run: Path) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from prunekit.errors import ArtifactError
-from prunekit.report import write_profile
+from prunekit.report.page import write_report
 from prunekit.report.staircases import MAX_PANELS, fitted, layers, predictions, together
 
 KEPT = ((64, 32), (40, 32), (64, 8), (17, 16))
@@ -51,7 +51,7 @@ def write_profile_folder(folder: Path, fits: list[dict[str, Any]]) -> Path:
 
 def test_the_page_shows_all_three_and_asks_for_nothing(tmp_path: Path) -> None:
     folder = write_profile_folder(tmp_path / "now", [layer("conv<1>"), layer("", 2e-4), layer("fc", 1e-5, widths=0)])
-    html = write_profile(folder).read_text()
+    html = write_report(folder).read_text()
     assert re.findall(r'(?:src|href)="(?!#)[^"]+"', html) == []
     assert html.count("<script") == 1  # the page's own
     assert "data:image" not in html  # the page's own policy would not show it
@@ -113,10 +113,12 @@ def test_every_network_is_a_mark_of_its_kind() -> None:
 
 
 def test_a_run_that_came_to_nothing_says_so_and_a_damaged_one_is_named(tmp_path: Path) -> None:
-    (tmp_path / "status.json").write_text(json.dumps({"state": "failed", "error": "RunError: <it>"}))
-    html = write_profile(tmp_path).read_text()
+    folder = tmp_path / "profile" / "now"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"state": "failed", "error": "RunError: <it>"}))
+    html = write_report(folder).read_text()
     for text in ("no predictions", "no layers whose width", "RunError: &lt;it&gt;"):
         assert text in html
-    (tmp_path / "networks.csv").write_text("error\n0.1\n")
+    (folder / "networks.csv").write_text("error\n0.1\n")
     with pytest.raises(ArtifactError, match="predicted_ms"):
-        write_profile(tmp_path)
+        write_report(folder)

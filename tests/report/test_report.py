@@ -17,10 +17,11 @@ import pytest
 from synthetic_run import metrics, write_run
 
 from prunekit.errors import ArtifactError
-from prunekit.report import methods, write
+from prunekit.report import methods
 from prunekit.report.figures import curves
 from prunekit.report.headline import clamped, compared, masked, tiles
 from prunekit.report.methods import how
+from prunekit.report.page import write_report
 from prunekit.report.run import read_run
 from prunekit.report.summary import again, sentence
 
@@ -81,7 +82,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> Page:
-    return Page(write(run).read_text(encoding="utf-8"))
+    return Page(write_report(run).read_text(encoding="utf-8"))
 
 
 def test_the_page_is_whole_and_asks_for_nothing(page: Page, run: Path) -> None:
@@ -147,7 +148,7 @@ def test_odd_module_names_reach_the_figures_as_text(tmp_path: Path) -> None:
     scores["group"] = scores["group"].map({"layer1.0.conv1": "$x_<b>", "layer3.1.conv1": "NA"})
     scores.loc[0, "score"] = float("inf")
     scores.to_csv(run / "scores.csv", index=False)
-    text = Page(write(run).read_text(encoding="utf-8")).text["scores"]
+    text = Page(write_report(run).read_text(encoding="utf-8")).text["scores"]
     assert "$x_<b> (" in text
     assert "NA (" in text
 
@@ -160,7 +161,7 @@ def test_a_part_of_a_run_says_what_is_missing(kept: tuple[str, ...], tmp_path: P
             path.unlink()
     if "status.json" in kept:
         (run / "status.json").write_text(json.dumps({"state": "interrupted", "error": "Ctrl-C"}))
-    page = Page(write(run).read_text(encoding="utf-8"))
+    page = Page(write_report(run).read_text(encoding="utf-8"))
     assert ("interrupted" if kept else "unknown") in page.text[""]
     assert "This run has not finished" in page.text[""]
     assert "This run has no measurements." in page.text["result"]
@@ -175,7 +176,7 @@ def test_skipped_steps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path
     history = pd.read_csv(run / "history.csv")
     history["skipped"] = (history["run"] != "control") * (history["epoch"] < 2)
     history.to_csv(run / "history.csv", index=False)
-    text = Page(write(run).read_text(encoding="utf-8")).text["curves"]
+    text = Page(write_report(run).read_text(encoding="utf-8")).text["curves"]
     assert "Steps that were skipped: baseline 2, pruned 2." in " ".join(text.split())
 
 
@@ -185,7 +186,7 @@ def test_images_that_were_skipped_are_named_with_their_reason(page: Page, tmp_pa
     for count, shown in ((2, 2), (30, 20)):
         corrupt = {f"<cats>/{number}.png": "it is empty" for number in range(count)}
         (run / "metrics.json").write_text(json.dumps({**metrics(), "corrupt_images": corrupt}))
-        text = " ".join(Page(write(run).read_text(encoding="utf-8")).text["result"].split())
+        text = " ".join(Page(write_report(run).read_text(encoding="utf-8")).text["result"].split())
         assert f"Images that could not be read, and were skipped: {count} " in text
         assert [f"<cats>/{number}.png : it is empty" in text for number in range(count)].count(True) == shown
         assert ("The others are in metrics.json" in text) == (count > shown)
@@ -202,7 +203,7 @@ def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Pat
         for layer in ("conv1", "<fc>")
     ]
     pd.DataFrame(rows).to_csv(run / "gradients.csv", index=False)
-    found = Page(write(run).read_text(encoding="utf-8"))
+    found = Page(write_report(run).read_text(encoding="utf-8"))
     assert (found.open, found.requests, found.svgs) == ([], [], page.svgs + 2)
     clip_paths = [name for name in found.ids if re.fullmatch(r"p[0-9a-f]{10}", name)]
     assert len(clip_paths) == len(set(clip_paths))
@@ -225,7 +226,10 @@ def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: P
         for run_name, module, share in (("pruned", "conv1", 0.25), ("pruned", "NA", 0.0), ("control", "conv1", 0.125))
     ]
     pd.DataFrame(rows).to_csv(run / "clamps.csv", index=False)
-    text = {name: " ".join(words.split()) for name, words in Page(write(run).read_text(encoding="utf-8")).text.items()}
+    text = {
+        name: " ".join(words.split())
+        for name, words in Page(write_report(run).read_text(encoding="utf-8")).text.items()
+    }
     assert "65.1 % of the activations are zero (target 60.0 %), top-1 97.10 % [95.00, 98.20]" in text["activations"]
     assert "Top-1 under the activation masks 97.10 % [95.00, 98.20] −1.79 points" in text["result"]
     assert "layer1.0.relu 0.0123 60.0 % 60.5 %" in text["activations"]
@@ -277,7 +281,7 @@ def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Pat
 
 def test_a_page_is_written_without_waiting_for_torch() -> None:
     """Whatever sections it has: that alone would take most of the three seconds that a report may take."""
-    modules = "again, page, gradients, features, maps, histograms, compare, schedule, curves"
+    modules = "page, flow, features, histograms, compare, schedule, curves"
     code = f"import sys; from prunekit.report import {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
@@ -317,13 +321,13 @@ def test_every_tile_and_every_section_with_a_figure_says_how_it_was_made(page: P
 def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "last", groups=2)
     (run / "status.json").write_text(json.dumps({"state": "running", "started": "2026-11-20T11:00:00+00:00"}))
-    text = Page(write(run, state="finished").read_text(encoding="utf-8")).text[""]
+    text = Page(write_report(run, state="finished").read_text(encoding="utf-8")).text[""]
     assert "finished started 2026-11-20 11:00:00 UTC" in " ".join(text.split())
     assert "has not finished" not in text
 
 
 def test_budgets_are_shown_with_what_is_left(tmp_path: Path) -> None:
-    page = Page(write(write_run(tmp_path / "runs" / "budgets", groups=2)).read_text(encoding="utf-8"))
+    page = Page(write_report(write_run(tmp_path / "runs" / "budgets", groups=2)).read_text(encoding="utf-8"))
     assert "Budget macs: 44.95 % left, at most 45.00 % asked for." in page.text["result"]
 
 
@@ -348,7 +352,7 @@ def test_scores_against_a_model_at_chance_say_nothing(tmp_path: Path) -> None:
     assert next(iter(compared(found))).change == "says nothing: at chance"
     folder = write_run(tmp_path / "run")
     (folder / "metrics.json").write_text(json.dumps(found), encoding="utf-8")
-    page = write(folder).read_text(encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
     assert '<div class="tile doubtful">' in page
     assert "\u22120.37" not in page
 
@@ -356,7 +360,7 @@ def test_scores_against_a_model_at_chance_say_nothing(tmp_path: Path) -> None:
 def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "short", groups=4)
     (run / "metrics.json").write_text(json.dumps({**metrics(), "shortfalls": ["kept 52.0 % of the MACs, asked 45 %"]}))
-    page = Page(write(run).read_text(encoding="utf-8"))
+    page = Page(write_report(run).read_text(encoding="utf-8"))
     assert "kept 52.0 % of the MACs, asked 45 %" in page.text[""]
     assert "No shortfalls" not in page.text["result"]
 
@@ -374,7 +378,7 @@ def test_a_run_without_fine_tuning_shows_its_repair(tmp_path: Path) -> None:
         | {"weight": "<b>.weight", "applied": None, "columns": 0, "rank": 0, "note": "its weight is used 2 times"},
     ]
     pd.DataFrame(rows).to_csv(run / "repair.csv", index=False)
-    page = Page(write(run).read_text(encoding="utf-8"))
+    page = Page(write_report(run).read_text(encoding="utf-8"))
     text = {name: " ".join(content.split()) for name, content in page.text.items()}
     assert text["result"].startswith("Dense and pruned Nothing was fine-tuned after pruning.")
     assert "held-out images 12.50 % → 1.23 % of its variance; 1 of 2 layers refitted" in text["repair"]
@@ -387,7 +391,7 @@ def test_without_a_control_the_dense_model_is_the_reference(tmp_path: Path) -> N
     without = {**metrics(), "accuracy": {}}
     del without["control"]
     (run / "metrics.json").write_text(json.dumps(without))
-    page = Page(write(run).read_text(encoding="utf-8"))
+    page = Page(write_report(run).read_text(encoding="utf-8"))
     text = " ".join(page.text["result"].split())
     assert "pruned against dense" in text
     assert "98.70 % 98.52 % −0.18 points" in text
@@ -397,7 +401,7 @@ def test_without_a_control_the_dense_model_is_the_reference(tmp_path: Path) -> N
 def test_an_empty_list_of_locks_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "free", groups=4)
     (run / "locks.csv").write_text("module,operator,channels,reason\n")
-    assert "Nothing is locked" in Page(write(run).read_text(encoding="utf-8")).text["locks"]
+    assert "Nothing is locked" in Page(write_report(run).read_text(encoding="utf-8")).text["locks"]
 
 
 @pytest.mark.parametrize(
@@ -413,13 +417,13 @@ def test_a_damaged_file_is_named(name: str, content: str, expected: str, tmp_pat
     run = write_run(tmp_path / "runs" / "damaged", groups=2)
     (run / name).write_text(content)
     with pytest.raises(ArtifactError, match=expected):
-        write(run)
+        write_report(run)
     assert not (run / "report.html").exists()
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="expected the folder of a run"):
-        write(tmp_path / "nothing")
+        write_report(tmp_path / "nothing")
 
 
 def test_a_single_epoch_has_an_axis_of_whole_epochs() -> None:
@@ -440,7 +444,7 @@ def test_an_unstable_figure_is_marked_and_explained(tmp_path: Path) -> None:
         "other_busy_cores": 1.5, "busy_processes": [{"pid": 1, "name": "python", "cores": 1.5}],
     }  # fmt: skip
     (folder / "metrics.json").write_text(json.dumps(metrics))
-    page = write(folder).read_text(encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
     assert page.count("[8.10, 9.90] unstable") == 1
     assert page.count("[1.69, 1.80] unstable") == 2  # the headline's too
     assert "float32 channels_last" in page

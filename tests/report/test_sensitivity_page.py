@@ -12,8 +12,8 @@ import pytest
 from synthetic_run import write_run
 
 from prunekit.errors import ArtifactError
-from prunekit.report import write, write_sensitivity
 from prunekit.report.curves import heatmap, lines, most_sensitive
+from prunekit.report.page import write_report
 
 
 def curve_rows(groups: int, *, measured: bool) -> pd.DataFrame:
@@ -51,7 +51,7 @@ def shown(html: str) -> list[str]:
 
 def test_the_page_shows_both_ways_and_asks_for_nothing(tmp_path: Path) -> None:
     folder = write_analysis(tmp_path / "sensitivity" / "now", curve_rows(28, measured=True))
-    html = write_sensitivity(folder).read_text()
+    html = write_report(folder).read_text()
     assert re.findall(r'(?:src|href)="(?!#)[^"]+"', html) == []
     assert "data:image" not in html  # the page's own policy would not show it
     assert html.count("<svg") == 2
@@ -65,7 +65,7 @@ def test_the_page_shows_both_ways_and_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_without_measuring_there_is_one_way(tmp_path: Path) -> None:
     folder = write_analysis(tmp_path / "now", curve_rows(5, measured=False))
-    html = write_sensitivity(folder, state="finished").read_text()
+    html = write_report(folder, state="finished").read_text()
     assert (
         "measured"
         not in html.replace("measured_images", "").split('<section id="environment">')[0].split("<section")[1]
@@ -90,13 +90,13 @@ def test_the_table_holds_the_errors_in_percent() -> None:
 
 def test_a_run_whose_plan_was_made_from_curves_shows_where_it_stands(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "resnet34" / "now", groups=3)
-    assert 'id="sensitivity"' not in write(folder).read_text()
+    assert 'id="sensitivity"' not in write_report(folder).read_text()
     coupling = pd.read_csv(folder / "coupling.csv")
     coupling.assign(kept=6).to_csv(folder / "coupling.csv", index=False)
     groups = coupling.drop_duplicates("group")
     rows = curve_rows(3, measured=False).replace({f"layer{i}.conv1": name for i, name in enumerate(groups["group"])})
     rows.to_csv(folder / "sensitivity.csv", index=False)
-    html = write(folder).read_text()
+    html = write_report(folder).read_text()
     section = html.split('<section id="sensitivity">')[1].split("</section>")[0]
     assert section.count("<svg") == 2
     assert "kept by the plan" in section
@@ -107,6 +107,6 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     folder = write_analysis(tmp_path / "now", curve_rows(2, measured=False))
     (folder / "sensitivity.csv").write_text("group,kept\na,1\n")
     with pytest.raises(ArtifactError, match="error_fast"):
-        write_sensitivity(folder)
+        write_report(folder)
     with pytest.raises(ArtifactError, match="expected the folder of a run"):
-        write_sensitivity(tmp_path / "nowhere")
+        write_report(tmp_path / "nowhere")

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import prunekit
-from prunekit import report
 from prunekit.data import DataSettings
 from prunekit.errors import UsageError
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.report.page import write_report
 from prunekit.settings.deploy import DeploySettings
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, prune_job
@@ -61,7 +61,7 @@ def test_a_deployed_model_is_the_compact_one_folded_and_laid_out(tmp_path: Path)
     assert [row["model"] for row in run.metrics["speedup"]] == ["pruned", "deployed"]
     assert list(pd.read_csv(run.folder / "results.csv")["model"]) == ["dense", "pruned", "deployed"]
     assert any(line.startswith(f"deploy: {norms} norms folded, channels last") for line in log)
-    page = report.write(run.folder).read_text()
+    page = write_report(run.folder).read_text()
     assert f"{norms} BatchNorms folded, channels last, equal to the pruned model" in page
     assert "deployed, channels_last" in page
     assert json.loads((run.folder / "deployed" / "prunekit.json").read_text())["channels_last"] is True

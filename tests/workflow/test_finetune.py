@@ -23,7 +23,6 @@ from tensorboard.compat.proto.graph_pb2 import GraphDef
 from tensorboard_server import served
 
 import prunekit
-from prunekit import report
 from prunekit.calibration import CalibrationSettings, ChannelStats
 from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
@@ -32,6 +31,7 @@ from prunekit.masking import ActivationSettings, ActivationThresholds, ClampSett
 from prunekit.measure import LatencyReport, LatencySettings, Scores, accuracy, count_macs, wilson_interval
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.report.page import write_report
 from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.training import EpochRow, TrainSettings, WatchSettings
 from prunekit.workflow import JobSettings, calibrate, dry_run, finetune
@@ -190,13 +190,13 @@ def test_the_report_says_why_the_pruned_model_is_not_faster(
     assert f"{found['macs_ratio']:.2f}x" in said
     copy = tmp_path / folder.name
     shutil.copytree(folder, copy)
-    page = report.write(copy).read_text()
+    page = write_report(copy).read_text()
     assert "Why is it not faster?" in page
     for cause in found["causes"]:
         assert cause["name"] in page
         assert any(cause["name"] in line and cause["fix"] in line for line in log)
     (copy / "metrics.json").write_text(json.dumps({**metrics, "explanation": None}))
-    assert "Why is it not faster?" not in report.write(copy).read_text()
+    assert "Why is it not faster?" not in write_report(copy).read_text()
 
 
 def test_an_explanation_that_fails_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_a_run_that_is_made_compact_early_is_proven_then_and_at_the_end(
     saved = prunekit.load(folder / "model").state_dict()
     assert {name: value.shape for name, value in trained.items()} == {name: v.shape for name, v in saved.items()}
     assert all(torch.equal(trained[name], value) for name, value in saved.items() if "running" not in name)
-    page = report.write(folder).read_text()
+    page = write_report(folder).read_text()
     assert "The plan was final after 0 epochs; there masked and compact model agreed to" in page
 
 
@@ -345,7 +345,7 @@ def test_why_steps_were_not_compiled_is_said_in_log_metrics_and_report(
 ) -> None:
     folder, metrics, log = hooked
     reason = "ActivationGradientClamp: gradients go through Python while the backward pass runs"
-    page = report.write(folder).read_text(encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
     for name in ("pruned", "control"):
         found = metrics["compiled"][name]
         assert (found["graphs"], found["fallback"]) == (0, reason)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prunekit import report
 from prunekit.data import DataSettings
 from prunekit.errors import UsageError
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings, load_plan
+from prunekit.report.page import write_report
 from prunekit.training import (
     AverageSettings,
     DistillSettings,
@@ -120,7 +120,7 @@ def test_a_job_sparsifies_distils_and_averages(file: Path, tmp_path: Path) -> No
     for cost in metrics["teacher"].values():
         assert 0 < cost["step_share"] < 1
         assert cost["seconds"] > 0
-    assert "Distilled from the dense model" in report.write(folder).read_text()
+    assert "Distilled from the dense model" in write_report(folder).read_text()
     assert "sparsify: growing, epochs: 2" in log
     assert metrics["pruned"]["top1"] > 70
     sizes = [removed_size(folder, name) for name in ("dense", "sparsified")]

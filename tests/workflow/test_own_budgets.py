@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from torch import nn
 
 import prunekit as pk
-from prunekit import report
 from prunekit.cli import cli
 from prunekit.errors import PlanError, RecipeError, UsageError
 from prunekit.measure import count_macs, count_parameters
@@ -22,6 +21,7 @@ from prunekit.planning import make_plan
 from prunekit.planning.budgets import Countable
 from prunekit.planning.budgets.registry import BUDGETS
 from prunekit.recipe import dump, load, with_overrides
+from prunekit.report.page import write_report
 from prunekit.settings.budgets import facts_of
 from prunekit.workflow.own import code_of_job, renew_code
 from prunekit.workflow.resolved import resolved
@@ -242,7 +242,7 @@ def test_a_job_of_the_command_line_keeps_to_it_and_its_page_shows_it(
     assert said in (folder / "report.html").read_text()
     del BUDGETS._items["energy"]  # as where nobody has registered it
     (folder / "report.html").unlink()
-    report.write(folder)
+    write_report(folder)
     assert said in (folder / "report.html").read_text()
     assert "energy" in str(pk.load_plan(folder))
 

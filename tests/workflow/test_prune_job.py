@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import prunekit
-from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
 from prunekit.errors import DataError
@@ -19,6 +18,7 @@ from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.repair import RepairSettings
+from prunekit.report.page import write_report
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, finetune, prune_job
 
@@ -90,7 +90,7 @@ def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
         text = f"{what} not measured: AssertionError: Expected gradient function to be set"
         assert any(text in line for line in result.metrics["shortfalls"])
         assert any(text in line for line in log)
-    assert "MACs of the pruned model not measured" in report.write(result.folder).read_text()
+    assert "MACs of the pruned model not measured" in write_report(result.folder).read_text()
 
 
 def test_the_job_is_what_prune_makes_of_its_images(output: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from little_time import time_little
 
 import prunekit
-from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
 from prunekit.errors import UsageError
@@ -22,6 +21,7 @@ from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings, ScheduleSettings
 from prunekit.repair import RepairSettings
+from prunekit.report.page import write_report
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run, finetune, prune_job
 
@@ -46,7 +46,7 @@ def job(output: Path, prune: PruneSettings, **changes: Any) -> JobSettings:
 def run(output: Path, prune: PruneSettings, **changes: Any) -> Finished:
     log: list[str] = []
     result = finetune(
-        job(output, prune, **changes), log=log.append, finish=lambda folder: report.write(folder, state="finished")
+        job(output, prune, **changes), log=log.append, finish=lambda folder: write_report(folder, state="finished")
     )
     return result.folder, result.metrics, log
 
@@ -98,9 +98,9 @@ def test_each_change_is_in_the_log_the_table_and_the_report(cubic: Finished, tmp
     copy = tmp_path / folder.name
     shutil.copytree(folder, copy)
     (copy / "metrics.json").unlink()  # a run that has not come to its end
-    assert "Pruning schedule: share of the dense model left" in report.write(copy).read_text()
+    assert "Pruning schedule: share of the dense model left" in write_report(copy).read_text()
     (copy / "schedule.csv").unlink()
-    assert "Pruning schedule" not in report.write(copy).read_text()
+    assert "Pruning schedule" not in write_report(copy).read_text()
     assert json.loads(json.dumps(metrics["schedule"]))["final"] == {"macs": 0.4, "params": 0.6}
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 import prunekit
-from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.calibration.gains import RIDGE
 from prunekit.compaction import compact
@@ -27,6 +26,7 @@ from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.curves import keeping
+from prunekit.report.page import write_report
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, analyze, prune_job
 from prunekit.workflow.tables import CURVE_COLUMNS
@@ -252,6 +252,6 @@ def test_a_plan_by_elimination_leaves_its_curves_where_the_report_finds_them(tmp
         for gone in range(1, len(group)):
             assert curve[len(group) - gone] == pytest.approx(ascending[:gone].sum(), rel=1e-6, abs=1e-12)
     assert not (run.folder / "report.html").exists()
-    page = report.write(run.folder).read_text()
+    page = write_report(run.folder).read_text()
     assert 'id="sensitivity"' in page
     assert "kept by the plan" in page

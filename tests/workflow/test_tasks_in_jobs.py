@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import prunekit
-from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.cli import cli
 from prunekit.compaction import read_manifest
@@ -32,6 +31,7 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.repair import RepairSettings
 from prunekit.report.headline import compared
+from prunekit.report.page import write_report
 from prunekit.tasks import TEXT_CLASSIFICATION
 from prunekit.training import DistillSettings, TrainSettings
 from prunekit.workflow import JobSettings, Own, finetune
@@ -84,7 +84,7 @@ def test_segmentation(tmp_path: Path) -> None:
     settings = replace(settings, finetune=replace(settings.finetune, label_smoothing=0.02))
     log: list[str] = []
     own = Own(f"{FILE}:Segmenter", f"{FILE}:zeros_and_ones")
-    run = finetune(settings, log=log.append, own=own, finish=partial(report.write, state="finished"))
+    run = finetune(settings, log=log.append, own=own, finish=partial(write_report, state="finished"))
 
     small = prunekit.load(run.folder / "model", model=Segmenter())
     assert (small.down[0].out_channels, small.up[0].out_channels, small.out.in_channels) == (8, 16, 8)

@@ -13,7 +13,6 @@ import torch
 from little_time import time_little
 from torch import nn
 
-from prunekit import report
 from prunekit.calibration import CalibrationSettings
 from prunekit.channels import trace
 from prunekit.compaction.folded import folds_of
@@ -23,6 +22,7 @@ from prunekit.layout import lies_channels_last
 from prunekit.measure import LatencySettings
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
+from prunekit.report.page import write_report
 from prunekit.report.staircases import fitted
 from prunekit.settings.deploy import DeploySettings
 from prunekit.settings.pruning import Target
@@ -65,7 +65,7 @@ def job(output: Path, speedup: float, **changes: Any) -> JobSettings:
 
 def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts(tmp_path: Path) -> None:
     log: list[str] = []
-    result = prune_job(job(tmp_path, 1.2), log=log.append, finish=lambda folder: report.write(folder, state="finished"))
+    result = prune_job(job(tmp_path, 1.2), log=log.append, finish=lambda folder: write_report(folder, state="finished"))
     found = result.metrics["delivered"]
     assert found["asked"] == {"speedup": 1.2}
     assert found["excess"] == pytest.approx(1.2 / found["final"]["speedup"])
@@ -111,7 +111,7 @@ def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: py
     assert all(lies_channels_last(model) and len(folds_of(model)) == 7 for model in last)
     assert result.metrics["delivered"]["deployed"] == "BatchNorm folded and channels last"
     assert not [row for row in result.metrics["profile"]["layers"] if ".bn" in row["module"]]
-    page = report.write(result.folder).read_text()
+    page = write_report(result.folder).read_text()
     assert "both as they are deployed (BatchNorm folded and channels last)" in page
 
 

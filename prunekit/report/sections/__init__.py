@@ -1,4 +1,4 @@
-"""The sections of a run's page: each registers itself in a file of its own here, beside its part of the template."""
+"""The sections of a run's page: each is a class that registers itself here, beside its part of the template."""
 
 from prunekit.report.sections.registry import SECTIONS, Section, register_section
 

@@ -12,18 +12,20 @@ from prunekit import registries
 from prunekit.errors import UsageError
 from prunekit.registry import Registry
 from prunekit.report.run import Run
+from prunekit.report.templates import rendered
 
 SECTIONS: Registry[Section] = registries.SECTIONS
 
 
 class Shown(Protocol):
-    """What shows a part of a run; it may have `text` as well, from what was read to lines for the terminal."""
+    """What shows a part of a run.
+
+    It may have `text`, from what was read to lines for the terminal. It has `html`, from what was read to HTML, unless
+    it is one of prunekit whose `read` returns the values of the template of its name.
+    """
 
     def read(self, run: Run) -> Any:
-        """What there is to show of a run; None where the page has no such section."""
-
-    def html(self, data: Any) -> str:
-        """What was read, as HTML."""
+        """Return what there is to show of a run; None if the page has no such section."""
 
 
 Kind = TypeVar("Kind")
@@ -41,7 +43,10 @@ class Section:
     def html(self, run: Run) -> Markup:
         """The section of a run as HTML; empty where there is none."""
         data = self.shown.read(run)
-        return escape("" if data is None else self.shown.html(data))
+        if data is None:
+            return Markup()
+        html = getattr(self.shown, "html", None)
+        return escape(html(data)) if html is not None else rendered(f"sections/{self.name}.html", **data)
 
     def text(self, run: Run) -> list[str]:
         """What the terminal says of it once a run has finished, in lines."""
