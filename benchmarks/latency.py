@@ -32,10 +32,11 @@ from latency_networks import Case, built, log, names, profiled, where
 from prunekit.compaction import compact
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure import measure_latency
+from prunekit.measure.effort import Effort
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.settings.pruning import Target
 from prunekit.workflow.bench import devices
-from prunekit.workflow.profiling import NETWORKS, as_latency, in_blocks, layer_setting
+from prunekit.workflow.profiling import as_latency, in_blocks, layer_setting
 from prunekit.workflow.pruning import plan_model
 
 KEYS = ("model", "plan", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size")
@@ -166,7 +167,7 @@ def main() -> None:
         "--runtimes", type=names, default="eager,onnxruntime,openvino", metavar="A,B", help="on the CPU"
     )
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--networks", type=int, default=NETWORKS, help="that a profile measures, at least 10")
+    parser.add_argument("--networks", type=int, default=Effort.networks, help="that a profile measures, at least 10")
     parser.add_argument("--repeats", type=int, default=61, help="rounds of a measurement")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows, one a line; those in it are not run again")

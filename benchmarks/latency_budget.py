@@ -40,9 +40,9 @@ from latency_networks import Case, add_target, built, log, names, numbers, profi
 from prunekit.channels import ChannelMap
 from prunekit.deploy.subnormals import flush_subnormals
 from prunekit.errors import PlanError, PrunekitError
+from prunekit.measure.effort import Effort
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.workflow.delivering import delivered, freeze
-from prunekit.workflow.profiling import NETWORKS
 from prunekit.workflow.pruning import Planned, plan_model
 
 MODELS = "resnet34,resnet50,mobilenet_v2,efficientnet_b0,vit_b_16"
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--models", type=names, default=MODELS, metavar="A,B", help=f"of torchvision  [{MODELS}]")
     parser.add_argument("--runtimes", type=names, default="eager,onnxruntime", metavar="A,B")
     parser.add_argument("--asked", type=numbers, default="1.5,2,3", metavar="A,B", help="speedups")
-    parser.add_argument("--networks", type=int, default=NETWORKS, help="that a profile measures, at least 10")
+    parser.add_argument("--networks", type=int, default=Effort.networks, help="that a profile measures, at least 10")
     parser.add_argument("--size", type=int, default=224, help="pixels")
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="with MODEL.pth; else random")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows, one a line; those in it are not run again")

@@ -42,6 +42,7 @@ from prunekit.channels import ChannelMap
 from prunekit.compaction import compact
 from prunekit.data.arrays import read_npz
 from prunekit.errors import DataError, PlanError, PrunekitError
+from prunekit.measure.effort import Effort
 from prunekit.models import build_model
 from prunekit.models.cifar import DEPTHS
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
@@ -49,7 +50,6 @@ from prunekit.planning.select import Scores, free_parts
 from prunekit.repair import RepairSettings, repair
 from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import patch_statistics
-from prunekit.workflow.profiling import NETWORKS
 from prunekit.workflow.pruning import Planned, importance
 
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "images", "seed", "asked", "method")
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--method", type=chosen, default=METHODS, metavar="A,B", help=f"of {METHODS}  [default: all]")
     parser.add_argument("--images", type=int, default=1024, help="to calibrate on")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of these")
-    parser.add_argument("--networks", type=int, default=NETWORKS, help="that a profile measures, at least 10")
+    parser.add_argument("--networks", type=int, default=Effort.networks, help="that a profile measures, at least 10")
     parser.add_argument("--out", type=Path, metavar="FILE", help="rows, one a line; those in it are not run again")
     parser.add_argument("--json", action="store_true", help="one object a line, as soon as it is there")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/latency_frontier.json and .md")

@@ -13,11 +13,11 @@ from prunekit import recipe as recipes
 from prunekit import workflow
 from prunekit.artifacts import StrPath
 from prunekit.errors import UsageError
+from prunekit.measure.effort import Effort
 from prunekit.progress import reporting, stage
 from prunekit.recipe import Overrides, as_texts
 from prunekit.workflow import CalibrationResult, JobSettings, Own, ProfileRun, RunResult, SensitivityRun
 from prunekit.workflow.own import RECIPE_ONLY
-from prunekit.workflow.profiling import NETWORKS
 from prunekit.workflow.runs import Log
 from prunekit.workflow.trainings import OnEpoch
 
@@ -190,7 +190,7 @@ def profile(
     recipe: Recipe,
     overrides: Overrides = (),
     *,
-    networks: int = NETWORKS,
+    networks: int = Effort.networks,
     own: Own = RECIPE_ONLY,
     allow_code: bool = False,
     log: Log = stage,

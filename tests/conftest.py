@@ -16,7 +16,9 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+from efforts import HERE, LITTLE
 
+from prunekit.measure.effort import effort_of
 from prunekit.measure.machine import cores
 from prunekit.measure.quota import quota
 
@@ -73,6 +75,20 @@ def _one_thread() -> None:
     import torch  # not above: the process that only hands out the tests never needs it, and takes seconds to import it
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def little_effort() -> Iterator[None]:
+    """Measures so little that figures of time mean nothing."""
+    with effort_of(LITTLE):
+        yield
+
+
+@pytest.fixture
+def here() -> Iterator[None]:
+    """Measures in this process, whose objects the models of a test can reach."""
+    with effort_of(HERE):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,8 @@ import numpy as np
 import pytest
 import torch
 from equivalence import randomized
-from little_time import measure_little
 
 from prunekit.models.cifar import CifarResNet
-from prunekit.workflow import delivering
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 STRATIFIED = {
@@ -282,20 +280,13 @@ def test_what_cannot_be_measured_is_said(cifar: tuple[str, ...], arguments: tupl
 SMALL = ("--size", "32", "--networks", "10", "--json")
 
 
-@pytest.fixture
-def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few attempts, processes and rounds that figures mean nothing, and rows are made."""
-    monkeypatch.setattr(delivering, "ATTEMPTS", 2)
-    measure_little(monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Of profiles, so that networks are measured once."""
     return str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.mark.usefixtures("fewer")
+@pytest.mark.usefixtures("little_effort")
 def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
     tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +312,7 @@ def test_speedups_are_asked_for_delivered_or_refused_and_not_asked_for_again(
     assert "2 requests: 1 delivered" in again.stderr
 
 
-@pytest.mark.usefixtures("fewer")
+@pytest.mark.usefixtures("little_effort")
 def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", cache)
     arguments = ("--model", "resnet18", "--runtimes", "eager", "--device", "cpu", "--repeats", "5", *SMALL)
@@ -336,7 +327,7 @@ def test_plans_by_time_keep_to_the_macs_of_the_uniform_cut(cache: str, monkeypat
     assert rows["capacity"]["predicted"] >= rows["uniform"]["predicted"]
 
 
-@pytest.mark.usefixtures("fewer")
+@pytest.mark.usefixtures("little_effort")
 def test_plans_of_another_tool_are_brought_to_a_latency(
     cifar: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

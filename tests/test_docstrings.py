@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from little_time import time_little
 
 import prunekit
 
@@ -22,13 +21,13 @@ def docstring(name: str) -> str:
     return inspect.getdoc(getattr(prunekit, name)) or ""
 
 
+@pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("name", prunekit.__all__)
 def test_every_public_name_has_an_example_that_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = docstring(name)
     assert "Example:\n" in text, f"prunekit.{name}: its docstring has no section `Example:` with >>> code"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
-    time_little(monkeypatch, attempts=1)
     torch.manual_seed(0)
     example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     said: list[str] = []

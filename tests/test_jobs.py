@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from little_time import measure_little
+from efforts import LITTLE
 
 import prunekit as pk
 from prunekit import jobs
 from prunekit.cli import cli
 from prunekit.errors import RecipeError, UsageError
+from prunekit.measure.effort import effort_of
 from prunekit.recipe import dump, load, packaged
 
 GUIDE = Path(pk.__file__).parent / "guide" / "sweeps.md"
@@ -48,10 +49,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("home")
     (folder / "recipes").mkdir()
     (folder / "recipes" / "resnet34.yaml").write_text(SMALL)
-    with pytest.MonkeyPatch.context() as patch:
+    with effort_of(LITTLE), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(packaged, "folder", lambda: folder / "recipes")
-        measure_little(patch)
         yield folder
 
 

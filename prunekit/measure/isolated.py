@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prunekit.errors import RunError
+from prunekit.measure.effort import current_effort, effort_of
 from prunekit.measure.measuring import Failed, Job, Timed, measure
 
 START = """
@@ -63,7 +64,7 @@ class Process:
         self.handler, self.folder = handler, Path(tempfile.mkdtemp(dir=folder))
 
     def __enter__(self) -> Process:
-        _write(self.folder / "handler", list(sys.path), self.handler)
+        _write(self.folder / "handler", list(sys.path), current_effort(), self.handler)
         command = [sys.executable, "-c", START, str(self.folder)]
         with (self.folder / "errors").open("wb") as errors:
             try:
@@ -123,12 +124,13 @@ def serve(first: BinaryIO, folder: str) -> None:
     import_module("prunekit.user_code")  # which finds the user's own files by the names of their modules
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the model prints is no answer
-    handler = _read(first)
+    effort, handler = pickle.load(first), _read(first)
     for _ in sys.stdin:
         with Path(folder, "request").open("rb") as stream:
             request = _read(stream)
         unreadable = next((value for value in (handler, request) if isinstance(value, _Unreadable)), None)
-        Path(folder, "answer").write_bytes(pickle.dumps(unreadable or handler(request)))
+        with effort_of(effort):
+            Path(folder, "answer").write_bytes(pickle.dumps(unreadable or handler(request)))
         answers.write("\n")
         answers.flush()
 
@@ -141,7 +143,7 @@ def _read(stream: BinaryIO) -> Any:
 
 
 def measure_apart(job: Job, folder: Path) -> tuple[list[Outcome], str]:
-    """Measures a job in a process of its own, or in this one where its models cannot be handed over.
+    """Measures a job in a process of its own, or in this one where its models cannot be handed over or none is wanted.
 
     Args:
         folder: for the files between the processes; exists, and is the caller's own.
@@ -152,6 +154,8 @@ def measure_apart(job: Job, folder: Path) -> tuple[list[Outcome], str]:
     Raises:
         RunError: the process cannot be started.
     """
+    if not current_effort().own_process:
+        return list(measure(job, own_process=False)), ""
     runtime = job.settings[0].runtime
     try:
         with Process(_measured, folder) as process:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from prunekit.context import paused_garbage_collection
+from prunekit.measure.effort import current_effort
 
 WINDOW = 5  # calls in each of the two windows that the warm-up compares
 TOLERANCE = 0.05
-WARM_UP_CALLS = 100
 WARM_UP_MS = 3000.0
 STEADY_S = {"cuda": 1.0}
 """A GPU raises its clock over tenths of a second once it has work: calls that agree before agree on a slow clock."""
@@ -51,7 +51,8 @@ def _event() -> torch.cuda.Event:
 
 
 def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:
-    """Runs until the median time of five calls is within 5 % of the five before, at most 100 calls or 3 seconds.
+    """Runs until the median time of five calls is within 5 % of the five before, for at most 3 seconds and as many
+    calls as the effort allows.
 
     Args:
         kind: of device, as `torch.device.type` has it. It has work until its clock is steady before any call counts.
@@ -64,7 +65,8 @@ def warm_up(run: Callable[[], float], kind: str = "cpu") -> int:
         run()
         calls += 1
     times: list[float] = []
-    while len(times) < WARM_UP_CALLS and sum(times) < WARM_UP_MS:
+    most = current_effort().warm_up_calls
+    while len(times) < most and sum(times) < WARM_UP_MS:
         times.append(run())
         before, now = times[-2 * WINDOW : -WINDOW], times[-WINDOW:]
         if len(before) == WINDOW and abs(np.median(now) - np.median(before)) <= TOLERANCE * np.median(before):

@@ -12,6 +12,7 @@ from torch import nn
 from prunekit.channels import ChannelMap
 from prunekit.deploy.transform import transform_of
 from prunekit.errors import NotMeasuredError, PlanError, UsageError
+from prunekit.measure.effort import current_effort
 from prunekit.planning import PruneSettings
 from prunekit.planning.reach import in_the_way
 from prunekit.planning.solve import plain
@@ -24,9 +25,8 @@ from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.pruning import feasible, plan_model
 from prunekit.workflow.runs import Log
-from prunekit.workflow.timed import LAST_PROCESSES, MOST_PROCESSES, rounds_of, timed
+from prunekit.workflow.timed import rounds_of, timed
 
-ATTEMPTS = 8
 DOUBT = 0.05
 """How wrong a latency table may be: what is predicted to be possible by less is measured before it is promised."""
 Planner = Callable[[PruneSettings, ChannelMap], Planned]
@@ -60,7 +60,7 @@ def delivered(frozen: Frozen, handed_over: nn.Module, *, log: Log) -> Delivered:
     """
     first, goal = frozen.attempts[0].timing, frozen.goal
     rounds = rounds_of(first.ms * first.speedup)
-    final = timed(goal.dense, handed_over, goal.inputs, goal.settings, rounds, LAST_PROCESSES)
+    final = timed(goal.dense, handed_over, goal.inputs, goal.settings, rounds, current_effort().last_processes)
     found = Delivered(frozen, final)
     log(f"latency: measured last: {found.final}: {100 * found.excess:.1f} % of the time asked for")
     return found
@@ -72,8 +72,8 @@ def _searched(goal: LatencyGoal, planner: Planner, log: Log) -> tuple[list[Attem
     widest = _whole_share(goal)
     attempts: list[Attempt] = []
     made: list[Planned] = []
-    share, again = _first_share(goal), False
-    while len(attempts) < ATTEMPTS:
+    share, again, most = _first_share(goal), False, current_effort().attempts
+    while len(attempts) < most:
         planned = made[-1] if again else planner(aiming(goal, share), channel_map)
         channel_map = planned.plan.channel_map  # the trial's locks hold for the next attempt as well
         plan = _number(planned, made)
@@ -186,7 +186,8 @@ def require_reachable(goal: LatencyGoal, example_inputs: tuple[Any, ...]) -> Non
 
 def _timed(goal: LatencyGoal, compact: nn.Module) -> Timing:
     rounds = rounds_of(goal.table.dense_ms)
-    return timed(goal.dense, goal.transform(compact), goal.inputs, goal.settings, rounds, MOST_PROCESSES)
+    most = current_effort().most_processes
+    return timed(goal.dense, goal.transform(compact), goal.inputs, goal.settings, rounds, most)
 
 
 def first_aim(goal: LatencyGoal) -> PruneSettings:

@@ -6,6 +6,7 @@ from typing import Any
 
 from prunekit.calibration import ChannelStats
 from prunekit.channels import trace
+from prunekit.measure.effort import current_effort
 from prunekit.progress import stage
 from prunekit.settings.job import JobSettings
 from prunekit.workflow.bench import devices
@@ -15,7 +16,6 @@ from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.profiling import NETWORKS
 from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.runs import Log
 from prunekit.workflow.scheduling import require_schedule, schedule_rows
@@ -53,7 +53,7 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     """
     timely = job.prune.budget.measured
     if timely and measure:
-        log(MEASURES.format(NETWORKS))
+        log(MEASURES.format(current_effort().networks))
     devices("auto", job.latency)
     prepared = prepare(job, own)
     require_deployable(prepared)

@@ -9,6 +9,7 @@ from typing import Any
 from prunekit.artifacts import write_json
 from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
+from prunekit.measure.effort import Effort
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.runtimes import inputs_like
 from prunekit.progress import stage
@@ -16,7 +17,7 @@ from prunekit.settings.job import JobSettings
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.profiled import Profile
-from prunekit.workflow.profiling import NETWORKS, layer_setting, profile
+from prunekit.workflow.profiling import layer_setting, profile
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Finish, Log, environment, run_folder, write_report
 from prunekit.workflow.tables import write_csv
@@ -44,7 +45,7 @@ class ProfileRun:
 def profile_job(
     job: JobSettings,
     *,
-    networks: int = NETWORKS,
+    networks: int = Effort.networks,
     again: bool = False,
     log: Log = stage,
     finish: Finish | None = write_report,

@@ -24,6 +24,7 @@ from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import NotMeasuredError
 from prunekit.inputs import examples as normalized
 from prunekit.measure.choosing import choose
+from prunekit.measure.effort import current_effort
 from prunekit.measure.profile import (
     Network,
     Sample,
@@ -46,14 +47,10 @@ from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.runs import Log
 from prunekit.wrappers import unwrapped
 
-NETWORKS = 40
-"""That are measured for a table, the dense one among them."""
 HELD_OUT = 5
 """One in so many is not fitted to at first: on those the prediction is tested."""
 FEWEST = 10
 """That a table is fitted to."""
-REPEATS = 9
-"""Of each network."""
 
 
 def profile(
@@ -117,7 +114,7 @@ def profile(
         10
     """
     model = unwrapped(model)
-    start = time.perf_counter()
+    start, effort = time.perf_counter(), current_effort()
     settings = settings or PruneSettings()
     target = target or settings.target
     setting, notes = layer_setting(target)
@@ -127,18 +124,18 @@ def profile(
     inputs = inputs_like(given[0])
     channel_map = _tried(model, channel_map or trace(model, *given), wanted, given)
     parts = _parts(channel_map, wanted)
-    keeps = list(sampled(channel_map, parts, networks or NETWORKS))
+    keeps = list(sampled(channel_map, parts, networks or effort.networks))
     made = _networks(model, channel_map, keeps, transform)
     kept_in = cache_folder() if cache is None else Path(cache)
-    dense = transform(model)
+    dense, rounds = transform(model), effort.network_rounds
     if measure:
         log(f"profile: {len(keeps)} networks of all widths, timed in {setting.runtime} with the dense one beside each")
-        times = time_networks(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in, again=again, log=log)
+        times = time_networks(dense, made, inputs, setting, repeats=rounds, cache=kept_in, again=again, log=log)
         with reporting(progress, "profile"):
             timed = tracked(times, "profile", total=len(keeps), unit="network")
             samples = tuple(Sample(keep, found) for keep, found in zip(keeps, timed, strict=True))
     else:
-        known = kept_times(dense, made, inputs, setting, repeats=REPEATS, cache=kept_in)
+        known = kept_times(dense, made, inputs, setting, repeats=rounds, cache=kept_in)
         samples = tuple(Sample(keep, found) for keep, found in zip(keeps, known, strict=True) if found is not None)
         there = f"{len(samples)} of {len(keeps)} networks of the profile are in {kept_in}"
         if len(samples) < FEWEST:

@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from prunekit.errors import RunError
+from prunekit.measure.effort import current_effort
 from prunekit.measure.latency import LatencyReport, ready
 from prunekit.measure.runtimes import Inputs
 from prunekit.measure.wording import failed
@@ -18,26 +19,18 @@ from prunekit.workflow.attempts import TOLERANCE, Timing
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import as_latency
 
-PROCESSES, MOST_PROCESSES, LAST_PROCESSES = 3, 7, 15
-"""That measure a plan one after the other: more while their median is uncertain, most for the figure that counts."""
 CERTAIN = 0.0125
 """Half of the 95 % interval of the median over processes that is small enough, as a share of it. Beside a tolerance of
 3 %."""
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """97.5 % of Student's distribution (1908) lie below, for 1, 2, ... degrees of freedom: a standard deviation of three
 processes is often too small by half."""
-TRIES = 2
-"""How often a plan is measured at most, with twice the rounds each time, while it is unstable in most processes."""
-REPEATS = 15
-"""Rounds in each process, at least."""
-ROUNDS_MS = 2000.0
-"""That they take together, at least: a machine's speed wavers over tenths of a second."""
-MOST_ROUNDS = 999
 
 
 def rounds_of(dense_ms: float) -> int:
     """As many as are wanted in each process, of a dense model that takes so long."""
-    return min(max(REPEATS, round(ROUNDS_MS / dense_ms)), MOST_ROUNDS)
+    effort = current_effort()
+    return min(max(effort.rounds, round(effort.rounds_ms / dense_ms)), effort.most_rounds)
 
 
 def timed(
@@ -56,11 +49,12 @@ def timed(
     Raises:
         RunError: it cannot be measured there.
     """
+    effort = current_effort()
     wanted, models = as_latency(settings.target), {"dense": model, "pruned": compact}
     with ready(models, inputs, wanted, devices(settings.target.device, wanted)) as measured:
-        for tried in range(TRIES):
+        for tried in range(effort.tries):
             each: list[Timing] = []
-            while len(each) < PROCESSES or (len(each) < most and _uncertainty(each, settings) > CERTAIN):
+            while len(each) < effort.processes or (len(each) < most and _uncertainty(each, settings) > CERTAIN):
                 each.append(_timing(measured(rounds * 2**tried)))
             found = _median(each, _uncertainty(each, settings))
             if found.stable:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from efforts import HERE
 from torch import nn
 
 from prunekit import workflow
@@ -21,7 +22,8 @@ from prunekit.calibration import ChannelStats, LayerStats, StatsKey
 from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
 from prunekit.data import load_splits
-from prunekit.measure import latency, measuring
+from prunekit.measure import measuring
+from prunekit.measure.effort import effort_of
 from prunekit.recipe import dump, load
 from prunekit.settings.job import JobSettings
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
@@ -308,9 +310,9 @@ def test_a_runtime_that_computes_something_else_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, own_model: str, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(measuring, "TOLERANCES", dict.fromkeys(measuring.TOLERANCES, -1.0))
-    monkeypatch.setattr(latency, "measure_apart", lambda job, _: (list(measuring.measure(job, own_process=False)), ""))
     arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--batch", "1", "--repeats", "5"]
-    result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
+    with effort_of(HERE):
+        result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
     assert result.exit_code == 1
     assert "not measured: eager, cpu, batch 1, 1 thread, float32: initialized computes something else" in result.stderr
     assert "outputs differ by 0 of the largest value" in result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from prunekit.cli import cli
-from prunekit.measure.profile import LayerTimes, networks
+from prunekit.measure.effort import Effort, effort_of
+from prunekit.measure.profile import LayerTimes
 from prunekit.measure.profile.cache import load, store
 
 RECIPE = """
@@ -25,12 +27,12 @@ threads: 1
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(networks, "LEAST_MS", 0.0)
     path = tmp_path / "small.yaml"
     path.write_text(RECIPE)
-    return path
+    with effort_of(Effort(network_ms=0.0)):
+        yield path
 
 
 def times_in(file: Path) -> LayerTimes:

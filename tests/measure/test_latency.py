@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from prunekit.measure import LatencySettings, compare_latency, latency, machine, measure_latency, measuring, timing
+from prunekit.measure.effort import Effort
 from prunekit.measure.evidence import paired_ratio
-from prunekit.measure.isolated import Outcome
-from prunekit.measure.timing import WARM_UP_CALLS, alternate, warm_up
+from prunekit.measure.timing import alternate, warm_up
 
 CPU = torch.device("cpu")
 
@@ -46,16 +45,6 @@ class Shared(list[tuple[object, ...]]):
 
     def __deepcopy__(self, memo: object) -> Shared:
         return self
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures in this process, whose objects the models of a test can reach."""
-
-    def apart(job: measuring.Job, folder: Path) -> tuple[list[Outcome], str]:
-        return list(measuring.measure(job, own_process=False)), ""
-
-    monkeypatch.setattr(latency, "measure_apart", apart)
 
 
 @pytest.mark.usefixtures("here")
@@ -196,7 +185,7 @@ def test_warm_up_waits_until_it_is_stable() -> None:
 
 
 def test_warm_up_ends_where_nothing_is_stable() -> None:
-    assert warm_up(iter([1e-6 * 1.2**n for n in range(200)]).__next__) == WARM_UP_CALLS
+    assert warm_up(iter([1e-6 * 1.2**n for n in range(200)]).__next__) == Effort.warm_up_calls
     assert warm_up(iter([2.0**n for n in range(200)]).__next__) == 12  # 4 seconds
 
 

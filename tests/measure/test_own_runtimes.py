@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from little_time import measure_little, time_little
 from torch import nn
 
 import prunekit as pk
@@ -78,8 +77,8 @@ def test_bench_times_it_in_a_process_that_finds_its_file_again(own: Path) -> Non
     assert str(os.getpid()) not in processes
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_a_registered_one_is_the_target_of_a_plan(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    time_little(monkeypatch, attempts=1)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(own.parent / "cache"))
     user_code.load_object("mine.py:opened", UsageError)
     found = pk.prune(net(), torch.zeros(1, 3, 12, 12), speedup=1.1, target=Target("mine", block=1))
@@ -88,8 +87,8 @@ def test_a_registered_one_is_the_target_of_a_plan(own: Path, monkeypatch: pytest
     assert (own.parent / "processes").exists()
 
 
-def test_a_job_times_it_and_its_report_shows_it(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_little(monkeypatch)
+@pytest.mark.usefixtures("little_effort")
+def test_a_job_times_it_and_its_report_shows_it(own: Path) -> None:
     user_code.load_object("mine.py:opened", UsageError)
     job = JobSettings(
         "own",

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from little_time import measured_here
+from efforts import HERE
 from torch import nn
 
+from prunekit.measure.effort import effort_of
 from prunekit.measure.latency import compare_latency
 from prunekit.measure.placing import Placement, placements
 from prunekit.measure.runtimes import RUNTIMES, Setting, Source
@@ -85,9 +86,8 @@ def test_models_are_moved_before_every_other_round() -> None:
 def test_runtimes_that_lay_weights_out_themselves_are_left_alone(runtime: str, moves: bool) -> None:
     calls: list[None] = []
     before = Placement.__call__
-    with pytest.MonkeyPatch.context() as patch:
+    with effort_of(HERE), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Placement, "__call__", lambda self: (calls.append(None), before(self)))
-        patch.setattr("prunekit.measure.latency.measure_apart", measured_here)
         settings = LatencySettings(runtimes=(runtime,), batches=(2,), repeats=6)  # type: ignore[arg-type]
         report = compare_latency(Net(), Net(), (3, 8, 8), settings, [torch.device("cpu")])
     assert not report.failures

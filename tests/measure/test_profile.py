@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import RunError, UsageError
+from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.measuring import Failed
 from prunekit.measure.profile import LayerTimes, Network, cache_folder, has_layer_clock, networks, time_networks
 from prunekit.measure.profile.cache import load, store, structure
@@ -57,8 +58,9 @@ class Spy:
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(networks, "LEAST_MS", 0.0)
+def _short() -> Iterator[None]:
+    with effort_of(Effort(network_ms=0.0)):
+        yield
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from little_time import measured_here
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from prunekit.export import export_onnx
 from prunekit.measure import LatencySettings, latency, measure_latency
+from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.measuring import Failed, Job, Timed, measure, plain_tensors
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, exported, inputs_like, inputs_of, sample_of
 from prunekit.measure.runtimes.onnx_runtime import open_session
@@ -155,8 +155,8 @@ def test_runtimes_beside_each_other_in_processes_of_their_own() -> None:
     assert report.machine["cores"] >= 1
 
 
+@pytest.mark.usefixtures("here")
 def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "measure_apart", measured_here)
     made = list[tuple[int, str]]()
 
     def counted(model: nn.Module, inputs: Inputs, keys: Iterable[tuple[int, str]], folder: Path) -> Source:
@@ -181,8 +181,8 @@ class Undecided(nn.Module):
         return flat + 1 if len(x) == 1 or flat.sum() > 0 else flat - 1
 
 
-def test_a_batch_that_cannot_be_exported_costs_no_other_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency, "measure_apart", measured_here)
+@pytest.mark.usefixtures("here")
+def test_a_batch_that_cannot_be_exported_costs_no_other_its_figures() -> None:
     settings = LatencySettings((1, 2), (1,), 5, ("onnxruntime", "openvino"))
     lines: list[str] = []
     report = measure_latency({"dense": net(), "pruned": Undecided()}, SHAPE, settings, [CPU], log=lines.append)
@@ -230,13 +230,12 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("runtime", ["eager", "onnxruntime", "openvino"])
-def test_models_of_several_inputs(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if runtime != "eager":  # how they come into another process, one runtime shows
-        monkeypatch.setattr(latency, "measure_apart", measured_here)
+def test_models_of_several_inputs(runtime: str) -> None:
     example = (torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[True, False, True, True]]))
     inputs = inputs_like(example)
     settings = LatencySettings((3,), (1,), 5, (runtime,))  # type: ignore[arg-type]
-    found = measure_latency({"dense": Gated(), "again": Gated()}, inputs, settings, [CPU])
+    with effort_of(Effort(own_process=runtime == "eager")):  # how they come into another process, one runtime shows
+        found = measure_latency({"dense": Gated(), "again": Gated()}, inputs, settings, [CPU])
     assert not found.failures
     assert [row["batch"] for row in found.rows] == [3, 3]
 

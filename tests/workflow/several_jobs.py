@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from little_time import measured_here
+from efforts import HERE
 
 from prunekit.calibration import CalibrationSettings
 from prunekit.data import DataSettings
-from prunekit.measure import LatencySettings, latency
+from prunekit.measure import LatencySettings
+from prunekit.measure.effort import effort_of
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.training import TrainSettings
@@ -59,7 +60,7 @@ def ran(
     output: Path, factory: str, changes: dict[str, Any], resume: str | None = None
 ) -> tuple[Path, dict[str, Any], list[str]]:
     """Folder, metrics and log of a job that measures in this process."""
-    latency.measure_apart = measured_here
     log: list[str] = []
-    result = finetune(job(output, **changes), log=log.append, own=Own(model=factory), resume=resume)
+    with effort_of(HERE):
+        result = finetune(job(output, **changes), log=log.append, own=Own(model=factory), resume=resume)
     return result.folder, result.metrics, log

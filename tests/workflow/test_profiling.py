@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from little_time import time_little
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
@@ -26,8 +25,8 @@ from prunekit.workflow.profiling import profile
 WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=Target(block=1))
 
 
-def test_networks_have_the_sizes_that_only_a_trial_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    time_little(monkeypatch, attempts=1)
+@pytest.mark.usefixtures("little_effort")
+def test_networks_have_the_sizes_that_only_a_trial_finds(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, example = VisionTransformer(32, 8, 2, 2, 32, 64).eval(), (torch.randn(1, 3, 32, 32),)
     nn.init.normal_(model.heads[0].weight, std=0.02)  # zeros, else: every class would be worth the same
@@ -56,8 +55,8 @@ class OneAtATime(nn.Module):
         return self.second(self.first(x).relu())  # type: ignore[no-any-return]
 
 
-def test_a_network_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    time_little(monkeypatch, attempts=1)
+@pytest.mark.usefixtures("little_effort")
+def test_a_network_that_does_not_run_is_named(tmp_path: Path) -> None:
     model, example, target = OneAtATime().eval(), (torch.randn(1, 8),), replace(WANTED.target, batch=2)
     with pytest.raises(RunError, match=r"dense: does not run in eager: ValueError: one at a time"):
         profile(model, example, target=target, settings=WANTED, cache=tmp_path, log=lambda text: None)

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from little_time import time_little
 
 import prunekit
 from prunekit.calibration import CalibrationSettings
@@ -132,11 +131,11 @@ def test_rounds_rewind_the_learning_rate_of_the_model_and_of_its_control(output:
     assert "The learning rate was rewound" in (folder / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_budgets_of_time_go_by_macs_to_the_plan_that_was_measured(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
-    time_little(monkeypatch, attempts=2)
     prune = PruneSettings(
         BudgetSettings(speedup=1.1), scope="per_mac", schedule=ScheduleSettings("exponential", end=1, rounds=3)
     )

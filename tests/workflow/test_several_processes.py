@@ -20,7 +20,6 @@ from prunekit.distributed.exchange import from_main
 from prunekit.distributed.group import rank
 from prunekit.errors import PeerError, RunError
 from prunekit.masking import ActivationSettings
-from prunekit.measure import latency
 from prunekit.models import load_factory
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.repair import RepairSettings
@@ -48,11 +47,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, factory: str) -> tuple[Path, dict[str, Any], list[str]]:
-    before = latency.measure_apart
-    try:
-        return ran(tmp_path_factory.mktemp("alone"), factory, CHANGES)
-    finally:
-        latency.measure_apart = before
+    return ran(tmp_path_factory.mktemp("alone"), factory, CHANGES)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

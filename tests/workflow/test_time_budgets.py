@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from chains import Chain, random_table
-from little_time import time_little
 from timings import DENSE_MS, took
 from torch import nn
 
@@ -268,12 +267,12 @@ class TwoInputs(nn.Module):
         return self.head(self.mixed(both).relu().mean((2, 3)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("runtime", ["eager", "onnxruntime"])
 def test_a_model_of_several_inputs_is_timed(runtime: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if runtime == "onnxruntime":
         pytest.importorskip("onnxruntime")
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
-    time_little(monkeypatch, attempts=1)
     torch.manual_seed(0)
     example = (torch.randn(1, 3, 32, 32), torch.tensor([6]), torch.randn(1, 48))
     target = Target(runtime, batch=2)
@@ -295,11 +294,11 @@ class Normed(nn.Module):
         return self.second(self.norm(self.first(x)).relu()).mean((2, 3))  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, seen = Normed().eval(), list[nn.Module]()
     channel_map, deploy = trace(model, EXAMPLE), DeploySettings(fold_batchnorm=True, channels_last=True)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
-    time_little(monkeypatch, attempts=3)
 
     def machine(dense: nn.Module, compact: nn.Module, *_: object) -> Timing:
         seen.extend([dense, compact])
@@ -324,9 +323,9 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
     assert isinstance(model.norm, nn.BatchNorm2d)
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
-    time_little(monkeypatch, attempts=1)
     model, wanted, whole = Normed().eval(), PruneSettings(BudgetSettings(speedup=2.0)), list[bool]()
 
     def spied(network: nn.Module, plan: Plan) -> nn.Module:
@@ -342,9 +341,9 @@ def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.Monkey
     assert [sample.times for sample in found[0].samples] == [sample.times for sample in found[1].samples]
 
 
+@pytest.mark.usefixtures("little_effort")
 def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
-    time_little(monkeypatch, attempts=2)
     torch.manual_seed(0)
     model = Chain([32, 48, 32], [3, 3, 3], shortcut=True).eval()
     found = prunekit.prune(model, (torch.randn(1, 3, 48, 48),), speedup=1.5)

@@ -12,13 +12,19 @@ import pytest
 from timings import DENSE_MS, took
 from torch import nn
 
-from prunekit.measure import latency
-from prunekit.measure.isolated import measure_apart
+from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.runtimes import inputs_of
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.settings.pruning import Target
 from prunekit.workflow import timed
 from prunekit.workflow.attempts import Timing
+
+
+@pytest.fixture(autouse=True)
+def _one_try() -> Iterator[None]:
+    """However unstable: in processes of their own, as many as by default."""
+    with effort_of(Effort(tries=1)):
+        yield
 
 
 def test_the_median_process_counts_and_the_interval_holds_all() -> None:
@@ -33,7 +39,6 @@ def test_the_median_process_counts_and_the_interval_holds_all() -> None:
 
 
 def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed, "TRIES", 1)
     processes_say(monkeypatch, map(took, itertools.cycle([2.0, 2.4, 1.7])))
     none = nn.Identity()
     found = timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15)
@@ -41,15 +46,13 @@ def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyP
     assert found.doubts[0].startswith("15 processes differ: the 95 % interval of their median is ")
 
 
-def test_a_model_that_no_other_process_can_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_no_other_process_can_have_is_said() -> None:
     class Local(nn.Linear):  # of a function: pickle does not find it
         pass
 
-    monkeypatch.setattr(latency, "measure_apart", measure_apart)
-    monkeypatch.setattr(timed, "PROCESSES", 1)
-    monkeypatch.setattr(timed, "TRIES", 1)
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=Target(block=1))
-    timing = timed.timed(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
+    with effort_of(Effort(processes=1, tries=1)):
+        timing = timed.timed(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
     (note,) = timing.notes
     assert note.startswith("eager: timed in this process, not in one of its own")
 
@@ -76,7 +79,6 @@ def test_processes_that_disagree_are_joined_by_more(
     speedups: tuple[float, ...], latency_ms: float | None, most: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, none = iter(speedups), nn.Identity()
-    monkeypatch.setattr(timed, "TRIES", 1)
     processes_say(monkeypatch, map(took, left))
     budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
     found = timed.timed(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
@@ -97,7 +99,6 @@ def test_the_interval_over_processes_holds_the_true_speedup(processes: int) -> N
 
 def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
-    monkeypatch.setattr(timed, "TRIES", 1)
     processes_say(monkeypatch, figures)
     none = nn.Identity()
     timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)

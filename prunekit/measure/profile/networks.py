@@ -16,6 +16,7 @@ from prunekit.channels.copying import copied
 from prunekit.context import set_mode
 from prunekit.errors import RunError, UsageError
 from prunekit.inputs import call
+from prunekit.measure.effort import current_effort
 from prunekit.measure.isolated import Died, NotHandedOver, Process
 from prunekit.measure.latency import Log
 from prunekit.measure.measuring import Failed, line_of, plain_tensors
@@ -23,9 +24,6 @@ from prunekit.measure.profile.cache import conditions, key_of, load, store, stru
 from prunekit.measure.profile.layer_times import LayerTimes
 from prunekit.measure.profile.pair import Pair, Ready
 from prunekit.measure.runtimes import RUNTIMES, Inputs, Setting, Source, exported, inputs_of
-
-LEAST_MS = 1500.0
-"""That a network is measured for: a machine's speed wavers over tenths of a second."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +127,9 @@ class _Bench(ExitStack):
         if self.ask is None:
             self.folder = Path(self.enter_context(TemporaryDirectory(prefix="prunekit-")))
             dense = self._ready("dense", self.dense, "dense")
-            self.pair = Pair(self.runtime, dense, self.inputs, self.setting, self.repeats, LEAST_MS)
-            self.ask = self._start()
+            least_ms = current_effort().network_ms
+            self.pair = Pair(self.runtime, dense, self.inputs, self.setting, self.repeats, least_ms)
+            self.ask = self._start() if current_effort().own_process else self.pair
         try:
             found = self._asked(self._ready(name, network, "network"))
         except Died as error:
