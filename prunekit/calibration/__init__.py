@@ -5,11 +5,10 @@ from prunekit.calibration.collector import StatsCollector, first_tensor
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.gradients import TaylorTerms, collect_gradients
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
-from prunekit.calibration.moments import InputMoments
-from prunekit.calibration.moments_collector import MomentsCollector
+from prunekit.calibration.moments import InputMoments, MomentsCollector
+from prunekit.calibration.passes import ReadHooks, find_consumers
+from prunekit.calibration.patch_stats import CalibrationWarning
 from prunekit.calibration.ranks import MapRanks, RankCollector
-from prunekit.calibration.read_hooks import ReadHooks, find_consumers
-from prunekit.calibration.shortage import CalibrationWarning
 from prunekit.calibration.sketch import MagnitudeSketch
 from prunekit.calibration.stats import ChannelStats, NonFinite
 from prunekit.settings.calibration import CalibrationSettings

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prunekit.calibration.collector import StatsCollector
-from prunekit.calibration.moments_collector import MomentsCollector
+from prunekit.calibration.moments import MomentsCollector
 from prunekit.calibration.passes import PassHooks, run_passes
 from prunekit.calibration.ranks import RankCollector
 from prunekit.calibration.stats import ChannelStats

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +11,7 @@ from torch import Tensor, nn
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS, FloatArray, LayerStats, StatsKey, combine_rows
-from prunekit.calibration.passes import run_passes
-from prunekit.calibration.read_hooks import ReadHooks
+from prunekit.calibration.passes import ReadHooks, run_passes
 from prunekit.calibration.reduce import summarize
 from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
@@ -29,15 +26,6 @@ Side = Literal["input", "output"]
 PARTS = 16
 """Batches merged at a time; merging each alone costs as much as measuring a small activation."""
 FIRST_NON_FINITE = ARRAYS.index("first_non_finite")
-
-
-class _Measured(NamedTuple):
-    """An activation measured in the running forward pass; it is not kept alive by this."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    axis: int
-    rows: FloatArray
 
 
 class StatsCollector(ReadHooks):
@@ -80,6 +68,8 @@ class StatsCollector(ReadHooks):
         12
     """
 
+    _running: dict[StatsKey, FloatArray]
+
     def __init__(
         self,
         model: nn.Module,
@@ -99,9 +89,6 @@ class StatsCollector(ReadHooks):
         self._axes = _known(axes or {}, self._targets)
         self._measure = Measure(fused)
         self._parts: dict[StatsKey, list[FloatArray]] = {}
-        self._running: dict[StatsKey, FloatArray] = {}
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._measured: dict[int, _Measured] = {}
 
     def watch(self) -> None:
         """Hooks the modules."""
@@ -152,10 +139,8 @@ class StatsCollector(ReadHooks):
 
     def begin(self) -> None:
         """Forgets what a pass that raised has left."""
-        self._running.clear()
-        self._calls.clear()
+        super().begin()
         self._called.clear()
-        self._measured.clear()
 
     def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
         """Measures the input of a layer whose module is not called."""
@@ -172,8 +157,7 @@ class StatsCollector(ReadHooks):
     def _note(self, path: str, side: Side, tensor: Tensor | None, axis: int | None = None) -> None:
         if not self.inside:
             return
-        key = StatsKey(path, side, self._calls[path, side])
-        self._calls[path, side] += 1
+        key = StatsKey(path, side, self.ordinal(path, side))
         if tensor is None or tensor.ndim < 2:
             return
         if axis is None:
@@ -201,15 +185,12 @@ class StatsCollector(ReadHooks):
         self._measured.clear()
 
     def _summarize(self, tensor: Tensor, axis: int) -> FloatArray:
-        """Measures a tensor, or looks it up: most inputs are another module's output, not written to since."""
-        if not tensor.is_inference():  # without a version counter nobody knows whether it was written to
-            seen = self._measured.get(id(tensor))
-            if seen is not None and seen.tensor() is tensor and (seen.version, seen.axis) == (tensor._version, axis):
-                return seen.rows
-        rows = summarize(*self.without_padding(tensor, axis), self._measure)
-        rows[FIRST_NON_FINITE] *= self.number + 1
-        if not tensor.is_inference():
-            self._measured[id(tensor)] = _Measured(weakref.ref(tensor), tensor._version, axis, rows)
+        """Measures a tensor, or looks it up."""
+        rows: FloatArray | None = self._measured.get(tensor, axis)
+        if rows is None:
+            rows = summarize(*self.without_padding(tensor, axis), self._measure)
+            rows[FIRST_NON_FINITE] *= self.number + 1
+            self._measured.put(tensor, axis, rows)
         return rows
 
 

@@ -104,6 +104,29 @@ class LayerStats:
         return np.maximum(self.count, 1)
 
 
+@dataclass(frozen=True, eq=False)
+class ChannelSums:
+    """Sums per channel, of as many values each."""
+
+    count: int
+    total: FloatArray
+    """(channels,)"""
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            getattr(self, field.name).setflags(write=False)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return len(self.total)
+
+    @property
+    def mean(self) -> FloatArray:
+        """(channels,)"""
+        return self.total / max(self.count, 1)
+
+
 ARRAYS = tuple(field.name for field in fields(LayerStats))
 COUNTS = {"count", "zeros", "non_finite", "first_non_finite"}
 """Those that are integers."""

@@ -1,16 +1,21 @@
-"""Hooks that act within whole forward passes of a model."""
+"""Hooks that act within whole forward passes of a model, and see what its layers read and make in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prunekit.calibration.consumers import Consumer, ReadWatch, See
+from prunekit.channels.running import without_fast_path
 from prunekit.channels.storages import is_plain
+from prunekit.channels.substitutes import SUBSTITUTES, substitute_all
 from prunekit.context import device_of, training_mode, without_gradients
 from prunekit.errors import UsageError
 from prunekit.hooks import HookOwner, refuse_compiled
@@ -41,6 +46,9 @@ class PassHooks(HookOwner):
         self._depth = 0
         self._passes = 0
         self._dealt = 0, 1
+        self._calls: Counter[Hashable] = Counter()
+        self._reads: ReadWatch | None = None
+        self._reading = False
         self.counted: Tensor | None = None
         """Which positions of the running pass's samples are no padding, see `counted_positions`."""
         self.sequences: tuple[int, int] | None = None
@@ -62,11 +70,24 @@ class PassHooks(HookOwner):
 
     def begin(self) -> None:
         """Forgets what a pass that raised has left."""
-        raise NotImplementedError
 
     def keep(self) -> None:
         """Adds what the finished pass showed."""
-        raise NotImplementedError
+
+    def ordinal(self, *key: Hashable) -> int:
+        """How often the running pass has asked for a key before, from 0: which call of a layer it is."""
+        self._calls[key] += 1
+        return self._calls[key] - 1
+
+    def watch_reads(self, before: See, after: See, watch: type[ReadWatch] = ReadWatch) -> None:
+        """Watches torch's functions while the model runs.
+
+        Until this owner has left, attention modules that hide their projections from torch's functions are their
+        equivalents, and attention's fast path is off.
+        """
+        self.own_context(without_fast_path())
+        self.own_context(_substituted(self._model))
+        self._reads = watch(self._model, before, after)
 
     def register(self) -> None:
         """Hooks the model.
@@ -125,8 +146,12 @@ class PassHooks(HookOwner):
                 example = (*given, Keywords(named))
                 self.counted = counted_positions(self._model, example)
                 self.sequences = sequence_shape(self._model, example)
+            self._calls.clear()
             self.begin()
         self._depth += 1  # a model may call itself
+        if self._depth == 1 and self._reads is not None:
+            self._reads.__enter__()  # type: ignore[no-untyped-call]
+            self._reading = True
 
     def _finish(self, *forward: Any) -> None:
         if self._depth == 1:
@@ -134,7 +159,90 @@ class PassHooks(HookOwner):
             self.keep()
 
     def _leave(self, *forward: Any) -> None:
+        if self._depth == 1:
+            self._stop_reading()
         self._depth -= 1
+
+    def remove(self) -> None:
+        """Removes every hook of this owner, also when a pass was interrupted."""
+        super().remove()
+        self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        if self._reading and self._reads is not None:
+            self._reading = False
+            self._reads.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._reads.forget()
+
+
+class Measured:
+    """What was measured of tensors in the running pass, as long as nobody writes to them; it keeps none of them alive.
+
+    Most inputs are another module's output.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], int, Hashable, Any]] = {}
+        self.clear = self._found.clear
+
+    def get(self, tensor: Tensor, how: Hashable) -> Any:
+        """What was put for a tensor that was measured in the same way; None without."""
+        if tensor.is_inference() or id(tensor) not in self._found:
+            return None
+        reference, version, known, found = self._found[id(tensor)]
+        return found if reference() is tensor and (version, known) == (tensor._version, how) else None
+
+    def put(self, tensor: Tensor, how: Hashable, found: Any) -> None:
+        """Takes note of what was measured of a tensor."""
+        if not tensor.is_inference():  # without a version counter nobody knows whether it was written to
+            self._found[id(tensor)] = weakref.ref(tensor), tensor._version, how, found
+
+
+class ReadHooks(PassHooks):
+    """Sees the input of every layer with a weight in each forward pass; subclasses say what becomes of it.
+
+    Inside the `with`, attention modules that hide their projections from torch's functions are their equivalents, and
+    attention's fast path is off.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.consumers: dict[str, Consumer] = {}
+        """Those that were called so far, by their path."""
+        self._running: dict[Any, Any] = {}
+        self._measured = Measured()
+
+    def begin(self) -> None:
+        """Forgets what a pass that raised has left."""
+        self._running.clear()
+        self._measured.clear()
+
+    def see(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Takes note of an input, which a later layer may overwrite; `axis` holds the channels."""
+
+    def made(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        """Takes note of an output."""
+
+    def watch(self) -> None:
+        """Prepares the watch over torch's functions, which is on while the model runs."""
+        self.watch_reads(self._before, self._after)
+
+    def _before(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        if self.inside and values.is_floating_point():
+            self.consumers.setdefault(consumer.path, consumer)
+            self._hand(self.see, consumer, values, axis)
+
+    def _after(self, consumer: Consumer, values: Tensor, axis: int) -> None:
+        if self.inside and values.is_floating_point():
+            self._hand(self.made, consumer, values, axis)
+
+    def _hand(
+        self, note: Callable[[Consumer, Tensor, int], None], consumer: Consumer, values: Tensor, axis: int
+    ) -> None:
+        with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
+            found = self.measurable(values, axis)
+            if found is not None:
+                note(consumer, *found)
 
 
 def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | str | None, *owners: HookOwner) -> None:
@@ -153,3 +261,38 @@ def run_passes(model: nn.Module, batches: Iterable[Any], device: torch.device | 
             given = moved(arguments(model, inputs_in(batch)), place)
             with running(model, given):
                 without_gradients(partial(call, model, given))
+
+
+def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
+    """The layers that read channels through a weight, by their path, in the order in which they first run.
+
+    Args:
+        model: runs once, in eval mode without gradients; every module is afterwards in the mode it had.
+        inputs: a few samples, as `arguments` takes them.
+    """
+    finder = ReadHooks(model)
+    run_passes(model, [(inputs,)], None, finder)
+    return finder.consumers
+
+
+@contextmanager
+def _substituted(model: nn.Module) -> Iterator[None]:
+    """Equivalents in place of attention modules that read their weights out of torch's sight."""
+    originals = [module for module in model.modules() if type(module) in SUBSTITUTES]
+    before = [(module, type(module), dict(vars(module))) for module in originals]
+    substitute_all(model)
+    changes = [(module, kind, _changed(vars(module), old), old) for module, kind, old in before]
+    try:
+        yield
+    finally:
+        for module, kind, names, old in reversed(changes):
+            module.__class__ = kind
+            for name in names:
+                if name in old:
+                    setattr(module, name, old[name])
+                else:
+                    delattr(module, name)
+
+
+def _changed(now: dict[str, Any], old: dict[str, Any]) -> list[str]:
+    return [name for name, value in now.items() if name not in old or old[name] is not value]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.consumers import Consumer
-from prunekit.calibration.layer_stats import FloatArray, StatsKey
-from prunekit.calibration.read_hooks import ReadHooks
+from prunekit.calibration.layer_stats import ChannelSums, StatsKey
+from prunekit.calibration.passes import ReadHooks
 from prunekit.channels import channel_axis
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.hooks import never_called
@@ -20,27 +18,8 @@ from prunekit.nested import tensors_in
 from prunekit.wrappers import unwrapped
 
 
-@dataclass(frozen=True, eq=False)
-class MapRanks:
-    """Ranks of the feature maps of an activation, summed for each channel."""
-
-    count: int
-    """Feature maps of each channel."""
-    total: FloatArray
-    """(channels,) Sums of their ranks."""
-
-    def __post_init__(self) -> None:
-        self.total.setflags(write=False)
-
-    @property
-    def channels(self) -> int:
-        """Number of channels."""
-        return len(self.total)
-
-    @property
-    def mean(self) -> FloatArray:
-        """(channels,) Mean rank."""
-        return self.total / max(self.count, 1)
+class MapRanks(ChannelSums):
+    """Ranks of the feature maps of an activation, summed for each channel over `count` maps."""
 
     def merge(self, other: MapRanks) -> MapRanks:
         """Ranks of both together.
@@ -69,12 +48,12 @@ class RankCollector(ReadHooks):
         NonFiniteError: in a hook: a feature map holds NaN or Inf; names the activation.
     """
 
+    _running: dict[StatsKey, MapRanks]
+
     def __init__(self, model: nn.Module) -> None:
         model = unwrapped(model, offloaded=True, compiled=False)
         super().__init__(model)
         self._sums: dict[StatsKey, MapRanks] = {}
-        self._running: dict[StatsKey, MapRanks] = {}
-        self._calls: Counter[tuple[str, str]] = Counter()
 
     def ranks(self) -> dict[StatsKey, MapRanks]:
         """The ranks so far, by activation.
@@ -91,11 +70,6 @@ class RankCollector(ReadHooks):
         for path, module in self._model.named_modules():
             if not any(module.children()) and not never_called(module):
                 self._watch(path, module)
-
-    def begin(self) -> None:
-        """Forgets what a pass that raised has left."""
-        self._running.clear()
-        self._calls.clear()
 
     def keep(self) -> None:
         """Adds the finished pass."""
@@ -121,8 +95,7 @@ class RankCollector(ReadHooks):
         self.own_forward(module, after, again=True)
 
     def _note(self, path: str, side: Literal["input", "output"], values: Tensor, axis: int) -> None:
-        key = StatsKey(path, side, self._calls[path, side])
-        self._calls[path, side] += 1
+        key = StatsKey(path, side, self.ordinal(path, side))
         if axis == values.dim() - 1:  # padding adds no rank
             values = rows_of(values, self.counted) if values.dim() == 2 else blank_padding(values, self.counted)
         maps = _maps(values, axis)

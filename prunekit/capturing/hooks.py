@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -12,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch import Tensor, nn
 
 from prunekit.calibration.consumers import Consumer
-from prunekit.calibration.read_hooks import WatchedPasses
+from prunekit.calibration.passes import PassHooks
 from prunekit.capturing.functional import WeightUses
 from prunekit.capturing.layers import Layers, choose
 from prunekit.channels import channel_axis
@@ -48,7 +47,7 @@ class Where(NamedTuple):
         return f"{self.what} {self.position} of {self.path}, call {self.call}"
 
 
-class LayerHooks(WatchedPasses):
+class LayerHooks(PassHooks):
     """Shows the tensors that chosen layers read and make, in the order in which that happens.
 
     Args:
@@ -75,7 +74,6 @@ class LayerHooks(WatchedPasses):
             raise UsageError(f"{name}: every: expected a whole number of at least 1, got {every}")
         self._chosen, self._every = choose(model, layers, name), every
         self._begun = 0
-        self._calls: Counter[tuple[str, What]] = Counter()
         self._called: set[str] = set()
         self._idle = True
 
@@ -106,11 +104,7 @@ class LayerHooks(WatchedPasses):
     def begin(self) -> None:
         """A forward pass of the model begins."""
         self._begun += 1
-        self._calls.clear()
         self._called.clear()
-
-    def keep(self) -> None:
-        """Nothing is left to do when it has ended: what it showed is kept already."""
 
     def watch(self) -> None:
         """Hooks the layers."""
@@ -127,18 +121,18 @@ class LayerHooks(WatchedPasses):
         if "output" in self.what:
             self.own_forward(module, partial(self._after, path), again=True)
         if "grad_input" in self.what:
-            inputs = _InputGradients(self, path, module)
+            inputs = InputGradients(self, partial(self.gradients, path, "grad_input", module))
             self.own_forward_pre(module, inputs.before, again=True)
             self.own_forward(module, inputs.after, again=True, always=True)
         if "grad_output" in self.what:
-            self.own_forward(module, _OutputGradients(self, path, module).after, again=True)
+            outputs = OutputGradients(self, partial(self.gradients, path, "grad_output", module))
+            self.own_forward(module, outputs.after, again=True)
 
     def _next(self, path: str, what: What) -> Where | None:
         """Where the next tensor of a layer is; None where this forward pass is not looked at."""
         self._idle = False
         inside = self.inside or recomputing()
-        call = self._calls[path, what]
-        self._calls[path, what] += 1
+        call = self.ordinal(path, what)
         if inside and (self._begun - 1) % self._every:
             return None
         return Where(path, what, self._begun - 1 if inside else None, call, 0)
@@ -153,14 +147,14 @@ class LayerHooks(WatchedPasses):
         where = self._next(path, what)
         if where is None:
             return None
-        found = [self._one(where._replace(position=i), module, tensor) for i, tensor in enumerate(gather(value))]
+        found = [
+            self.seen(where._replace(position=i), tensor, channel_axis(module, tensor.dim()))
+            for i, tensor in enumerate(gather(value))
+        ]
         if all(tensor is None for tensor in found):
             return None
         replaced = iter(found)
         return map_tensors(value, lambda tensor: _first(next(replaced), tensor))
-
-    def _one(self, where: Where, module: nn.Module, values: Tensor) -> Tensor | None:
-        return self.seen(where, values, channel_axis(module, values.dim()))
 
     def gradients(self, path: str, what: What, module: nn.Module | int) -> GradientChange:
         """What the gradients of the call that runs now go through; `module` or the axis of its channels."""
@@ -200,24 +194,6 @@ class LayerHooks(WatchedPasses):
 
     def _alone(self, consumer: Consumer) -> bool:
         return consumer.path in self._chosen.functional and consumer.path not in self._called
-
-
-class _InputGradients(InputGradients):
-    def __init__(self, owner: LayerHooks, path: str, module: nn.Module) -> None:
-        super().__init__(owner, lambda gradient, index: None, None)
-        self._change_of = partial(owner.gradients, path, "grad_input", module)
-
-    def change(self) -> GradientChange:
-        return self._change_of()
-
-
-class _OutputGradients(OutputGradients):
-    def __init__(self, owner: LayerHooks, path: str, module: nn.Module) -> None:
-        super().__init__(owner, lambda gradient, index: None, None)
-        self._change_of = partial(owner.gradients, path, "grad_output", module)
-
-    def change(self) -> GradientChange:
-        return self._change_of()
 
 
 def _first(one: Tensor | None, other: Tensor) -> Tensor:

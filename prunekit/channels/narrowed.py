@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,9 @@ class NarrowNorms(HookOwner):
             return
         for module in self._model.modules():
             if isinstance(module, nn.TransformerEncoder):
-                self.own(_Unnested(module))
+                # Nested tensors, which it makes of padded batches, have no axis to gather along.
+                self.own_undo(partial(setattr, module, "use_nested_tensor", module.use_nested_tensor))
+                module.use_nested_tensor = False
         widths = bare_widths(self._model, self._map, self._keep)
         names = {id(tensor): name for name, tensor in named_tensors(self._model)}
         for path, norm in norms.items():
@@ -59,17 +62,6 @@ class NarrowNorms(HookOwner):
     def _kept_axes(self, name: str) -> list[_Kept]:
         axes = enumerate(self._map.labels[name])
         return _kept_of([(axis, labels) for axis, labels in axes if labels is not None], self._keep)
-
-
-class _Unnested:
-    """Keeps torch's encoder from making nested tensors of padded batches: they have no axis to gather along."""
-
-    def __init__(self, encoder: nn.TransformerEncoder) -> None:
-        self._encoder, self._before = encoder, encoder.use_nested_tensor
-        encoder.use_nested_tensor = False
-
-    def remove(self) -> None:
-        self._encoder.use_nested_tensor = self._before
 
 
 def _empty_copy(module: nn.Module, own: Mapping[str, list[_Kept]]) -> nn.Module:

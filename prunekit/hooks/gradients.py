@@ -31,16 +31,20 @@ Traced = Callable[[Tensor], Tensor]
 
 
 class OutputGradients:
-    """A forward hook that catches the gradients of a module's results, while its owner is active."""
+    """A forward hook that catches the gradients of a module's results, while its owner is active.
+
+    Args:
+        change: called in each call of the module whose results get gradients, returns what these go through.
+    """
 
     def __init__(
-        self, owner: Active, change: GradientChange, check: Check | None, traced: Traced | None = None
+        self,
+        owner: Active,
+        change: Callable[[], GradientChange],
+        check: Check | None = None,
+        traced: Traced | None = None,
     ) -> None:
         self._owner, self._change, self._check, self._traced = owner, change, check, traced
-
-    def change(self) -> GradientChange:
-        """What the gradients of the call that runs now go through."""
-        return self._change
 
     def after(self, module: nn.Module, arguments: Any, named: Any, result: Any) -> Any:
         """Hooks the tensors of a result; a single one, as nearly always, without looking for others."""
@@ -52,12 +56,13 @@ class OutputGradients:
             not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         if isinstance(result, Tensor):
             if result.grad_fn is not None:  # a leaf is not this module's result, and would keep the hook
-                catch(result, at(self._owner, self.change(), 0))
+                catch(result, at(self._owner, self._change(), 0))
             return None
         found = [(index, tensor) for index, tensor in differentiable(result) if tensor.grad_fn is not None]
-        change = self.change() if found else self._change
-        for index, tensor in found:
-            catch(tensor, at(self._owner, change, index))
+        if found:
+            change = self._change()
+            for index, tensor in found:
+                catch(tensor, at(self._owner, change, index))
         return None
 
 
@@ -86,16 +91,12 @@ class InputGradients:
     """A forward-pre and a forward hook that catch the gradients of a module's inputs.
 
     The module reads a view of each input: the gradient of that view is what this module sends back, where the input
-    itself would give the sum over all its readers.
+    itself would give the sum over all its readers. See `OutputGradients`.
     """
 
-    def __init__(self, owner: Active, change: GradientChange, check: Check | None) -> None:
+    def __init__(self, owner: Active, change: Callable[[], GradientChange], check: Check | None = None) -> None:
         self._owner, self._change, self._check = owner, change, check
         self._running: list[list[Read]] = []  # a module may call itself
-
-    def change(self) -> GradientChange:
-        """What the gradients of the call that runs now go through."""
-        return self._change
 
     def before(self, module: nn.Module, arguments: Any, named: Any) -> Any:
         """Exchanges the inputs."""
@@ -103,9 +104,9 @@ class InputGradients:
             self._check((arguments, named))
         not_traced(f"{type(self._owner).__name__}: gradients go through Python while the backward pass runs")
         reads: dict[int, Read] = {}
-        if torch.is_grad_enabled():
-            found = list(differentiable((arguments, named)))
-            change = self.change() if found else self._change
+        found = list(differentiable((arguments, named))) if torch.is_grad_enabled() else []
+        if found:
+            change = self._change()
             for index, tensor in found:
                 read = reads[id(tensor)] = read_by(module, tensor)
                 catch(read.view, at(self._owner, change, index))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -31,7 +32,12 @@ def after_forward(module: nn.Module, hook: Any, **settings: Any) -> Removable:
 class Removable(Protocol):
     """Anything that `remove()` takes away again, and a second `remove()` does no harm."""
 
-    def remove(self) -> None: ...
+    def remove(self) -> object: ...
+
+
+class _Undo:
+    def __init__(self, remove: Callable[[], object]) -> None:
+        self.remove = remove
 
 
 class HookOwner:
@@ -59,6 +65,16 @@ class HookOwner:
         """Takes charge of a handle: it is removed when this owner exits."""
         self._handles.append(handle)
         self._active = True
+
+    def own_context(self, context: AbstractContextManager[Any]) -> None:
+        """Enters a context, and leaves it when this owner exits."""
+        stack = ExitStack()
+        stack.enter_context(context)
+        self.own_undo(stack.close)
+
+    def own_undo(self, undo: Callable[[], object]) -> None:
+        """Has something undone when this owner exits."""
+        self.own(_Undo(undo))
 
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:
         """Runs a hook before a module's forward; it may change the arguments.
@@ -105,7 +121,7 @@ class HookOwner:
             check: gets each result first, and raises if it won't do.
             traced: what a graph of `torch.compile` has in the place of `change`; None: that goes through Python.
         """
-        self.own_forward(module, OutputGradients(self, change, check, traced).after, again=True)
+        self.own_forward(module, OutputGradients(self, lambda: change, check, traced).after, again=True)
 
     def own_input_gradients(self, module: nn.Module, change: GradientChange, check: Check | None = None) -> None:
         """Passes the gradients that a module sends back to its inputs through `change`.
@@ -118,7 +134,7 @@ class HookOwner:
             change: see `GradientChange`.
             check: gets a pair of the arguments and the named ones first, and raises if they won't do.
         """
-        inputs = InputGradients(self, change, check)
+        inputs = InputGradients(self, lambda: change, check)
         self.own_forward_pre(module, inputs.before, again=True)
         self.own_forward(module, inputs.after, again=True, always=True)
 

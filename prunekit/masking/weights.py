@@ -90,7 +90,7 @@ class WeightMasks(HookOwner):
             raise ModelError("WeightMasks: a sharded model's pruned values cannot be held; give restore=False")
         if self._restore or self._changing:
             self._held = HeldValues(self._model, self._plan)
-            self.own(_Leaving(self))
+            self.own_undo(self._let_go)
         self._norms.__enter__()
         self.own(self._norms)
         self._running = 0
@@ -150,6 +150,12 @@ class WeightMasks(HookOwner):
             raise RuntimeError(f"{type(self).__name__}.held: expected active masks made with restore or changing")
         return self._held
 
+    def _let_go(self) -> None:
+        """Writes back what is held when the masks are left, if they were asked to."""
+        held, self._held = self._held, None
+        if held is not None and self._restore:
+            held.write_back()
+
     def _begin(self, *_: Any) -> None:
         # All at once, and not each before its own module: among the convolutions the same few reads take ten times
         # as long, because nothing is in the cache any more.
@@ -191,18 +197,6 @@ class WeightMasks(HookOwner):
         runs = self._model.get_submodule(path.rpartition(".")[0]) if unread else masked.module
         self.own_forward_pre(runs, before, again=True)
         self.own(nn.Module.register_load_state_dict_post_hook(masked.module, OwnedHook(self, masked.zero_)))  # type: ignore[no-untyped-call]
-
-
-class _Leaving:
-    """Writes back what is held when masks are left, if they were asked to."""
-
-    def __init__(self, masks: WeightMasks) -> None:
-        self._masks = masks
-
-    def remove(self) -> None:
-        held, self._masks._held = self._masks._held, None
-        if held is not None and self._masks._restore:
-            held.write_back()
 
 
 def _steps_alone(optimizer: Optimizer) -> bool:

@@ -109,9 +109,6 @@ class _Pass(PassHooks):
     def begin(self) -> None:
         self._counted.number = 0
 
-    def keep(self) -> None:
-        """Nothing is to be kept."""
-
 
 class _Survey(_Counted):
     """Which call reads, makes or writes to which memory, in one dense forward pass."""

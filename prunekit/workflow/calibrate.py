@@ -21,8 +21,7 @@ from prunekit.calibration import (
     few_samples,
 )
 from prunekit.calibration import collect as collect
-from prunekit.calibration.patch_stats import PatchStats
-from prunekit.calibration.shortage import dead_inputs, too_few_rows
+from prunekit.calibration.patch_stats import PatchStats, dead_inputs, too_few_rows
 from prunekit.channels import ChannelMap
 from prunekit.context import threads
 from prunekit.criteria import get_criterion

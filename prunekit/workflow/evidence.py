@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, collect
 from prunekit.calibration.gains import RIDGE, with_gains
-from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches
+from prunekit.calibration.patch_stats import ROWS, PatchStats, collect_patches, with_raised_ridge
 from prunekit.calibration.patches import pixel_by_pixel
-from prunekit.calibration.shortage import with_raised_ridge
 from prunekit.channels import ChannelGroup, ChannelMap
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.substitutes import substitute_all

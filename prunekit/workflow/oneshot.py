@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
-from prunekit.calibration.patch_stats import PatchStats
+from prunekit.calibration.patch_stats import PatchStats, dead_inputs, too_few_rows
 from prunekit.calibration.patches import pixel_by_pixel
-from prunekit.calibration.shortage import dead_inputs, too_few_rows
 from prunekit.channels import ChannelMap, trace
 from prunekit.channels.precision import HALF
 from prunekit.compaction import compact, remarks

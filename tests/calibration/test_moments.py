@@ -14,8 +14,7 @@ from torchvision import models
 
 import prunekit.models  # noqa: F401  # registers torchvision's window attention
 from prunekit.calibration import ChannelStats, InputMoments, MomentsCollector, collect, find_consumers
-from prunekit.calibration.patch_stats import collect_patches
-from prunekit.calibration.shortage import dead_inputs, too_few_rows, with_raised_ridge
+from prunekit.calibration.patch_stats import collect_patches, dead_inputs, too_few_rows, with_raised_ridge
 from prunekit.errors import ModelError, NonFiniteError, UsageError
 from prunekit.hooks import count_hooks
 
