@@ -11,7 +11,6 @@ import gc
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import psutil
@@ -39,9 +38,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole jobs and benchmarks come first: in the end no process should wait long for another's last file."""
-    here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.parent not in (here, here / "workflow"))
+    """Files with slow tests come first: in the end no process should wait long for another's last file."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

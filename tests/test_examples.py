@@ -139,6 +139,7 @@ def test_batches_of_one_sequence_each_need_no_targets_and_no_device() -> None:
     assert found.reached["1"] == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_transformer_on_what_its_tokenizer_gives() -> None:
     from transformers import BertConfig, BertModel
 
@@ -171,6 +172,8 @@ def test_runtimes_run_what_is_given_by_name(tmp_path: Path) -> None:
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_models_are_timed_on_what_is_given_by_name_alone() -> None:
     found = pk.bench({"a": ByName(), "b": ByName()}, {"scale": SCALE, "x": X}, batch=[1, 3], repeats=5)
     assert [(row["model"], row["batch"]) for row in found.latency] == [("a", 1), ("b", 1), ("a", 3), ("b", 3)]
@@ -195,6 +198,8 @@ def other():
 """
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_a_factory_may_bring_its_example(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FACTORY)
     own = f"{tmp_path / 'own.py'}:build"

@@ -66,6 +66,7 @@ def run(home: Path, seen: list[dict[str, Any]]) -> pk.RunResult:
     return pk.finetune("resnet34", {"prune.budget.macs": 0.4, "name": "python"}, on_epoch=seen.append)
 
 
+@pytest.mark.slow
 def test_python_and_command_leave_the_same_folder(run: pk.RunResult) -> None:
     done = CliRunner().invoke(cli, ["finetune", "resnet34", "prune.budget.macs=0.4", "name=python", "--json"])
     shell = Path(json.loads(done.stdout)["folder"])
@@ -75,6 +76,7 @@ def test_python_and_command_leave_the_same_folder(run: pk.RunResult) -> None:
     assert next(models).read_bytes() == next(models).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_result_shows_itself_and_loads_its_models(run: pk.RunResult) -> None:
     assert repr(run).startswith(f"<RunResult: {run.folder}: MACs −6")
     assert len(repr(run)) < 200
@@ -90,6 +92,7 @@ def test_a_result_shows_itself_and_loads_its_models(run: pk.RunResult) -> None:
     assert run.shortfalls == run.metrics["shortfalls"]
 
 
+@pytest.mark.slow
 def test_epochs_are_told_as_the_history_has_them(run: pk.RunResult, seen: list[dict[str, Any]]) -> None:
     assert [(row["run"], row["epoch"], row["epochs"]) for row in seen] == [
         ("baseline", 1, 1),
@@ -102,6 +105,7 @@ def test_epochs_are_told_as_the_history_has_them(run: pk.RunResult, seen: list[d
     assert run.validation == chosen["validation"] == seen[chosen["best_epoch"]]["validation_top1"]
 
 
+@pytest.mark.slow
 def test_what_looks_on_may_end_a_run(home: Path) -> None:
     class NotWorthIt(Exception):
         pass
@@ -133,6 +137,7 @@ def test_overrides_are_laid_over_settings_too(home: Path) -> None:
         jobs.job_of(job, {"model.arguments.width": torch.ones(1)})
 
 
+@pytest.mark.slow
 def test_the_other_commands_have_the_same_form(home: Path) -> None:
     (home / "mine.yaml").write_text(dump(load("resnet34")))
     quick = {"baseline.epochs": 0}
@@ -167,6 +172,7 @@ def executed(name: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_a_run_from_python_runs_as_written(home: Path) -> None:
     first = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)[0]
     names: dict[str, Any] = {}
@@ -174,6 +180,7 @@ def test_a_run_from_python_runs_as_written(home: Path) -> None:
     assert [row["epoch"] for row in names["epochs"] if row["run"] == "pruned"] == [1]
 
 
+@pytest.mark.slow
 def test_optuna_runs_as_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library("optuna", monkeypatch)
     study = executed("optuna")["study"]
@@ -181,6 +188,7 @@ def test_optuna_runs_as_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < study.best_value <= 100
 
 
+@pytest.mark.slow
 def test_weights_and_biases_runs_as_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb = library("wandb", monkeypatch)
@@ -196,6 +204,7 @@ def test_weights_and_biases_runs_as_written(home: Path, monkeypatch: pytest.Monk
         assert [data["pruned/epoch"] for data in run.logged if "pruned/epoch" in data] == [1, 2]
 
 
+@pytest.mark.slow
 def test_mlflow_runs_as_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (home / "mlruns").as_uri())
     mlflow = library("mlflow", monkeypatch)

@@ -18,6 +18,7 @@ from prunekit.recipe import load
 from prunekit.settings.job import JobSettings
 from prunekit.settings.pruning import Target
 from prunekit.training import feature_paths
+from prunekit.workflow import batch_size
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,10 +65,12 @@ def test_every_kind_of_command_is_shown() -> None:
     assert commands()[0] == ["finetune", "recipes/resnet34.yaml"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("PRUNEKIT_CACHE", str(checkout / "cache"))
+    monkeypatch.setattr(batch_size, "free_memory", lambda: 200_000_000)  # so that few batches are tried
     for arguments in commands():
         runs = sorted((checkout / "runs" / "resnet34").glob("2*"))
         filled = [argument.replace("{time}", runs[0].name if runs else "") for argument in arguments]
@@ -79,6 +82,8 @@ def test_commands_run_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch
     assert (next((checkout / "runs" / "resnet34").glob("2*")) / "report.html").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("little_effort")
 def test_python_runs_as_written(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
     names: dict[str, object] = {"__name__": "__main__"}  # as a script: what it defines is in no file

@@ -296,6 +296,7 @@ def test_a_benchmark_of_many_settings() -> None:
     assert found.rows()[0]["speedup"] is None
 
 
+@pytest.mark.slow
 def test_bench_times_models_by_name() -> None:
     found = bench({"wide": nn.Linear(8, 8), "narrow": nn.Linear(8, 2)}, {"input": torch.zeros(2, 8)}, repeats=5)
     check(found)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from efforts import HERE
+
+from prunekit.measure.effort import effort_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _timed_here() -> Iterator[None]:
+    """Starting a process to time models in would take most of a test; that it is started has tests of its own."""
+    with effort_of(HERE):
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,9 +15,10 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from killing import forked
 from safetensors import SafetensorError
 
-from prunekit.cli import cli
+from prunekit.cli import cli, main
 from prunekit.cli.output import Console, check_folder, plain, table, writable
 from prunekit.errors import ModelError, PrunekitError, RunError, UsageError
 
@@ -242,18 +245,28 @@ def test_help_that_cannot_be_written_is_one_message() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no POSIX signals")
+class Deadly(io.StringIO):
+    """Stderr that has the process terminated as soon as training begins."""
+
+    def write(self, text: str) -> int:
+        if "baseline: training" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(text)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_killed_run_is_marked_interrupted(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("name: long\nmodel: {name: resnet18}\nbaseline: {epochs: 50}\ndevice: cpu\nthreads: 1\n")
-    command = [sys.executable, "-m", "prunekit", "finetune", str(recipe), "--output", str(tmp_path / "runs")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        while "baseline: training" not in (line := process.stderr.readline()):
-            assert line, "the run ended before it began to train"
-        process.send_signal(signal.SIGTERM)
-        rest = process.stderr.read()
-    assert process.returncode == 130
-    assert rest.endswith("prunekit: interrupted\n")
+
+    def terminated() -> None:
+        sys.argv = ["prunekit", "finetune", str(recipe), "--output", str(tmp_path / "runs")]
+        sys.stderr = Deadly()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 130
+        assert sys.stderr.getvalue().endswith("prunekit: interrupted\n")
+
+    assert forked(terminated) == 0
     status = next((tmp_path / "runs" / "long").glob("*/status.json"))
     assert json.loads(status.read_text())["state"] == "interrupted"

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from efforts import HERE
 from torch import nn
 
 from prunekit import workflow
@@ -23,7 +22,6 @@ from prunekit.cli import cli
 from prunekit.cli.models import recipe_of_data
 from prunekit.data import load_splits
 from prunekit.measure import measuring
-from prunekit.measure.effort import effort_of
 from prunekit.recipe import dump, load
 from prunekit.settings.job import JobSettings
 from prunekit.workflow import CalibrationResult, Own, RunResult, targets
@@ -279,6 +277,7 @@ def test_calibrate_prints_a_row_for_each_layer_and_marks_dead_channels(
     assert payload["layers"][0]["max"] == 4.0
 
 
+@pytest.mark.slow
 def test_bench_times_the_users_own_model_first_and_gates_the_last(own_model: str, tmp_path: Path) -> None:
     arguments = ["bench", "squeezenet1_1", "--model", own_model, "--input-shape", "1x3x64x64", "--device", "cpu"]
     limits = ["--batch", "1,2", "--repeats", "5", "--output", str(tmp_path / "out"), "--json"]
@@ -295,6 +294,7 @@ def test_bench_times_the_users_own_model_first_and_gates_the_last(own_model: str
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == payload
 
 
+@pytest.mark.slow
 def test_bench_passes_a_model_that_is_fast_enough(own_model: str) -> None:
     arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--repeats", "5", "--threads", "1"]
     result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
@@ -311,8 +311,7 @@ def test_a_runtime_that_computes_something_else_exits_with_1(
 ) -> None:
     monkeypatch.setattr(measuring, "TOLERANCES", dict.fromkeys(measuring.TOLERANCES, -1.0))
     arguments = ["--input-shape", "1x3x8x8", "--device", "cpu", "--batch", "1", "--repeats", "5"]
-    with effort_of(HERE):
-        result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
+    result = run("bench", "--model", own_model, *arguments, "--max-latency-ms", "1e6")
     assert result.exit_code == 1
     assert "not measured: eager, cpu, batch 1, 1 thread, float32: initialized computes something else" in result.stderr
     assert "outputs differ by 0 of the largest value" in result.stderr

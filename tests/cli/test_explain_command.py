@@ -59,6 +59,7 @@ def here(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 QUICK = ("--repeats", "5", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_a_folder_is_explained_as_text_and_as_files(here: Path) -> None:
     done = run("zoo", *QUICK, "--output", "out/deep")
     assert done.exit_code == 0, done.output
@@ -84,6 +85,7 @@ def test_own_code_builds_the_dense_model(here: Path) -> None:
     assert isinstance(payload["causes"], list)
 
 
+@pytest.mark.slow
 def test_any_model_against_any_other(here: Path) -> None:
     done = run("resnet20", "--dense", "zoo", *QUICK, "--json")
     assert done.exit_code == 0, done.output
@@ -119,6 +121,7 @@ def test_bad_input_is_one_message(here: Path, arguments: tuple[str, ...], messag
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_folder(here: Path, tmp_path: Path) -> None:
     manifest = json.loads((here / "zoo" / "prunekit.json").read_text())
     (tmp_path / "prunekit.json").write_text(json.dumps(manifest))

@@ -87,6 +87,7 @@ def test_for_code_of_ones_own(home: Path) -> None:
     assert "36 images" in shown
 
 
+@pytest.mark.slow
 def test_size_and_rates_go_with_the_model(home: Path) -> None:
     run("init", "--model", "vit_b_32", "--data", "photos", "mine.yaml")
     job = load("mine.yaml")

@@ -50,6 +50,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
 
 
+@pytest.mark.slow
 def test_a_job_from_the_command_line_to_its_model_folder(here: Path) -> None:
     own = ["--model", "own.py:net", "--data", "own.py:images"]
     done = run("finetune", "mine.yaml", *own, "--json")
@@ -87,6 +88,7 @@ def test_a_job_from_the_command_line_to_its_model_folder(here: Path) -> None:
     assert list(json.loads(timed.stdout)["models"]) == ["net", str(folder / "model")]
 
 
+@pytest.mark.slow
 def test_images_alone(here: Path) -> None:
     shape = ["--input-shape", "1x3x8x8"]
     found = run("evaluate", "--model", "own.py:net", *shape, "--data", "own.py:images", "data.image_size=8", "--json")
@@ -103,6 +105,7 @@ def test_images_alone(here: Path) -> None:
     assert json.loads(planned.stdout)["recipe"]["data"]["source"] == "own"
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_model_is_the_users_own(here: Path) -> None:
     (here / "own.yaml").write_text(RECIPE.replace("{name: squeezenet1_1}", "{name: net, zoo: own}"))
     (here / "own.py").write_text(CODE.replace("nn.Linear(8, 2)", "nn.Linear(8, 10)"))

@@ -56,6 +56,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return beside / "own.yaml"
 
 
+@pytest.mark.slow
 def test_a_job_with_a_criterion_a_budget_and_a_runtime_of_ones_own(recipe: Path, tmp_path: Path) -> None:
     arguments = ["prune", str(recipe), "--output", str(tmp_path / "runs")]
     refused = CliRunner().invoke(cli, arguments)

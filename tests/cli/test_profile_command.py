@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from prunekit.cli import cli
-from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.profile import LayerTimes
 from prunekit.measure.profile.cache import load, store
 
@@ -27,12 +25,11 @@ threads: 1
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, little_effort: None) -> Path:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "small.yaml"
     path.write_text(RECIPE)
-    with effort_of(Effort(network_ms=0.0)):
-        yield path
+    return path
 
 
 def times_in(file: Path) -> LayerTimes:

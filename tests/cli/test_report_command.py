@@ -21,7 +21,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs whose reports are there, and stand-ins."""
     root = tmp_path_factory.mktemp("runs")
     for name in ("one", "two"):
-        write_run(root / name, groups=2)
+        write_run(root / name, only=("history",))
         (root / name / "report.html").write_text("old")
     return root
 
@@ -69,39 +69,32 @@ def test_wrong_usage_says_what_was_expected(runs: Path, tmp_path: Path) -> None:
         assert result.stdout == ""
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
+def test_figures_that_are_gone_are_missed_and_the_rest_is_shown(tmp_path: Path) -> None:
+    folder, whole = (write_run(tmp_path / name / "now", only=("history",)) for name in ("resnet", "whole"))
+    (folder / "report.html").write_text("with figures")
+    (folder / "metrics.json").unlink()
+    for content, expected in (
         (None, "metrics.json is not there, though the run has finished"),
         ('{"dense": {"top1": 98.', "metrics.json: expected JSON"),
         ("{}", "metrics.json lacks 'dense', 'pruned'"),
-    ],
-)
-def test_figures_that_are_gone_are_missed_and_the_rest_is_shown(
-    content: str | None, expected: str, tmp_path: Path
-) -> None:
-    folder = write_run(tmp_path / "resnet" / "now", groups=2)
-    (folder / "report.html").write_text("with figures")
-    if content is None:
-        (folder / "metrics.json").unlink()
-    else:
-        (folder / "metrics.json").write_text(content)
-    for _ in range(2):
+    ):
+        if content is not None:
+            (folder / "metrics.json").write_text(content)
         result = run(str(folder))
         assert result.exit_code == 1
         assert expected in result.stderr
         assert f"`prunekit finetune {folder / 'recipe.yaml'}` makes the run again" in result.stderr
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    assert "figures are missing here" in page
-    assert "Validation top-1" in page
-    assert (folder / "report.old.html").read_text() == "with figures"
-    several = run(str(folder), str(write_run(tmp_path / "whole", groups=2)))
-    assert several.exit_code != 0
-    assert "metrics.json" in several.stderr
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        assert "figures are missing here" in page
+        assert "Validation top-1" in page
+        assert (folder / "report.old.html").read_text() == "with figures"
+        several = run(str(folder), str(whole))
+        assert several.exit_code != 0
+        assert "metrics.json" in several.stderr
 
 
 def test_a_run_that_was_killed_says_how_to_go_on(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "resnet" / "now", groups=2)
+    folder = write_run(tmp_path / "resnet" / "now", only=())
     (folder / "metrics.json").unlink()
     (folder / "status.json").write_text(json.dumps({"state": "running"}))
     result = run(str(folder), "--json")
@@ -115,7 +108,7 @@ def test_a_run_that_was_killed_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_damaged_tables_are_left_out_and_named(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "now", groups=2)
+    folder = write_run(tmp_path / "now", only=("history",))
     (folder / "history.csv").write_text("")
     (folder / "recipe.yaml").write_bytes(b"name: \xff")
     result = run(str(folder))

@@ -55,6 +55,7 @@ def run(*arguments: str) -> Result:
 OWN = ("mine.yaml", "--model", "own.py:Net")
 
 
+@pytest.mark.slow
 def test_fast_curves_as_a_table_and_as_files(here: Path) -> None:
     done = run(*OWN)
     assert done.exit_code == 0, done.output
@@ -78,6 +79,7 @@ def test_fast_curves_as_a_table_and_as_files(here: Path) -> None:
     assert "2 channel groups, 48 samples; Gram matrices of" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_measured_curves_as_one_json_object(here: Path) -> None:
     done = run(*OWN, "--measured", "--json", "--seed", "1", "--output", "elsewhere", "calibration.images=32")
     assert done.exit_code == 0, done.output

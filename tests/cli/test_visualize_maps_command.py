@@ -109,6 +109,7 @@ def test_every_method_on_a_single_model(here: Path, method: str) -> None:
     assert picture.stem == f"{method}-relu-image-for-class-{re.findall(r'class ([0-9]+)', done.stdout)[0]}"
 
 
+@pytest.mark.slow
 def test_saliency_is_the_same_for_the_same_seed(here: Path) -> None:
     first, again, other = (
         run(

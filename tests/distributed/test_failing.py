@@ -31,6 +31,7 @@ def ended(work: str, failing: int) -> tuple[str, str, int]:
     return "nothing", "", 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("work", "failing"), [("waiting", 0), ("exchanging", 0), ("exchanging", 1)])
 def test_the_others_learn_who_failed_and_why(work: str, failing: int, tmp_path: Path) -> None:
     found = together(3, tmp_path, ended, work, failing)
@@ -46,6 +47,7 @@ def all_ended() -> str:
         return type(error).__name__
 
 
+@pytest.mark.slow
 def test_of_a_common_failure_one_speaks(tmp_path: Path) -> None:
     assert sorted(together(4, tmp_path, all_ended)) == ["PeerError"] * 3 + ["RunError"]
 

@@ -47,6 +47,7 @@ def browse(page: Path, profile: Path, *options: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True], ids=["report", "comparison"])
 def test_a_page_is_quiet_and_asks_for_nothing(tmp_path: Path, several: bool) -> None:
     runs = [write_run(tmp_path / name, groups=2) for name in ("a", "b")]
@@ -65,6 +66,7 @@ def test_a_page_is_quiet_and_asks_for_nothing(tmp_path: Path, several: bool) -> 
     assert {url for url in asked if "google" not in url and not url.startswith(("file:", "data:", "chrome"))} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "signs"), [(500, True), (1400, False)])
 def test_what_is_wider_than_the_screen_says_so(tmp_path: Path, width: int, signs: bool) -> None:
     page = write_report(write_run(tmp_path / "run", groups=2))

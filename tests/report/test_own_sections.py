@@ -82,6 +82,7 @@ def test_a_registered_one_is_on_the_page_and_the_terminal(run: Path) -> None:
     assert said == ["Budget macs: 44.95 % left, at most 45.00 % asked for", "Called: own", *said[2:]]
 
 
+@pytest.mark.slow
 def test_one_without_data_is_not_there(run: Path) -> None:
     before = sections_of(write_report(run))
 
@@ -96,6 +97,7 @@ def test_one_without_data_is_not_there(run: Path) -> None:
     assert sections_of(write_report(run)) == before
 
 
+@pytest.mark.slow
 def test_report_takes_one_from_a_file(run: Path) -> None:
     whole = sections_of(write_report(run))
     found = CliRunner().invoke(cli, ["report", str(run), "--section", "mine.py:Energy"])
@@ -106,6 +108,7 @@ def test_report_takes_one_from_a_file(run: Path) -> None:
     assert sections_of(write_report(run)) == whole  # it was asked for once
 
 
+@pytest.mark.slow
 def test_one_that_raises_is_named_and_loses_nothing_else(run: Path) -> None:
     whole = sections_of(write_report(run))
     found = CliRunner().invoke(cli, ["report", str(run), "--section", "mine.py:Breaks"])

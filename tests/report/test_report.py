@@ -143,7 +143,7 @@ def test_names_and_reasons_are_text_and_never_markup(page: Page, run: Path) -> N
 
 
 def test_odd_module_names_reach_the_figures_as_text(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs" / "odd", groups=2)
+    run = write_run(tmp_path / "runs" / "odd", groups=2, only=("scores",))
     scores = pd.read_csv(run / "scores.csv")
     scores["group"] = scores["group"].map({"layer1.0.conv1": "$x_<b>", "layer3.1.conv1": "NA"})
     scores.loc[0, "score"] = float("inf")
@@ -172,7 +172,7 @@ def test_a_part_of_a_run_says_what_is_missing(kept: tuple[str, ...], tmp_path: P
 
 def test_skipped_steps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:
     assert "skipped" not in page.text["curves"]
-    run = write_run(tmp_path / "runs" / "skipping", groups=2)
+    run = write_run(tmp_path / "runs" / "skipping", only=("history",))
     history = pd.read_csv(run / "history.csv")
     history["skipped"] = (history["run"] != "control") * (history["epoch"] < 2)
     history.to_csv(run / "history.csv", index=False)
@@ -182,7 +182,7 @@ def test_skipped_steps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path
 
 def test_images_that_were_skipped_are_named_with_their_reason(page: Page, tmp_path: Path) -> None:
     assert "could not be read" not in page.text["result"]
-    run = write_run(tmp_path / "runs" / "corrupt", groups=2)
+    run = write_run(tmp_path / "runs" / "corrupt", only=())
     for count, shown in ((2, 2), (30, 20)):
         corrupt = {f"<cats>/{number}.png": "it is empty" for number in range(count)}
         (run / "metrics.json").write_text(json.dumps({**metrics(), "corrupt_images": corrupt}))
@@ -214,7 +214,7 @@ def test_gradients_are_shown_where_a_run_recorded_them(page: Page, tmp_path: Pat
 
 def test_masks_and_clamps_are_shown_where_a_run_had_them(page: Page, tmp_path: Path) -> None:
     assert page.text["activations"] == page.text["clamps"] == ""
-    run = write_run(tmp_path / "runs" / "hooks", groups=2)
+    run = write_run(tmp_path / "runs" / "hooks", only=())
     layers = [
         {"module": "layer1.0.relu", "threshold": 0.01234, "calibrated": 0.6, "sparsity": 0.6049},
         {"module": "relu", "threshold": 0.0, "calibrated": None, "sparsity": 0.71},
@@ -266,7 +266,7 @@ def test_the_headline_is_one_sentence(page: Page) -> None:
 
 def test_the_command_that_makes_a_run_again(page: Page, run: Path, tmp_path: Path) -> None:
     assert f"prunekit finetune {run / 'recipe.yaml'}" in page.text["recipe"]
-    own = write_run(tmp_path / "own's run", groups=2)
+    own = write_run(tmp_path / "own's run", only=())
     (own / "metrics.json").write_text(json.dumps({**metrics(), "fine_tuned": False}))
     (own / "recipe.yaml").write_text("data: {source: own}\ntask: a.py:b\nbaseline: {optimizer: own}\n")
     found = again(read_run(own))
@@ -319,7 +319,7 @@ def test_every_tile_and_every_section_with_a_figure_says_how_it_was_made(page: P
 
 
 def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs" / "last", groups=2)
+    run = write_run(tmp_path / "runs" / "last", only=())
     (run / "status.json").write_text(json.dumps({"state": "running", "started": "2026-11-20T11:00:00+00:00"}))
     text = Page(write_report(run, state="finished").read_text(encoding="utf-8")).text[""]
     assert "finished started 2026-11-20 11:00:00 UTC" in " ".join(text.split())
@@ -327,7 +327,7 @@ def test_a_page_written_by_the_run_itself_shows_the_state_to_come(tmp_path: Path
 
 
 def test_budgets_are_shown_with_what_is_left(tmp_path: Path) -> None:
-    page = Page(write_report(write_run(tmp_path / "runs" / "budgets", groups=2)).read_text(encoding="utf-8"))
+    page = Page(write_report(write_run(tmp_path / "runs" / "budgets", only=())).read_text(encoding="utf-8"))
     assert "Budget macs: 44.95 % left, at most 45.00 % asked for." in page.text["result"]
 
 
@@ -350,7 +350,7 @@ def test_scores_against_a_model_at_chance_say_nothing(tmp_path: Path) -> None:
     assert (top1.value, top1.doubtful) == ("at chance", True)
     assert top1.detail.startswith("98.52 % against 98.89 %")
     assert next(iter(compared(found))).change == "says nothing: at chance"
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / "run", only=())
     (folder / "metrics.json").write_text(json.dumps(found), encoding="utf-8")
     page = write_report(folder).read_text(encoding="utf-8")
     assert '<div class="tile doubtful">' in page
@@ -358,7 +358,7 @@ def test_scores_against_a_model_at_chance_say_nothing(tmp_path: Path) -> None:
 
 
 def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs" / "short", groups=4)
+    run = write_run(tmp_path / "runs" / "short", only=())
     (run / "metrics.json").write_text(json.dumps({**metrics(), "shortfalls": ["kept 52.0 % of the MACs, asked 45 %"]}))
     page = Page(write_report(run).read_text(encoding="utf-8"))
     assert "kept 52.0 % of the MACs, asked 45 %" in page.text[""]
@@ -366,7 +366,7 @@ def test_shortfalls_stand_at_the_top(tmp_path: Path) -> None:
 
 
 def test_a_run_without_fine_tuning_shows_its_repair(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs" / "short", groups=2)
+    run = write_run(tmp_path / "runs" / "short", only=())
     found = {"before": 0.125, "after": 0.0123, "kept": True, "layers": 2, "refitted": 1}
     measured = {**metrics(), "accuracy": {}, "fine_tuned": False, "repair": found}
     del measured["control"]
@@ -387,7 +387,7 @@ def test_a_run_without_fine_tuning_shows_its_repair(tmp_path: Path) -> None:
 
 
 def test_without_a_control_the_dense_model_is_the_reference(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs" / "short", groups=2)
+    run = write_run(tmp_path / "runs" / "short", only=())
     without = {**metrics(), "accuracy": {}}
     del without["control"]
     (run / "metrics.json").write_text(json.dumps(without))
@@ -399,7 +399,7 @@ def test_without_a_control_the_dense_model_is_the_reference(tmp_path: Path) -> N
 
 
 def test_an_empty_list_of_locks_is_said(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "runs" / "free", groups=4)
+    run = write_run(tmp_path / "runs" / "free", only=())
     (run / "locks.csv").write_text("module,operator,channels,reason\n")
     assert "Nothing is locked" in Page(write_report(run).read_text(encoding="utf-8")).text["locks"]
 
@@ -433,7 +433,7 @@ def test_a_single_epoch_has_an_axis_of_whole_epochs() -> None:
 
 
 def test_an_unstable_figure_is_marked_and_explained(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / "run", only=())
     metrics = json.loads((folder / "metrics.json").read_text())
     doubts = {"stable": False, "doubts": ["threads oversubscribed; to settle it: an idle machine"]}
     setting = {"model": "pruned", "memory_format": "channels_last", "peak_memory_bytes": 61_100_000}

@@ -49,6 +49,7 @@ def shown(html: str) -> list[str]:
     return re.findall(r">(layer\d+\.conv1) \(\d+\)<", html)
 
 
+@pytest.mark.slow
 def test_the_page_shows_both_ways_and_asks_for_nothing(tmp_path: Path) -> None:
     folder = write_analysis(tmp_path / "sensitivity" / "now", curve_rows(28, measured=True))
     html = write_report(folder).read_text()
@@ -73,6 +74,7 @@ def test_without_measuring_there_is_one_way(tmp_path: Path) -> None:
     assert shown(html)[5:] == [f"layer{index}.conv1" for index in range(4, -1, -1)]
 
 
+@pytest.mark.slow
 def test_of_many_groups_the_most_sensitive_are_shown() -> None:
     rows = curve_rows(80, measured=False)
     svg, count, total = heatmap(rows)
@@ -88,6 +90,7 @@ def test_the_table_holds_the_errors_in_percent() -> None:
     assert [float(number) for number in numbers] == pytest.approx(wanted, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_run_whose_plan_was_made_from_curves_shows_where_it_stands(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "resnet34" / "now", groups=3)
     assert 'id="sensitivity"' not in write_report(folder).read_text()

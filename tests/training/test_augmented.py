@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 from training_models import CPU, net, splits
@@ -34,6 +35,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(first, second) for first, second in pairs)
 
 
+@pytest.mark.slow
 def test_runs_are_bit_equal_whatever_the_number_of_workers() -> None:
     model, history = trained(augmented(splits()))
     for workers in (0, 2):

@@ -97,6 +97,7 @@ def trained(small: Fixture, backend: str | None) -> tuple[list[float], nn.Module
     return losses, model, step if isinstance(step, CompiledForward) else None
 
 
+@pytest.mark.slow
 def test_masked_training_compiled_is_what_it_is_in_eager(small: Fixture) -> None:
     expected, eager, _ = trained(small, None)
     losses, model, step = trained(small, "eager")
@@ -211,6 +212,7 @@ def test_a_model_that_cannot_be_compiled_names_its_line() -> None:
     assert "in forward" in str(step.compilation)
 
 
+@pytest.mark.slow
 def test_hooks_that_a_compiled_model_leaves_out_are_an_error(small: Fixture) -> None:
     model, plan = small.model, small.plan
     compiled = torch.compile(model, backend="eager")

@@ -122,6 +122,7 @@ def test_pruned_entries_are_the_zeros() -> None:
     assert 0 < row.p10 < row.median < row.p90
 
 
+@pytest.mark.slow
 def test_figures_of_few_many_and_dead_layers(tmp_path: Any) -> None:
     from PIL import Image
 

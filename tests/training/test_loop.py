@@ -210,6 +210,7 @@ def test_a_last_batch_that_is_not_full_is_left_out_unless_it_is_the_only_one() -
     handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "heads"), [("googlenet", 64, 2), ("inception_v3", 299, 1)])
 def test_auxiliary_heads_are_trained(name: str, size: int, heads: int) -> None:
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -27,6 +28,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(first, second) for first, second in pairs)
 
 
+@pytest.mark.slow
 def test_runs_are_bit_equal_whatever_the_number_of_workers() -> None:
     model, history = trained(SETTINGS)
     for workers in (0, 2):

@@ -216,6 +216,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_resumed_is_uninterrupted(name: str) -> None:
     def begun(seed: int) -> tuple[nn.Module, Optimizer, AveragedModel, Pruner]:
@@ -467,6 +468,7 @@ def test_a_budget_of_time_is_measured_before(monkeypatch: pytest.MonkeyPatch) ->
     assert resumed.plan.digest == pruner.plan.digest
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_pruned_if_it_has_not_run_yet() -> None:
     model = Net()
     compiled = torch.compile(model, backend="eager")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from process_group import together
 from torch import Tensor, nn
@@ -80,6 +81,7 @@ def resumed(folder: Path) -> dict[str, Any]:
     return {"whole": whole, "again": again, "over": over, "said": said}
 
 
+@pytest.mark.slow
 def test_what_ends_and_goes_on_is_bit_identical(tmp_path: Path) -> None:
     found = together(4, tmp_path, resumed, tmp_path / "runs")
     main = found[0]["whole"]

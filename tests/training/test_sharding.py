@@ -134,6 +134,7 @@ def runs(names: list[str]) -> list[dict[str, Any]]:
     return [trained(CASES[name]) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "names"), [(2, list(CASES)), (4, ["taught, clamped by norm"])])
 def test_shards_do_what_one_process_does(processes: int, names: list[str], tmp_path: Path) -> None:
     found = together(processes, tmp_path, runs, names)
@@ -212,6 +213,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_runs_in_shards_that_end_go_on_bit_by_bit(tmp_path: Path) -> None:
     found = together(2, tmp_path, others, tmp_path / "runs")
     for each in found:

@@ -205,6 +205,7 @@ class Stops(Part):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_seen_once(watched: tuple[Path, nn.Module, Plan, History, Seen], tmp_path: Path) -> None:
     """It stops in epoch 2, behind its first step and a checkpoint; epoch 1 is there already, in another file."""
 

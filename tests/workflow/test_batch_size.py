@@ -93,6 +93,7 @@ def net():
 """
 
 
+@pytest.mark.slow
 def test_the_batch_is_found_by_real_steps_and_takes_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.registries import CRITERIA
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, dry_run, finetune
+from prunekit.workflow import JobSettings, dry_run
 from prunekit.workflow.pruning import importance
 
 
@@ -41,6 +41,7 @@ def job(output: Path, criterion: Any, model: str = "resnet18") -> JobSettings:
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
     for criterion in ("lamp", "apoz", "taylor", "obs"):  # weights, statistics, gradients, moments
         log: list[str] = []
@@ -51,14 +52,6 @@ def test_a_dry_run_plans_by_what_each_criterion_needs(tmp_path: Path) -> None:
             criterion == "obs"
         )
         assert any("channels: 64 positions are too few" in line for line in log) == (criterion == "obs")
-
-
-def test_a_job_by_gradients(tmp_path: Path) -> None:
-    log: list[str] = []
-    result = finetune(job(tmp_path, "taylor"), log=log.append)
-    assert "calibration: gradients of the loss on 64 training images" in log
-    assert prunekit.load_plan(result.folder).provenance["prune"]["criterion"] == "taylor"
-    assert result.metrics["pruned"]["macs"] <= 0.5 * result.metrics["dense"]["macs"]
 
 
 def test_pruning_by_gradients_in_one_call() -> None:

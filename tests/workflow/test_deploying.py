@@ -25,6 +25,7 @@ from prunekit.workflow import JobSettings, prune_job
 from prunekit.workflow.deploying import require_deployable
 
 
+@pytest.mark.slow
 def test_a_deployed_model_is_the_compact_one_folded_and_laid_out(tmp_path: Path) -> None:
     log: list[str] = []
     job = JobSettings(

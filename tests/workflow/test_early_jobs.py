@@ -66,6 +66,7 @@ def tuned(folder: Path, schedule: ScheduleSettings | None, *, early: bool) -> tu
     return masked, said, plan, curve, log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "epoch"),
     [(None, 0.0), (ScheduleSettings("linear", rounds=2, end=1.4), 1.4)],

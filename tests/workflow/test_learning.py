@@ -100,6 +100,7 @@ GROWING = RegularizerSettings("growing", 10.0, every=2)
 DISTILL = DistillSettings(0.5, 2.0, FeatureSettings(("body", "*.1"), 0.2))
 
 
+@pytest.mark.slow
 def test_a_job_sparsifies_distils_and_averages(file: Path, tmp_path: Path) -> None:
     finetuned = TrainSettings(epochs=2, lr=0.05, distill=DISTILL, average=AverageSettings(decay=0.9))
     sparsify = TrainSettings(epochs=2, lr=0.05, regularize=GROWING)
@@ -135,6 +136,7 @@ def removed_size(folder: Path, name: str) -> float:
     return float(torch.cat(gone).square().mean().sqrt())
 
 
+@pytest.mark.slow
 def test_group_lasso_comes_before_the_plan_and_without_training_is_left_out(file: Path, tmp_path: Path) -> None:
     lasso = TrainSettings(epochs=2, lr=0.05, regularize=RegularizerSettings("group_lasso", 3e-3))
     short = job(tmp_path, sparsify=lasso, finetune=TrainSettings(epochs=0))
@@ -147,6 +149,7 @@ def test_group_lasso_comes_before_the_plan_and_without_training_is_left_out(file
     assert "sparsify: left out, because it is training" in log
 
 
+@pytest.mark.slow
 def test_the_users_own_optimizer_trains_and_keeps_masks(file: Path, tmp_path: Path) -> None:
     own = Own(model=f"{file}:Net", optimizer=f"{file}:sign_momentum")
     lion = TrainSettings(epochs=3, lr=0.003, optimizer="own")

@@ -47,6 +47,7 @@ def job(output: Path, prune: PruneSettings = MEMORY) -> JobSettings:
     )
 
 
+@pytest.mark.slow
 def test_a_job_delivers_its_memory_and_says_so(tmp_path: Path) -> None:
     settings = job(tmp_path)
     planned = dry_run(settings, log=lambda _: None)
@@ -91,6 +92,7 @@ def test_a_model_whose_kernel_refuses_narrow_values_is_refused_with_what_it_take
         plan_model(model, EXAMPLE, settings)
 
 
+@pytest.mark.slow
 def test_a_compact_model_with_other_operators_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows with one head need no copies, so that more channels can stay than was predicted."""
     model = randomized(torchvision.models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=5)).eval()

@@ -227,6 +227,7 @@ def written(file: Path, text: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_job_of_the_command_line_keeps_to_it_and_its_page_shows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def silent(message: str) -> None:
     """A log that nobody reads."""
 
 
+@pytest.mark.slow
 def test_a_whole_job_of_the_users_own_model_and_images(file: Path, tmp_path: Path) -> None:
     own = Own(f"{file}:Net", f"{file}:torn")
     settings = job(tmp_path / "runs", data=replace(job(tmp_path).data, max_corrupt=3))

@@ -25,6 +25,7 @@ from prunekit.workflow.profiling import profile
 WANTED = PruneSettings(BudgetSettings(speedup=1.5), target=Target(block=1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_networks_have_the_sizes_that_only_a_trial_finds(tmp_path: Path) -> None:
     torch.manual_seed(0)

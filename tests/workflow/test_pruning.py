@@ -55,6 +55,7 @@ def test_criteria_and_scopes_meet_the_budget(criterion: str, scope: str) -> None
     assert (same.plan.keep == pruned.plan.keep).all()
 
 
+@pytest.mark.slow
 def test_the_journey_step_by_step(tmp_path: Path) -> None:
     splits = load_splits(DataSettings(image_size=32))
     images = batches(splits.train, 32, shuffle_seed=0, indices=range(64))

@@ -59,11 +59,13 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of(output)
 
 
+@pytest.mark.slow
 def test_weights_are_bit_identical(whole: Path, resumed: Path) -> None:
     files = ["model/model", "plan", "statistics/channel_stats"]
     require_same_tensors(whole, resumed, *files, *(f"checkpoints/{name}" for name in ("dense", "pruned", "control")))
 
 
+@pytest.mark.slow
 def test_every_figure_but_time_is_the_same(whole: Path, resumed: Path) -> None:
     require_same_tables(whole, resumed, "history", "clamps", "repair", "scores", "locks", "coupling", "layers")
     before, after = (read_json(folder / "metrics.json") for folder in (whole, resumed))
@@ -73,6 +75,7 @@ def test_every_figure_but_time_is_the_same(whole: Path, resumed: Path) -> None:
     assert (before["resumed"], after["resumed"]) == (0, 10)
 
 
+@pytest.mark.slow
 def test_the_run_says_that_it_was_resumed_and_leaves_nothing_behind(whole: Path, resumed: Path) -> None:
     status = read_json(resumed / "status.json")
     assert (status["state"], len(status["resumed"])) == ("finished", 10)

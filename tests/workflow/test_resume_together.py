@@ -70,12 +70,14 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of(output)
 
 
+@pytest.mark.slow
 def test_weights_and_plan_are_bit_identical(whole: Path, resumed: Path) -> None:
     require_same_tensors(
         whole, resumed, "model/model", "plan", *(f"checkpoints/{name}" for name in ("dense", *TRAININGS))
     )
 
 
+@pytest.mark.slow
 def test_every_figure_but_time_is_the_same(whole: Path, resumed: Path) -> None:
     require_same_tables(whole, resumed, "history", "schedule", "scores", "coupling", "layers")
     before, after = (read_json(folder / "metrics.json") for folder in (whole, resumed))
@@ -85,6 +87,7 @@ def test_every_figure_but_time_is_the_same(whole: Path, resumed: Path) -> None:
     assert (before["resumed"], after["resumed"]) == (0, 4)
 
 
+@pytest.mark.slow
 def test_plans_changed_while_training(whole: Path) -> None:
     changes = pd.read_csv(whole / "schedule.csv")
     assert len(changes) >= 2

@@ -63,6 +63,7 @@ def go_on(folder: Path, resume: str | Path | None = None, **changes: Any) -> lis
     return said
 
 
+@pytest.mark.slow
 def test_output_and_checkpoints_may_be_others(left: Path, tmp_path: Path) -> None:
     said = go_on(left, checkpoint=None)
     assert f"run: {left}, resumed" in said[0]

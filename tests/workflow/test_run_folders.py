@@ -89,6 +89,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if "tfevents" not in path.name}
 
 
+@pytest.mark.slow
 def test_both_ways_in_leave_the_same_folder_and_it_is_found_from_anywhere(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_both_ways_in_leave_the_same_folder_and_it_is_found_from_anywhere(
         assert found.exit_code == 0, (words, found.output)
 
 
+@pytest.mark.slow
 def test_runs_of_your_own_code_say_which(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = Own(model="own.py:net", data="own.py:samples")
     mine = job(model=ModelSettings("anything", "own"), data=DataSettings("own", image_size=8, batch=16))

@@ -70,6 +70,7 @@ def unclocked(log: list[str]) -> list[str]:
     return [line for line in log if not line.startswith("latency: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 4])
 def test_schedules_do_not_depend_on_the_number_of_processes(
     processes: int, whole: Finished, factory: str, tmp_path: Path
@@ -112,6 +113,7 @@ def killed(output: Path, factory: str, who: int, training: str) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_a_process_goes_on_bit_identically(whole: Finished, factory: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for who, training in ((1, "pruned"), (0, "pruned-compact"), (1, "control")):

@@ -213,12 +213,10 @@ def test_a_job_writes_its_curves_and_never_sees_test_images(
     metrics = json.loads((run.folder / "sensitivity.json").read_text())
     assert metrics == json.loads(json.dumps(run.metrics))
     assert metrics["measured_images"] == 32
-    assert 0 <= metrics["dense"]["top1"] <= 100
     first = next(iter(metrics["measured"].values()))
     measured = rows[rows["error_measured"].notna() & (rows["group"] == next(iter(metrics["measured"])))]
     assert measured["kept"].tolist() == [point["kept"] for point in first]
     assert measured["top1"].tolist() == pytest.approx([point["top1"] for point in first])
-    assert -1 <= metrics["agreement"] <= 1
 
 
 def test_a_wrong_glob_stops_before_anything_is_written(tmp_path: Path) -> None:
@@ -237,6 +235,7 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_plan_by_elimination_leaves_its_curves_where_the_report_finds_them(tmp_path: Path) -> None:
     settings = PruneSettings(BudgetSettings(macs=0.7), criterion="elimination", scope="per_mac")
     latency = LatencySettings(batches=(1,), repeats=5, explain=False)

@@ -76,6 +76,7 @@ def iou(predicted: np.ndarray, wanted: np.ndarray) -> float:
     return float(100 * np.mean([(found & there).sum() / (found | there).sum() for found, there in sets]))
 
 
+@pytest.mark.slow
 def test_segmentation(tmp_path: Path) -> None:
     training = TrainSettings(epochs=6, optimizer="adamw", lr=0.01)
     prune = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="elimination")
@@ -139,6 +140,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_texts(texts: Any) -> None:
     small = prunekit.load(texts.folder / "model", model=bert())
+    assert prunekit.load_plan(texts.folder).provenance["prune"]["criterion"] == "taylor"
     layer = small.bert.encoder.layer[0]
     assert layer.intermediate.dense.out_features == 32
     assert texts.metrics["parity"]["max_relative_difference"] < 1e-9
@@ -157,6 +159,7 @@ def test_texts(texts: Any) -> None:
     assert example == {"shapes": [[1, 16], [1, 16]], "dtypes": ["int64", "int64"], "names": names}
 
 
+@pytest.mark.slow
 def test_a_model_folder_is_evaluated_on_texts(texts: Any) -> None:
     own = Own(f"{FILE}:bert", f"{FILE}:docstrings")
     target = resolve(texts.folder / "model", factory=own.model)
@@ -181,6 +184,7 @@ def test_inputs_that_a_manifest_does_not_say_right(texts: Any, tmp_path: Path) -
         resolve(folder, factory=f"{FILE}:bert")
 
 
+@pytest.mark.slow
 def test_one_call_and_calibration_on_batches_of_several_inputs(texts: Any) -> None:
     """A loader's mappings, taken apart by the task, do what positional arguments do."""
     model = bert()
@@ -232,6 +236,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return lambda command, *more: CliRunner().invoke(cli, [command, *more, *code])
 
 
+@pytest.mark.slow
 def test_a_task_of_the_users_own_from_the_command_line(run: Callable[..., Any]) -> None:
     own = ("--task", f"{FILE}:regression")
     done = run("finetune", "heights.yaml", *own, "--json")

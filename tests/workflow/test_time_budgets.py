@@ -267,6 +267,7 @@ class TwoInputs(nn.Module):
         return self.head(self.mixed(both).relu().mean((2, 3)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 @pytest.mark.parametrize("runtime", ["eager", "onnxruntime"])
 def test_a_model_of_several_inputs_is_timed(runtime: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -294,6 +295,7 @@ class Normed(nn.Module):
         return self.second(self.norm(self.first(x)).relu()).mean((2, 3))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, seen = Normed().eval(), list[nn.Module]()
@@ -323,6 +325,7 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
     assert isinstance(model.norm, nn.BatchNorm2d)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))
@@ -341,6 +344,7 @@ def test_what_was_profiled_before_cuts_out_no_network(monkeypatch: pytest.Monkey
     assert [sample.times for sample in found[0].samples] == [sample.times for sample in found[1].samples]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path))

@@ -51,7 +51,7 @@ def job(output: Path, speedup: float, **changes: Any) -> JobSettings:
     settings: dict[str, Any] = {
         "model": ModelSettings("resnet8", "cifar"),
         "data": DataSettings(image_size=32),
-        "baseline": TrainSettings(epochs=1, lr=0.05),
+        "baseline": TrainSettings(epochs=0),
         "calibration": CalibrationSettings(images=64),
         "prune": PruneSettings(BudgetSettings(speedup=speedup), scope="per_mac"),
         "latency": LatencySettings(batches=(1,), threads=(1,), repeats=5, explain=False),
@@ -62,6 +62,7 @@ def job(output: Path, speedup: float, **changes: Any) -> JobSettings:
     return JobSettings("timed", **settings | changes)
 
 
+@pytest.mark.slow
 def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts(tmp_path: Path) -> None:
     log: list[str] = []
     result = prune_job(job(tmp_path, 1.2), log=log.append, finish=lambda folder: write_report(folder, state="finished"))
@@ -93,6 +94,7 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
     assert any("measured last" in line for line in log)
 
 
+@pytest.mark.slow
 def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last: list[nn.Module] = []
 
@@ -120,6 +122,7 @@ def test_a_dry_run_predicts(tmp_path: Path) -> None:
     assert found["budgets"]["speedup"]["left"] >= 1.2
 
 
+@pytest.mark.slow
 def test_a_dry_run_that_measures_nothing_takes_a_profile_of_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +157,7 @@ def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_say
         dry_run(in_ms, log=log.append, measure=False)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_refused_before_training(tmp_path: Path) -> None:
     for refusing in (prune_job, dry_run):
         with pytest.raises(PlanError, match=r"budget speedup 500x: the plan predicted to be fastest takes"):
@@ -171,6 +175,7 @@ def test_a_dry_run_shows_the_fastest_plan_where_only_the_table_holds_more_for_im
     assert 1 < found["left"] < 500
 
 
+@pytest.mark.slow
 def test_a_profile_keeps_its_layers_and_how_well_it_predicts(tmp_path: Path) -> None:
     run = profile_job(job(tmp_path, 1.2), networks=10, log=lambda text: None)
     layers = pd.read_csv(run.folder / "profile.csv")
