@@ -11,21 +11,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 CNN_FAMILIES = [
-    "alexnet",
     "vgg11_bn",
     "resnet18",
-    "resnext50_32x4d",
     "densenet121",
-    "googlenet",
     "squeezenet1_1",
     "mobilenet_v2",
     "mobilenet_v3_small",
-    "mnasnet0_5",
     "shufflenet_v2_x0_5",
     "efficientnet_b0",
-    "regnet_y_400mf",
 ]
-"""One classifier of each of torchvision's convolutional families; most of them work in place somewhere."""
+"""Classifiers of torchvision for each way of working in place: activations, sums, and maps joined or split."""
 
 INSTEAD: dict[str, Callable[..., Any]] = {
     "__iadd__": torch.add,

@@ -98,6 +98,7 @@ print(found[2].provenance["reduction"])
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_eager_form_stays(tmp_path: Path) -> None:
     nowhere = {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **nowhere}

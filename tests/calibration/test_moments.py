@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -110,10 +110,14 @@ def test_the_output_projection_of_attention_is_seen_though_it_is_never_called() 
     assert_are(found, torch.cat(outputs).T.numpy(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "swin_t"])
-def test_float32_models(name: str) -> None:
+@pytest.mark.parametrize(
+    "build",
+    [models.resnet18, models.mobilenet_v2, lambda: models.SwinTransformer([4, 4], 24, [2, 4, 4], [1, 2, 4], [4, 4])],
+    ids=["resnet18", "mobilenet_v2", "swin"],
+)
+def test_float32_models(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model = getattr(models, name)(weights=None).eval()
+    model = build().eval()
     images = [torch.randn(2, 3, 32, 32) for _ in range(2)]
     moments = collect(model, images, moments="full").moments
     assert set(moments) == set(find_consumers(model, images[0]))

@@ -70,7 +70,8 @@ def test_a_folder_holds_sizes_and_places_but_no_code(cls: type[nn.Module], tmp_p
     )
 
 
-@settings(max_examples=50)
+@pytest.mark.slow
+@settings(max_examples=15)
 @example(CLASSES, 0, 0.5)  # all of them in one net; a trial's time grows with the square of what has to be stated
 @given(st.lists(st.sampled_from(CLASSES), min_size=2, max_size=3), st.integers(0, 10_000), st.floats(0.1, 0.9))
 def test_sizes_follow_any_plan(classes: Sequence[type[nn.Module]], seed: int, share: float) -> None:

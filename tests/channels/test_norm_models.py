@@ -28,6 +28,7 @@ def images(size: int = 32, batch: int = 2) -> Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_the_residual_stream_of_convnext_tiny_is_free() -> None:
     model = randomized(torchvision.models.convnext_tiny()).eval()
     pruned = prunekit.prune(model, (images(batch=1),), channels=0.5)

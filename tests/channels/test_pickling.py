@@ -119,6 +119,7 @@ def test_a_subclass_of_a_compiled_class_is_found_by_its_own_name() -> None:
 Derived: Any = type("Derived", (sized_class(Quotient, []),), {"__module__": __name__})
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_computes_the_same() -> None:
     small = narrow(Quotient)
     with multiprocessing.get_context("spawn").Pool(1) as pool:

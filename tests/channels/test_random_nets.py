@@ -1,6 +1,11 @@
-"""Random nets with random plans: masked == compact, and by the rules alone; and what a repair makes of them."""
+"""Random nets with random plans: masked == compact, and by the rules alone; and what a repair makes of them.
+
+Set PRUNEKIT_RANDOM_NETS=1000 to look at that many nets, after a change of a rule.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from prunekit.errors import PlanError
 from prunekit.measure import count_macs
 from prunekit.planning import Plan
 
+NETS = int(os.environ.get("PRUNEKIT_RANDOM_NETS", "80"))
 number = st.integers(0, 47)
 Program = list[tuple[str, int, int]]
 dtypes = st.sampled_from([torch.float32, torch.float32, torch.float16, torch.bfloat16])
@@ -27,7 +33,8 @@ def images(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=250, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.slow
+@settings(max_examples=NETS, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs, st.integers(0, 9), st.sampled_from([0.2, 0.5, 0.9]), dtypes)
 def test_masked_equals_compact(program: Program, seed: int, share: float, dtype: torch.dtype) -> None:
     model, example = randomized(RandomNet([("conv", 0, seed), *program]), seed).eval(), (images(2, seed),)
@@ -47,7 +54,8 @@ def test_masked_equals_compact(program: Program, seed: int, share: float, dtype:
     assert parity(small, settled_plan(small, example, seed + 1, share), example) <= TOLERANCE
 
 
-@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.slow
+@settings(max_examples=NETS // 8, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs, st.integers(0, 9))
 def test_a_repair_is_proven_and_never_makes_a_net_worse(program: Program, seed: int) -> None:
     model = randomized(RandomNet([("conv", 0, seed), *program]), seed).eval()

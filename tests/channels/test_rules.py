@@ -13,7 +13,7 @@ from torch import Tensor
 from prunekit.channels.flow import Flow
 from prunekit.channels.labels import Field, along
 from prunekit.channels.rules import RULES, register_rule
-from prunekit.channels.rules.pointwise import KEEPS_ZERO, MOVES_ZERO, PRODUCTS, SUMS
+from prunekit.channels.rules.pointwise import KEEPS_ZERO
 
 Operator = Callable[[Tensor], Tensor]
 SIZE = 6
@@ -191,11 +191,6 @@ def test_every_zero_keeping_operator_of_the_table_keeps_zero() -> None:
         assert torch.equal(first, torch.zeros(3, dtype=torch.float64)), name
         called += 1
     assert called > 25
-
-
-def test_no_operator_is_in_two_tables() -> None:
-    names = [name for table in (KEEPS_ZERO, MOVES_ZERO, SUMS, PRODUCTS) for name in table.split()]
-    assert len(names) == len(set(names))
 
 
 def test_a_second_rule_for_an_operator_is_refused() -> None:

@@ -27,7 +27,6 @@ from prunekit.planning import Plan
 
 FAMILIES = {
     "resnet18": {},
-    "resnext50_32x4d": {},
     "mobilenet_v3_small": {},
     "shufflenet_v2_x0_5": {},
     "regnet_y_400mf": {},

@@ -67,13 +67,23 @@ def test_an_image_depends_on_seed_epoch_and_index_alone(augment: Augment, tmp_pa
         alike = (
             loaded,
             batches(dataset, 7, shuffle_seed=3, augment=True).at_epoch(2),
-            batches(dataset, 4, shuffle_seed=3, augment=True, workers=2).at_epoch(2),
             batches(dataset, 4, shuffle_seed=3, augment=True, indices=[5, 2]).at_epoch(2),
         )
         for other in alike:
             assert all(torch.equal(image, found[label]) for label, image in by_label(other).items())
         for other in (loaded.at_epoch(3), batches(dataset, 4, shuffle_seed=4, augment=True).at_epoch(2)):
             assert any(not torch.equal(image, found[label]) for label, image in by_label(other).items())
+
+
+@pytest.mark.parametrize("augment", ["crop_flip", CHANGING[-1]], ids=name_of)
+def test_workers_augment_as_this_process_does(augment: Augment, tmp_path: Path) -> None:
+    for dataset in datasets(tmp_path, augment):
+        here, there = (
+            by_label(batches(dataset, 4, shuffle_seed=3, augment=True, workers=workers).at_epoch(2))
+            for workers in (0, 2)
+        )
+        assert here.keys() == there.keys()
+        assert all(torch.equal(image, here[label]) for label, image in there.items())
 
 
 @pytest.mark.parametrize("augment", KINDS, ids=name_of)

@@ -192,6 +192,7 @@ def test_settings_that_splits_would_ignore_are_refused(file: Path, change: dict[
         load_own(f"{file}:splits", replace(DataSettings(source="own"), **change))
 
 
+@pytest.mark.slow
 def test_workers_that_are_spawned_find_the_users_classes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prunekit.data.workers.DataLoader", partial(DataLoader, multiprocessing_context="spawn"))
     splits = loaded(file, "two")

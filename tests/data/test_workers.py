@@ -58,8 +58,9 @@ def test_workers_stay_from_epoch_to_epoch_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize("workers", [LEAVING, STAYING, Workers(2, prefetch=1), Workers(2, prefetch=4)])
 def test_batches_are_the_same_however_they_are_read(workers: Workers) -> None:
+    loaded = probing(workers)
     for epoch in (0, 1, 0):
-        assert labels_of(probing(workers).at_epoch(epoch)) == labels_of(probing(0).at_epoch(epoch))
+        assert labels_of(loaded.at_epoch(epoch)) == labels_of(probing(0).at_epoch(epoch))
 
 
 @pytest.mark.parametrize("workers", [1, 2, LEAVING])

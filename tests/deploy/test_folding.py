@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_a_model_that_reads_its_norm_from_outside_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "norms", "left"),
-    [("resnet18", 20, 0), ("mobilenet_v2", 52, 0), ("densenet121", 121, 62), ("shufflenet_v2_x0_5", 56, 0)],
+    [("mobilenet_v2", 52, 0), ("densenet121", 121, 62), ("shufflenet_v2_x0_5", 56, 0)],
 )
 def test_every_norm_behind_a_convolution_of_torchvision(name: str, norms: int, left: int) -> None:
     """DenseNet's norms stand before their convolutions but for the stem's and those of its bottlenecks."""
@@ -185,13 +186,19 @@ def test_a_transform_found_in_the_dense_model_does_the_same_to_a_compact_one(wan
 # Folders
 
 
-def compacted(path: Path) -> tuple[nn.Module, tuple[Tensor, ...], ModelSettings, Plan]:
+@cache
+def folded_resnet() -> tuple[nn.Module, tuple[Tensor, ...], ModelSettings, Plan]:
     build = ModelSettings("resnet18", arguments={"num_classes": 5})
     model = randomized(build_model(build, num_classes=None)).eval()
     example = image(size=64)
     chart = trace(model, example)
     plan = Plan(chart, random_keep(chart))
     small = prunekit.fold_batchnorm(compact(model, plan), example).model
+    return small, example, build, plan
+
+
+def compacted(path: Path) -> tuple[nn.Module, tuple[Tensor, ...], ModelSettings, Plan]:
+    small, example, build, plan = folded_resnet()
     save(small, path, plan, build=build)
     return small, example, build, plan
 

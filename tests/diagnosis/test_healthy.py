@@ -7,6 +7,7 @@ import real_cifar
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
 
 import prunekit
 from prunekit.context import seeded
@@ -64,14 +65,15 @@ def test_a_small_trained_net(trained: nn.Module, splits: Splits, digits: Batches
     assert [each.kind for each in twice.findings] == ["duplicated_data"]  # the batches are in the pool once more
 
 
-def test_a_fresh_torchvision_resnet18() -> None:
+def test_a_fresh_resnet_of_torchvision() -> None:
     with seeded(0):
-        model = torchvision.models.resnet18(num_classes=10, zero_init_residual=True)
+        model = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10, zero_init_residual=True)
     images = load_splits(DataSettings(image_size=24))
     data = list(batches(images.train, 16, shuffle_seed=0))[:1]
     assert_healthy(diagnose(model, data, optimizer=sgd(model)))
 
 
+@pytest.mark.slow
 @real_cifar.needs_cifar
 def test_a_published_resnet20() -> None:
     model = build_model(

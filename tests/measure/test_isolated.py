@@ -35,12 +35,14 @@ class Dies(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_process_to_measure_in_starts_with_torch_alone() -> None:
     code = f"import sys, prunekit.measure.isolated; print(*{HEAVY} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_failure_with_its_last_words(capfd: pytest.CaptureFixture[str]) -> None:
     report = measure_latency({"a": Dies()}, (4,), QUICK, [CPU])
     assert report.rows == report.speedup == ()
@@ -59,6 +61,7 @@ def test_a_class_that_only_this_process_has_is_timed_here() -> None:
     assert "Local" in report.notes[0]
 
 
+@pytest.mark.slow
 def test_a_users_own_file_reaches_the_other_process(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nclass Mine(torch.nn.Linear):\n    pass\ndef build():\n    return Mine(4, 4)\n"

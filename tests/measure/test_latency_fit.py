@@ -119,6 +119,7 @@ def test_a_module_that_is_never_so_wide_has_no_such_kernel() -> None:
     assert next(layer for layer in found.layers if layer.module == "layers.2").terms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_hardly_any_kernel_is_made_up_from_noise_or_a_network_that_was_disturbed(disturbed: bool) -> None:
     channel_map = chain([40, 48, 40], shortcut=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from torchvision.models import MobileNetV2, ResNet, VisionTransformer
 from torchvision.models.resnet import BasicBlock
 
-from prunekit.export import export_onnx
-from prunekit.measure.profile import Network, time_networks
+from prunekit.measure.effort import Effort, effort_of
+from prunekit.measure.profile import Network, networks, time_networks
 from prunekit.measure.profile.layer_times import LayerTimes
-from prunekit.measure.runtimes import RUNTIMES, LayerClock, Setting, Source, exported, inputs_of, sample_of
+from prunekit.measure.runtimes import RUNTIMES, Inputs, LayerClock, Setting, Source, exported, inputs_of
 from prunekit.measure.runtimes.onnx_runtime import by_module
 from prunekit.measure.runtimes.open_vino import undisturbed
 from prunekit.measure.runtimes.places import Places
 
 CLOCKS = [name for name, runtime in RUNTIMES.items() if runtime.times_layers]
+IMAGES = (3, 64, 64)
+Export = Callable[[nn.Module, Inputs, Iterable[tuple[int, str]], Path], Source]
 
 
 class Odd(nn.Module):
@@ -78,16 +80,42 @@ def layers_of(model: nn.Module) -> set[str]:
     return {path for path, module in model.named_modules() if type(module) in kinds}
 
 
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """Exports each structure once: `settled` gives it the same weights every time."""
+    folder, made = tmp_path_factory.mktemp("onnx"), dict[tuple[object, ...], Source]()
+
+    def once(model: nn.Module, inputs: Inputs, keys: Iterable[tuple[int, str]], _: Path) -> Source:
+        wanted = sorted(keys)
+        key = (str(model), str(inputs.described()), *wanted)
+        if key not in made:
+            made[key] = exported(model, inputs, wanted, folder / str(len(made)))
+        return made[key]
+
+    return once
+
+
+@pytest.fixture
+def file_of(export: Export, tmp_path: Path) -> Callable[[str], Path]:
+    """The ONNX file of one of the models."""
+    key = (1, "float32")
+    return lambda name: export(settled(MODELS[name]), inputs_of(IMAGES), [key], tmp_path).files[key]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", CLOCKS)
-def test_every_layer_of_a_network_has_its_time(runtime: str) -> None:
+def test_every_layer_of_a_network_has_its_time(runtime: str, export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(networks, "exported", export)
     models = {name: settled(build) for name, build in MODELS.items()}
     lines: list[str] = []
-    found = time_networks(
-        nn.Conv2d(3, 2, 3), [Network(name, model, partial(settled, MODELS[name])) for name, model in models.items()],
-        (3, 64, 64), Setting(runtime, "cpu", 1, 1), repeats=5, cache=None, log=lines.append,
-    )  # fmt: skip
-    for name, times in zip(models, found, strict=True):
-        require_times_of_layers(models[name], times, runtime)
+    with effort_of(Effort(network_ms=0.0)):
+        found = time_networks(
+            settled(partial(nn.Conv2d, 3, 2, 3)),
+            [Network(name, model, partial(settled, MODELS[name])) for name, model in models.items()],
+            IMAGES, Setting(runtime, "cpu", 1, 1), repeats=5, cache=None, log=lines.append,
+        )  # fmt: skip
+        for name, times in zip(models, found, strict=True):
+            require_times_of_layers(models[name], times, runtime)
     assert len(lines) == len(models), "in one process of their own"
 
 
@@ -103,9 +131,8 @@ def require_times_of_layers(model: nn.Module, times: LayerTimes, runtime: str) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_node_belongs_to_the_module_whose_weight_it_reads(name: str, tmp_path: Path) -> None:
-    model = settled(MODELS[name])
-    file = export_onnx(model, sample_of((3, 64, 64), 1), tmp_path / "it.onnx")
+def test_a_node_belongs_to_the_module_whose_weight_it_reads(name: str, file_of: Callable[[str], Path]) -> None:
+    model, file = settled(MODELS[name]), file_of(name)
     places, owners = Places(file), dict(model.named_parameters())
     checked = set()
     for node in onnx.load(file).graph.node:
@@ -119,9 +146,9 @@ def test_a_node_belongs_to_the_module_whose_weight_it_reads(name: str, tmp_path:
     assert set(places.of_nodes.values()) <= {path for path, _ in model.named_modules()}
 
 
-def test_names_of_runtimes_lead_back_to_the_file(tmp_path: Path) -> None:
-    places = Places(export_onnx(settled(Odd), sample_of((3, 64, 64), 1), tmp_path / "it.onnx"))
-    nodes = {node.output[0]: node for node in onnx.load(tmp_path / "it.onnx").graph.node}
+def test_names_of_runtimes_lead_back_to_the_file(file_of: Callable[[str], Path]) -> None:
+    places = Places(file_of("odd"))
+    nodes = {node.output[0]: node for node in onnx.load(file_of("odd")).graph.node}
     stem, relu = (next(node for node in nodes.values() if node.op_type == kind) for kind in ("Conv", "Relu"))
     assert relu.input[0] == stem.output[0]
     assert places.of(f"{relu.output[0]}_nchwc", convolution=True) == "stem"
@@ -153,8 +180,8 @@ def test_passes_are_the_last_ones(runtime: str, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*profile*"))
 
 
-def test_onnx_runtime_counts_each_forward_by_itself(tmp_path: Path) -> None:
-    places = Places(export_onnx(settled(Odd), sample_of((3, 64, 64), 1), tmp_path / "it.onnx"))
+def test_onnx_runtime_counts_each_forward_by_itself(file_of: Callable[[str], Path]) -> None:
+    places = Places(file_of("odd"))
     (stem, *_) = [name for name, place in places.of_nodes.items() if place == "stem"]
 
     def event(name: str, us: int, kind: str = "Conv") -> Mapping[str, object]:

@@ -64,6 +64,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del RUNTIMES._items[name]
 
 
+@pytest.mark.slow
 def test_bench_times_it_in_a_process_that_finds_its_file_again(own: Path) -> None:
     arguments = ["--input-shape", "1x3x8x8", "--batch", "1", "--repeats", "5", "--json"]
     found = CliRunner().invoke(cli, ["bench", "--model", "net.py:build", "--runtime", "mine.py:opened", *arguments])
@@ -77,6 +78,7 @@ def test_bench_times_it_in_a_process_that_finds_its_file_again(own: Path) -> Non
     assert str(os.getpid()) not in processes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_a_registered_one_is_the_target_of_a_plan(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(own.parent / "cache"))

@@ -248,6 +248,7 @@ class Breaks(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_network_that_fails_is_named() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)

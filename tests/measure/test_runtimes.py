@@ -33,6 +33,11 @@ def net(width: int = 8) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 5)).eval()
 
 
+def flat(width: int = 8) -> nn.Module:
+    """What exporters are done with sooner."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(432, width), nn.Linear(width, 5)).eval()
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("onnx")
@@ -142,6 +147,7 @@ def test_what_a_runtime_raises_is_the_reason(tmp_path: Path) -> None:
         assert found.reason
 
 
+@pytest.mark.slow
 def test_runtimes_beside_each_other_in_processes_of_their_own() -> None:
     names = ("eager", "onnxruntime", "openvino")
     wide = nn.Sequential(nn.Flatten(), nn.Linear(432, 16_000), nn.ReLU(), nn.Linear(16_000, 5)).eval()
@@ -156,6 +162,7 @@ def test_runtimes_beside_each_other_in_processes_of_their_own() -> None:
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[tuple[int, str]]()
 
@@ -166,7 +173,7 @@ def test_what_is_measured_again_is_exported_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(latency, "exported", counted)
     settings = LatencySettings((2,), (1,), 5, ("onnxruntime", "openvino"))
-    with latency.ready({"dense": net(), "pruned": net(4)}, SHAPE, settings, [CPU]) as measured:
+    with latency.ready({"dense": flat(), "pruned": flat(4)}, SHAPE, settings, [CPU]) as measured:
         reports = [measured(repeats) for repeats in (5, 6)]
     assert made == [(2, "float32"), (2, "float32")]
     assert [[row["repeats"] for row in report.rows] for report in reports] == [[5] * 4, [6] * 4]
@@ -182,10 +189,11 @@ class Undecided(nn.Module):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_exported_costs_no_other_its_figures() -> None:
     settings = LatencySettings((1, 2), (1,), 5, ("onnxruntime", "openvino"))
     lines: list[str] = []
-    report = measure_latency({"dense": net(), "pruned": Undecided()}, SHAPE, settings, [CPU], log=lines.append)
+    report = measure_latency({"dense": flat(), "pruned": Undecided()}, SHAPE, settings, [CPU], log=lines.append)
     assert lines == [
         *(f"latency: exporting {name}, batch {batch}, float32" for batch in (1, 2) for name in ("dense", "pruned")),
         *(f"latency: {runtime}: timing 2 models in 1 setting" for runtime in ("onnxruntime", "openvino")),
@@ -210,6 +218,7 @@ def test_models_of_one_class_stay_compiled_beside_each_other() -> None:
     runtime.forget()
 
 
+@pytest.mark.slow
 def test_torch_compile_is_compiled_before_it_is_timed() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
     report = measure_latency({"only": model}, SHAPE, LatencySettings((1,), (1,), 5, ("compile",)), [CPU])
@@ -229,6 +238,7 @@ class Gated(nn.Module):
         return self.linear((x + self.table(index)) * mask)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["eager", "onnxruntime", "openvino"])
 def test_models_of_several_inputs(runtime: str) -> None:
     example = (torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[True, False, True, True]]))

@@ -102,6 +102,7 @@ def test_it_computes_what_the_published_definition_does() -> None:
     torch.testing.assert_close(model(x), Reference(model)(x))
 
 
+@pytest.mark.slow
 @needs_cifar
 def test_published_weights_reach_their_accuracy(tmp_path: Path) -> None:
     """1,833 of the first 2,000 test images; all 10,000 give 91.73 % (and 93.39 % with resnet56)."""

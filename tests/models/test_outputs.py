@@ -14,7 +14,7 @@ from prunekit.models import ModelSettings, auxiliary, build_model, is_frozen, lo
 
 @pytest.mark.parametrize(("name", "size", "weights"), [("googlenet", 64, (0.3, 0.3)), ("inception_v3", 299, (0.4,))])
 def test_auxiliary_heads_count_in_training_alone(name: str, size: int, weights: tuple[float, ...]) -> None:
-    model = build_model(ModelSettings(name), num_classes=3)
+    model = build_model(ModelSettings(name, arguments={"init_weights": False}), num_classes=3)
     images = torch.zeros(2, 3, size, size)
     output = model(images)
     assert logits(output).shape == (2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,11 @@ def test_within_one_percent_of_the_best_plan_for_memory(
     assert found["dense"] == record(model, EXAMPLE, batch).peak_bytes / 1e6
 
 
-def resnet(scores_seed: int = 0) -> tuple[torch.nn.Module, ChannelMap, Scores]:
+@cache
+def resnet() -> tuple[torch.nn.Module, ChannelMap, Scores]:
     model = torchvision.models.resnet18(num_classes=10).eval()
     chart = trace(model, (torch.zeros(1, 3, 64, 64),))
-    return model, chart, scored(chart, np.random.default_rng(scores_seed))
+    return model, chart, scored(chart, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("scope", ["uniform", "global", "per_mac", "capacity"])

@@ -171,7 +171,8 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=50)
+@pytest.mark.slow
+@settings(max_examples=25)
 @given(job=jobs)
 def test_dump_then_load_gives_an_equal_job(job: JobSettings, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
