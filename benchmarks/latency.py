@@ -37,7 +37,6 @@ from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.settings.pruning import Target
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiling import as_latency, in_blocks, layer_setting
-from prunekit.workflow.pruning import plan_model
 
 KEYS = ("model", "plan", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size")
 COLUMNS = (
@@ -63,8 +62,7 @@ def targets(options: argparse.Namespace) -> Iterator[Target]:
 
 def planned(case: Case, settings: PruneSettings) -> Plan:
     """A plan that passed its trial."""
-    table, chart = case.profiled.table, case.channel_map
-    return plan_model(case.model, (case.example,), settings, channel_map=chart, latency=table).plan
+    return case.search(settings).within_memory().plan
 
 
 def quickened(case: Case, settings: PruneSettings, base: Plan) -> tuple[Plan, float | None]:

@@ -29,7 +29,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,11 @@ import torch
 from common import RESULTS, Rows, as_items, as_markdown, keep, show
 from latency_networks import Case, add_target, built, log, names, numbers, profiled, target_of, where
 
-from prunekit.channels import ChannelMap
 from prunekit.deploy.subnormals import flush_subnormals
 from prunekit.errors import PlanError, PrunekitError
 from prunekit.measure.effort import Effort
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.workflow.delivering import delivered, freeze
-from prunekit.workflow.pruning import Planned, plan_model
+from prunekit.workflow.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch
 
 MODELS = "resnet34,resnet50,mobilenet_v2,efficientnet_b0,vit_b_16"
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "size", "weights", "asked")
@@ -53,24 +51,30 @@ COLUMNS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class Clocked(PlanSearch):
+    """Notes the seconds that each plan takes to make."""
+
+    took: list[float] = field(default_factory=list)
+
+    def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Plan as always."""
+        start = time.perf_counter()
+        found = super().within_memory(inputs)
+        self.took.append(time.perf_counter() - start)
+        return found
+
+
 def request(case: Case, settings: PruneSettings) -> dict[str, Any]:
     """One request: what was delivered, or why not."""
-    took: list[float] = []
-
-    def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
-        start = time.perf_counter()
-        made = plan_model(case.model, (case.example,), wanted, channel_map=channel_map, latency=case.profiled.table)
-        took.append(time.perf_counter() - start)
-        return made
-
-    start, goal = time.perf_counter(), case.goal(settings)
+    start, search = time.perf_counter(), Clocked(**vars(case.search(settings)))
     try:
-        frozen = freeze(goal, plan, log=log)
-        handed_over = flush_subnormals(frozen.planned.compact, (case.example,)).model
-        found = delivered(frozen, handed_over, log=log)
+        planned = search.find()
+        handed_over = flush_subnormals(planned.compact, (case.example,)).model
+        found = search.deliver(planned, handed_over)
     except PrunekitError as error:
         return {"refused": isinstance(error, PlanError), "reason": str(error), "seconds": time.perf_counter() - start}
-    final, keep_of = found.final, frozen.planned.plan.keep
+    final, keep_of = found.final, planned.plan.keep
     return {
         "delivered": final.speedup,
         "ci95": [final.speedup_low, final.speedup_high],
@@ -80,11 +84,11 @@ def request(case: Case, settings: PruneSettings) -> dict[str, Any]:
         "within": found.within,
         "delivered_ms": final.ms,
         "notes": found.shortfalls,
-        "attempts": len(frozen.attempts),
-        "attempts_excess": [attempt.excess for attempt in frozen.attempts],
-        "predicted_ms": [attempt.predicted_ms for attempt in frozen.attempts],
+        "attempts": len(planned.attempts),
+        "attempts_excess": [attempt.excess for attempt in planned.attempts],
+        "predicted_ms": [attempt.predicted_ms for attempt in planned.attempts],
         "refused": False,
-        "plan_seconds": max(took),
+        "plan_seconds": max(search.took),
         "seconds": time.perf_counter() - start,
     }
 

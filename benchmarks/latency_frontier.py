@@ -24,7 +24,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,8 @@ from prunekit.models.cifar import DEPTHS
 from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.select import Scores, free_parts
 from prunekit.repair import RepairSettings, repair
-from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import patch_statistics
-from prunekit.workflow.pruning import Planned, importance
+from prunekit.workflow.plan_search import WEIGHTS_ALONE, CriterionInputs, Planned, PlanSearch, importance
 
 KEYS = ("model", "runtime", "device", "batch", "threads", "dtype", "memory_format", "images", "seed", "asked", "method")
 COLUMNS = (
@@ -71,7 +70,7 @@ def prepared(options: argparse.Namespace, runtime: str) -> Bench:
     chart = timed.channel_map
     patches = patch_statistics(dense, images, chart, RepairSettings(), STREAM)
     scores = {
-        name: importance(dense, chart, replace(settings, criterion=name), None, None, 0, patches)
+        name: importance(dense, chart, replace(settings, criterion=name), CriterionInputs(patches=patches))
         for name in ("elimination", "l2")
     }
     return Bench(Case(dense, build, images, labels, 1.0), timed, scores, archive.test)
@@ -83,23 +82,32 @@ def settings_of(runtime: str, options: argparse.Namespace, asked: float) -> Prun
     return PruneSettings(budget, scope="per_mac", ignore=STREAM, target=target_of(runtime, options))
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SearchByMethod(PlanSearch):
+    """Makes plans by one of the methods."""
+
+    bench: Bench
+    method: str
+
+    def within_memory(self, inputs: CriterionInputs = WEIGHTS_ALONE) -> Planned:
+        """Plan as the method does, without a trial."""
+        found = chooser(self.method)(self.bench, self.settings)
+        provenance = {"budgets": {}, **found.provenance, "binding": "speedup"}
+        plan = replace(found, provenance=provenance)
+        return Planned(plan, self.bench.scores["l2"], compact(self.model, plan), 0.0, ())
+
+
 def row(bench: Bench, method: str, settings: PruneSettings) -> dict[str, Any]:
     """One method at one speedup."""
-    choose, start, dense = chooser(method), time.perf_counter(), bench.case.dense
-    chart = bench.timed.channel_map
-
-    def planner(wanted: PruneSettings, _: ChannelMap) -> Planned:
-        found = choose(bench, wanted)
-        plan = replace(found, provenance={**found.provenance, "binding": "speedup"})
-        return Planned(plan, bench.scores["l2"], compact(dense, plan), 0.0, ())
-
+    start, chart = time.perf_counter(), bench.timed.channel_map
     try:
-        goal = replace(bench.timed.goal(settings), model=dense)
-        frozen = freeze(goal, planner, log=log)
-        found = delivered(frozen, frozen.planned.compact, log=log)
+        search = bench.timed.search(settings).with_weights(bench.case.dense)
+        search = SearchByMethod(**vars(search), bench=bench, method=method)
+        planned = search.find()
+        found = search.deliver(planned, planned.compact)
     except PrunekitError as error:
         return {"refused": isinstance(error, PlanError), "reason": str(error)}
-    final, plan = found.final, frozen.planned.plan
+    final, plan = found.final, planned.plan
     return {
         "delivered": final.speedup,
         "ci95": [final.speedup_low, final.speedup_high],
@@ -110,7 +118,7 @@ def row(bench: Bench, method: str, settings: PruneSettings) -> dict[str, Any]:
         "within": found.within,
         "stable": final.stable,
         "notes": found.shortfalls,
-        "attempts": len(frozen.attempts),
+        "attempts": len(planned.attempts),
         "refused": False,
         "seconds": time.perf_counter() - start,
     }

@@ -157,7 +157,7 @@ _PLACES = {
     "save": "prunekit.compaction:save",
     "sensitivity": "prunekit.workflow:sensitivity",
     "summary": "prunekit.report.model_summary:summary",
-    "trace": "prunekit.workflow.pruning:trace",  # with the equivalents of torchvision's attention registered
+    "trace": "prunekit.workflow.plan_search:trace",  # with the equivalents of torchvision's attention registered
     "transfer": "prunekit.training:transfer",
     "transfer_average": "prunekit.training:transfer_average",
     "verify": "prunekit.measure.verify:verify",

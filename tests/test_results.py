@@ -31,11 +31,10 @@ from prunekit.repair import LayerRepair, RepairReport
 from prunekit.repair.report import RepairMemory
 from prunekit.report.model_summary import summary
 from prunekit.training import GradientFlow
-from prunekit.workflow import plan_model
-from prunekit.workflow.attempts import Timing
+from prunekit.workflow import PlanSearch
 from prunekit.workflow.bench import Benchmark, bench
-from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.explain import Explanation
+from prunekit.workflow.latency_target import LatencyResult, LatencyTarget, Timing
 from prunekit.workflow.oneshot import Pruned
 from prunekit.workflow.profiled import Check, Profile
 from prunekit.workflow.sensitivity import Sensitivity
@@ -82,7 +81,7 @@ def chart(model: nn.Module, example: tuple[torch.Tensor]) -> ChannelMap:
 @pytest.fixture(scope="module")
 def plan(model: nn.Module, example: tuple[torch.Tensor], chart: ChannelMap) -> Plan:
     settings = PruneSettings(BudgetSettings(macs=0.5, size_mb=150), criterion="l2")
-    return plan_model(model, example, settings, channel_map=chart).plan
+    return PlanSearch.trace(model, example, settings, channel_map=chart).find().plan
 
 
 def small() -> nn.Module:
@@ -92,7 +91,7 @@ def small() -> nn.Module:
 
 def small_plan() -> Plan:
     settings = PruneSettings(BudgetSettings(macs=0.5, params=0.6), criterion="l2")
-    return plan_model(small(), (torch.zeros(1, 3, 8, 8),), settings).plan
+    return PlanSearch.trace(small(), (torch.zeros(1, 3, 8, 8),), settings).find().plan
 
 
 def test_a_channel_map_names_groups_and_locks(chart: ChannelMap) -> None:
@@ -157,7 +156,9 @@ def test_paths_of_modules_are_escaped() -> None:
                 x = module(x)
             return x
 
-    planned = plan_model(Odd(), (torch.zeros(1, 4),), PruneSettings(BudgetSettings(macs=0.6), criterion="l2"))
+    planned = PlanSearch.trace(
+        Odd(), (torch.zeros(1, 4),), PruneSettings(BudgetSettings(macs=0.6), criterion="l2")
+    ).find()
     for result in (planned.plan, planned.plan.channel_map):
         assert "<script>" in str(result)
         assert "<script>" not in result._repr_html_()
@@ -171,7 +172,8 @@ def channels(count: int = 157) -> list[str]:
 
 def test_what_prune_returns(plan: Plan) -> None:
     timing = Timing(2.0, 1.9, 2.1, 1.9, 1.8, 2.0, True, ())
-    frozen = SimpleNamespace(asked={"speedup": 2.0})
+    unused: Any = None
+    target = LatencyTarget(nn.Identity(), unused, unused, PruneSettings(BudgetSettings(speedup=2.0)), unused)
     notes = tuple(f"repair: layer3.{index}.conv1 not refitted: it is read twice" for index in range(40))
     report = RepairReport((LayerRepair("conv1.weight"),), 0.5, 0.1, True, RepairMemory(1, 1, 1, 1, (1, 1)))
     found = Pruned(
@@ -182,7 +184,7 @@ def test_what_prune_returns(plan: Plan) -> None:
         None,
         report,
         notes,
-        Delivered(frozen, timing),  # type: ignore[arg-type]
+        LatencyResult(target, (), True, timing),
     )
     check(found)
     assert "... 30 more notes; .notes has all" in str(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -150,6 +150,19 @@ def _check_scores(channel_map: ChannelMap, scores: Scores) -> None:
     bad = [group.name for group in channel_map.groups if np.isnan(scores[group.labels]).any()]
     if bad:
         raise NonFiniteError(f"scores: NaN in {', '.join(bad[:5])}; are the weights, or the statistics, finite there?")
+
+
+def feasible_plan(channel_map: ChannelMap, settings: PruneSettings, latency: LatencyTable | None = None) -> Plan:
+    """Return a plan from equal scores: shows, before anything is trained, whether the budgets can be met.
+
+    Args:
+        latency: of the target, for budgets of time, which are predicted.
+
+    Raises:
+        PlanError: they cannot be met.
+    """
+    scope: Scope = "uniform" if settings.scope == "uniform" else "global"  # as wide, and quicker
+    return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)
 
 
 def plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from prunekit.data.folders import scan_folder
 from prunekit.data.torchvision_sets import SETS
 from prunekit.errors import DataError, ModelError, PlanError, UsageError, nearest
 from prunekit.models import ZOOS, ModelSettings, image_shape, missing_weights, zoo_names
+from prunekit.planning.solve import feasible_plan
 from prunekit.recipe.document import Document, Origin
 from prunekit.recipe.loading import load
 from prunekit.recipe.overrides import apply_override
@@ -34,7 +35,6 @@ from prunekit.user_code import is_reference, require_object
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import Own
 from prunekit.workflow.prepared import Prepared
-from prunekit.workflow.pruning import feasible
 
 SIDES = (32, 64, 96, 128, 160, 192, 224)
 LOOKED_AT = 32
@@ -277,7 +277,7 @@ def _rounding(prepared: Prepared) -> int:
     chart = trace(prepared.model, prepared.example_inputs)
     for rounding in roundings:
         try:
-            feasible(chart, replace(prune, round_to=rounding))
+            feasible_plan(chart, replace(prune, round_to=rounding))
             return rounding
         except PlanError:
             if rounding == roundings[-1]:

@@ -8,11 +8,10 @@ from prunekit.workflow.explain import Explanation, explain
 from prunekit.workflow.finetune import finetune, prune_job
 from prunekit.workflow.oneshot import Pruned, plan, prune
 from prunekit.workflow.own import Own
-from prunekit.workflow.planned import Planned
+from prunekit.workflow.plan_search import Planned, PlanSearch
 from prunekit.workflow.profile_run import ProfileRun, profile_job
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
-from prunekit.workflow.pruning import plan_model
 from prunekit.workflow.run_result import RunResult
 from prunekit.workflow.sensitivity import Sensitivity, sensitivity
 from prunekit.workflow.sensitivity_run import SensitivityRun, analyze
@@ -23,6 +22,7 @@ __all__ = [
     "JobSettings",
     "LargestBatch",
     "Own",
+    "PlanSearch",
     "Planned",
     "Profile",
     "ProfileRun",
@@ -37,7 +37,6 @@ __all__ = [
     "find_batch_size",
     "finetune",
     "plan",
-    "plan_model",
     "profile",
     "profile_job",
     "prune",

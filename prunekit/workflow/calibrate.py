@@ -35,8 +35,9 @@ from prunekit.settings.job import JobSettings
 from prunekit.training import share_corrupt
 from prunekit.workflow.dense import prepare, train_baseline
 from prunekit.workflow.digests import digest, weights_digest
-from prunekit.workflow.evidence import gathered, patch_statistics
+from prunekit.workflow.evidence import gathered, needs_activations, patch_statistics
 from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.plan_search import CriterionInputs
 from prunekit.workflow.prepared import Prepared, chosen_batches
 from prunekit.workflow.runs import Log
 
@@ -234,6 +235,27 @@ def job_patches(prepared: Prepared, model: nn.Module, chart: ChannelMap, *, log:
     for problem in (*too_few_rows(found), *dead_inputs(found)):
         log(f"calibration: {problem}")
     return found
+
+
+def criterion_inputs(
+    prepared: Prepared, model: nn.Module, chart: ChannelMap, *, with_stats: bool = False, log: Log
+) -> CriterionInputs:
+    """Collect what the job's criterion looks at on its calibration samples; in the main process, with all others' help.
+
+    Args:
+        model: the dense one, with its weights.
+        chart: its channel map.
+        with_stats: whether channel statistics are collected even if the criterion does not need them.
+
+    Raises:
+        DataError, NonFiniteError: as for `calibrate_model`, `loss_gradients` and `job_patches`.
+    """
+    job, stats = prepared.job, None
+    if with_stats or needs_activations(job.prune.criterion):
+        stats = calibrate_model(prepared, model, log=log).stats
+    gradients = loss_gradients(prepared, model, log=log)
+    patches = job_patches(prepared, model, chart, log=log) if is_main() else None
+    return CriterionInputs(stats, gradients, patches, job.seed)
 
 
 def calibration_images(prepared: Prepared) -> Any:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from prunekit.calibration import ChannelStats
-from prunekit.channels import trace
+from prunekit.deploy.transform import transform_of
+from prunekit.errors import NotMeasuredError, UsageError
 from prunekit.measure.effort import current_effort
+from prunekit.planning import PruneSettings
 from prunekit.progress import stage
+from prunekit.settings.budgets import facts_of
 from prunekit.settings.job import JobSettings
 from prunekit.workflow.bench import devices
-from prunekit.workflow.calibrate import calibrate_model, job_patches, loss_gradients
-from prunekit.workflow.delivering import as_asked, by_macs, first_aim, predicted_goal, reachable_goal
+from prunekit.workflow.calibrate import criterion_inputs
 from prunekit.workflow.dense import cached_baseline, prepare
 from prunekit.workflow.deploying import require_deployable
-from prunekit.workflow.evidence import needs_activations
 from prunekit.workflow.own import RECIPE_ONLY, Own
-from prunekit.workflow.pruning import plan_model
+from prunekit.workflow.plan_search import DOUBT, PlanSearch
+from prunekit.workflow.prepared import Prepared
+from prunekit.workflow.profiling import in_blocks
 from prunekit.workflow.runs import Log
 from prunekit.workflow.scheduling import require_schedule, schedule_rows
 from prunekit.workflow.tables import layer_rows
@@ -58,10 +61,10 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
     prepared = prepare(job, own)
     require_deployable(prepared)
     line = require_schedule(prepared, training=True)
-    chart = trace(prepared.model, prepared.example_inputs)
-    goal = (reachable_goal if measure or not timely else predicted_goal)(prepared, chart, log=log)
-    untimed = by_macs(job.prune) if timely and goal is None else job.prune
-    known = None if goal is None else "; ".join([goal.profile.accuracy, *goal.profile.notes])
+    search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
+    search = _within_reach(search, prepared) if measure or not timely else _predicted(search, prepared)
+    profile = None if search.latency is None else search.latency.profile
+    known = None if profile is None else "; ".join([profile.accuracy, *profile.notes])
     time = known or (BY_MACS if timely else None)
     if time is not None and not measure:
         log(f"dry run: nothing is measured: {time}")
@@ -70,21 +73,7 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
         log("dry run: scores are those before `sparsify`, which is training")
     if not trained:
         log("dry run: no trained weights yet, so scores are those of random ones")
-    stats: ChannelStats | None = None
-    if needs_activations(job.prune.criterion):
-        stats = calibrate_model(prepared, prepared.model, log=log).stats
-    planned = plan_model(
-        prepared.model,
-        prepared.example_inputs,
-        untimed if goal is None else first_aim(goal),
-        stats=stats,
-        gradients=loss_gradients(prepared, prepared.model, log=log),
-        patches=job_patches(prepared, prepared.model, chart, log=log),
-        seed=job.seed,
-        channel_map=chart,
-        latency=None if goal is None else goal.table,
-    )
-    planned = planned if goal is None else as_asked(planned, goal)
+    planned = search.predict(criterion_inputs(prepared, prepared.model, search.channel_map, log=log))
     settled = planned.plan.channel_map
     return {
         "trained": trained,
@@ -100,3 +89,48 @@ def dry_run(job: JobSettings, *, log: Log = stage, own: Own = RECIPE_ONLY, measu
         "max_relative_difference": planned.max_relative_difference,
         "widths": layer_rows(prepared.model, planned.compact, planned.plan),
     }
+
+
+def _within_reach(search: PlanSearch, prepared: Prepared) -> PlanSearch:
+    """Return the search with a profile of the target, once its budgets are known to be within reach."""
+    search = search.with_profile(transform_of(search.model, search.examples[0], prepared.job.deploy))
+    search.require_reachable()
+    return search
+
+
+def _predicted(search: PlanSearch, prepared: Prepared) -> PlanSearch:
+    """Return the search with what was profiled before, else with a budget of MACs in the place of a speedup.
+
+    Measures nothing, and refuses nothing: what is out of reach is said to be so by prediction.
+    """
+    transform = transform_of(search.model, search.examples[0], prepared.job.deploy)
+    try:
+        search = search.with_profile(transform, measure=False)
+    except NotMeasuredError as error:
+        search.log(f"profile: {error}")
+        return replace(search, settings=by_macs(search.settings))
+    target = search.latency
+    if target is not None and target.least_share > 1 - DOUBT:
+        fastest = f"the fastest plan is predicted to take {target.least_share:.2f} of the time asked for"
+        search.log(f"latency: budget {target.in_words}: {fastest}; a run measures whether it can be had")
+    return search
+
+
+def by_macs(settings: PruneSettings) -> PruneSettings:
+    """Return settings with a budget of multiply-accumulates in the place of a speedup: as if time fell as they do.
+
+    Raises:
+        UsageError: milliseconds are asked for, of which they say nothing.
+    """
+    budget = settings.budget
+    for name, value in budget.given.items():
+        facts = facts_of(name)
+        if facts.measured and not facts.share:
+            raise UsageError(
+                f"budget {name} {value:g}: without a measurement nothing says what this model takes; run `prunekit "
+                "profile RECIPE` first (minutes), or leave out --no-measure"
+            )
+        if facts.measured:
+            macs = min(facts.as_cost(value), 1.0 if budget.macs is None else budget.macs)
+            budget = budget.changed(macs=macs, **{name: None})
+    return replace(in_blocks(settings), budget=budget)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from prunekit.artifacts import StrPath
-from prunekit.channels import trace
 from prunekit.context import threads
+from prunekit.deploy.transform import transform_of
 from prunekit.distributed.exchange import from_main, wait_for_all
 from prunekit.distributed.failing import one_for_all
 from prunekit.distributed.group import is_main
 from prunekit.progress import stage, wanted
 from prunekit.settings.job import JobSettings
 from prunekit.workflow.bench import devices
-from prunekit.workflow.delivering import reachable_goal
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.deploying import require_deployable
 from prunekit.workflow.journey import Journey
 from prunekit.workflow.own import RECIPE_ONLY, Own, require_optimizer
+from prunekit.workflow.plan_search import PlanSearch
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.resuming import find_run, identity_of, note
 from prunekit.workflow.run_result import RunResult
@@ -106,16 +106,18 @@ def _run(
     require_deployable(prepared)
     require_schedule(prepared, training=training)
     identity = identity_of(prepared, training=training)
-    chart = trace(prepared.model, prepared.example_inputs)  # of the structure: training does not change it
-    again = goal = None
+    # Of the structure alone: training does not change it.
+    search = PlanSearch.trace(prepared.model, prepared.example_inputs, job.prune, log=log)
+    again = None
     with one_for_all():
         if is_main():
             again = None if resume is None else find_run(resume, job.output / job.name, identity, log)
-            goal = reachable_goal(prepared, chart, log=log)
+            search = search.with_profile(transform_of(search.model, search.examples[0], job.deploy))
+            search.require_reachable()
         wait_for_all()
         with run_folder(job.output, job.name, log, text, finish, again) as run, one_for_all(), threads(job.threads):
             note(run, identity)
-            journey = Journey(prepared, chart, run, goal, progress=progress, training=training, on_epoch=on_epoch)
+            journey = Journey(prepared, search, run, progress=progress, training=training, on_epoch=on_epoch)
             metrics = journey.travel()
             folder = from_main(lambda: run.path)
         wait_for_all()  # until the report is written

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from prunekit.artifacts import write_json
-from prunekit.channels import ChannelMap
 from prunekit.channels.copying import copied
 from prunekit.compaction import compact, load, remarks, save
 from prunekit.data import batches, describe_corrupt
@@ -25,20 +24,26 @@ from prunekit.training import needs_plan
 from prunekit.workflow import results
 from prunekit.workflow.activations import find_thresholds, measure_masks
 from prunekit.workflow.agreeing import require_same_plan, share_plan
-from prunekit.workflow.delivered import Delivered, Frozen
-from prunekit.workflow.delivering import delivered
+from prunekit.workflow.calibrate import criterion_inputs
 from prunekit.workflow.dense import save_weights, train_baseline
 from prunekit.workflow.deploying import FOLDER, deploy
 from prunekit.workflow.finetuning import Finetuning
-from prunekit.workflow.goal import LatencyGoal
-from prunekit.workflow.kept import Clock
-from prunekit.workflow.plan_stage import find_plan, write_plan
-from prunekit.workflow.planned import Planned
+from prunekit.workflow.kept import Clock, keep_plan, kept_plan
+from prunekit.workflow.latency_target import LatencyResult
+from prunekit.workflow.plan_search import Planned, PlanSearch
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
-from prunekit.workflow.tables import layer_rows, write_csv
+from prunekit.workflow.tables import (
+    CURVE_COLUMNS,
+    coupling_rows,
+    curve_rows,
+    layer_rows,
+    lock_rows,
+    score_rows,
+    write_csv,
+)
 from prunekit.workflow.trainings import OnEpoch, Trainings, checkpoints_of, told
 from prunekit.workflow.watching import watching, write_summary
 
@@ -64,9 +69,8 @@ class Journey:
 
     Args:
         prepared: what it works on.
-        chart: the channel map of its model.
+        search: for the plan, with its model traced, and profiled where a budget is one of time.
         run: where it writes.
-        goal: where a budget is one of time.
         progress: shows bars on stderr.
         training: whether to fine-tune, the pruned model and a dense one for comparison.
         on_epoch: told of each epoch.
@@ -75,15 +79,14 @@ class Journey:
     def __init__(
         self,
         prepared: Prepared,
-        chart: ChannelMap,
+        search: PlanSearch,
         run: RunFolder,
-        goal: LatencyGoal | None = None,
         *,
         progress: bool,
         training: bool,
         on_epoch: OnEpoch | None = None,
     ) -> None:
-        self.prepared, self.chart, self.run, self.goal = prepared, chart, run, goal
+        self.prepared, self.search, self.run = prepared, replace(search, log=run.log), run
         self.progress, self.training, self.on_epoch = progress, training, on_epoch
         self.job, self.log = prepared.job, run.log
         self.clock = Clock(run.resume / "seconds.json")
@@ -107,14 +110,12 @@ class Journey:
             self.log("compact early: without effect, because nothing is fine-tuned")
         trainings = Trainings(self.prepared, self.run, baseline, progress=self.progress, on_epoch=self.on_epoch)
         sparse = self._sparsified(dense, None, trainings)
-        found = find_plan(
-            self.prepared, sparse, self.chart, self.run, self.goal, training=self.training, stage=self.clock.stage
-        )
-        plan = share_plan(None if found is None else found[0].plan)
+        planned = self._plan(sparse)
+        plan = share_plan(None if planned is None else planned.plan)
         sparse = self._sparsified(sparse, plan, trainings)
         report = schedule = early = None
         if self.job.prune.schedule is not None:
-            scores = None if found is None else found[0].scores
+            scores = None if planned is None else planned.scores
             schedule, pruned = JobSchedule(self.prepared, plan, scores, self.run), copied(sparse)
         else:
             with self.clock.stage("repair"):
@@ -124,9 +125,9 @@ class Journey:
                 pruned, early = Finetuning(self.prepared, self.run, trainings, schedule).tune(pruned, plan)
         if schedule is not None:
             plan = schedule.in_force()
-            if found is not None:
-                found = schedule.finished(found[0]), found[1]
-                write_plan(found[0], self.run)
+            if planned is not None:
+                planned = schedule.finished(planned)
+                self._write_plan(planned)
         require_same_plan(plan, "after training")
         compacted = self._compact(pruned, dense, plan) if is_main() else None
         control = None
@@ -137,16 +138,60 @@ class Journey:
                 control = trainings.control(dense)
 
         def measured() -> dict[str, Any]:
-            assert found is not None
+            assert planned is not None
             assert compacted is not None
             trained = _Trained(dense, control, pruned, trainings, report, schedule, early)
-            return self._measure(trained, *found, *compacted)
+            return self._measure(trained, planned, *compacted)
 
         return from_main(measured)
 
-    def _measure(
-        self, trained: _Trained, planned: Planned, frozen: Frozen | None, small: nn.Module, proof: Verification
-    ) -> dict[str, Any]:
+    def _plan(self, dense: nn.Module) -> Planned | None:
+        """The plan within the job's budgets, written into the run's folder or read there; in the main process alone.
+
+        All processes collect statistics together.
+        """
+        run, self.search = self.run, self.search.with_weights(dense)
+        known = kept_plan(run, dense) if is_main() else None
+        if from_main(lambda: known is not None):
+            return known
+        chart = self.search.channel_map
+        with self.clock.stage("calibrate"):
+            inputs = criterion_inputs(self.prepared, dense, chart, with_stats=self.training, log=self.log)
+            if not is_main():
+                return None
+            if inputs.stats is not None:  # for fine-tuning as well
+                inputs.stats.save(run.path / "statistics")
+        with self.clock.stage("plan"):
+            planned = self.search.find(inputs)
+            self._write_plan(planned)
+            self._log_plan(planned)
+            if inputs.patches is not None:
+                rows = curve_rows(planned.plan.channel_map, planned.curves(inputs.patches))
+                write_csv(run.path / "sensitivity.csv", rows, CURVE_COLUMNS)
+            keep_plan(run, planned)
+        return planned
+
+    def _write_plan(self, planned: Planned) -> None:
+        """Write a plan into the run's folder, with its scores, locks and groups."""
+        folder, plan = self.run.path, planned.plan
+        plan.save(folder)
+        write_csv(folder / "scores.csv", score_rows(plan, planned.scores), results.SCORE_COLUMNS)
+        write_csv(folder / "locks.csv", lock_rows(plan), results.LOCK_COLUMNS)
+        write_csv(folder / "coupling.csv", coupling_rows(plan), results.COUPLING_COLUMNS)
+
+    def _log_plan(self, planned: Planned) -> None:
+        chart = planned.plan.channel_map
+        left = chart.macs(planned.plan.keep) / chart.macs()
+        self.log(
+            f"plan: {left:.1%} of the MACs left, {planned.plan.removed} of {chart.n_labels - 1} channels removed; "
+            f"masked == compact in the trial to {planned.max_relative_difference:.1e}"
+        )
+        for text in planned.locked_by_trial:
+            self.log(f"plan: locked after the trial: {text}")
+        for text in planned.unseen:
+            self.log(f"plan: {text}")
+
+    def _measure(self, trained: _Trained, planned: Planned, small: nn.Module, proof: Verification) -> dict[str, Any]:
         """The stages after training, and the metrics."""
         dense, plan, schedule = trained.dense, planned.plan, trained.schedule
         save_weights(self.run.path / "checkpoints" / "dense.safetensors", dense)
@@ -156,7 +201,8 @@ class Journey:
             share = sparsity(trained.pruned, plan)
             ready = None if deployed is None else deployed.model
             attempt = results.Attempts(self.log)
-            final = None if frozen is None else attempt("time", lambda: self._measure_last(dense, frozen))
+            target = self.search.latency
+            final = None if target is None else attempt("time", lambda: self._deliver(dense, planned))
             models = dense, trained.control, ready
             measured = results.measure(self.prepared, self.run, *models, attempt=attempt, final=final)
             masks = attempt("activation masks", lambda: self._measure_activations(small))
@@ -171,11 +217,11 @@ class Journey:
         }
         metrics |= {"schedule": None if schedule is None else schedule.summary()}
         metrics |= {"deployment": None if deployed is None else deployed.figures()}
-        if self.goal is not None and final is not None:
-            metrics |= {"profile": self.goal.profile.summary(), "delivered": final.summary()}
+        if target is not None and final is not None:
+            metrics |= {"profile": target.profile.summary(), "delivered": final.summary()}
             metrics["shortfalls"] += final.shortfalls
         write_json(self.run.path / "metrics.json", metrics)
-        write_summary(self.run, self.job, self.chart, plan, (dense, small), metrics)
+        write_summary(self.run, self.job, self.search.channel_map, plan, (dense, small), metrics)
         if metrics["corrupt_images"]:
             self.log(f"data: {describe_corrupt(metrics['corrupt_images'])}")
         for shortfall in metrics["shortfalls"]:
@@ -187,16 +233,16 @@ class Journey:
         settings = self.job.sparsify
         if settings is None or not self.training or needs_plan(settings) != (plan is not None):
             return dense
-        chart = self.chart if plan is None else plan.channel_map
+        chart = self.search.channel_map if plan is None else plan.channel_map
         self.log(f"sparsify: {settings.regularize and settings.regularize.method}, epochs: {settings.epochs}")
         with self.clock.stage("sparsify"):
             return trainings.train("sparsified", copied(dense), settings, chart=chart, removed=plan)
 
-    def _measure_last(self, dense: nn.Module, frozen: Frozen) -> Delivered:
+    def _deliver(self, dense: nn.Module, planned: Planned) -> LatencyResult:
         """What counts for budgets of time: the model as its folder gives it, the deployed one where there is one."""
         folder = FOLDER if self.job.deploy.wanted else "model"
         handed_over = load(self.run.path / folder, None if self.prepared.build else dense)
-        return delivered(frozen, handed_over, log=self.log)
+        return self.search.deliver(planned, handed_over)
 
     def _measure_activations(self, small: nn.Module) -> dict[str, Any] | None:
         """With thresholds found anew: training has changed what they were found for."""

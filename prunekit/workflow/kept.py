@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from prunekit.planning import load_plan
 from prunekit.repair import LayerRepair, RepairReport
 from prunekit.repair.report import RepairMemory
 from prunekit.states import read_state, write_state
-from prunekit.workflow.attempts import Attempt, Timing
-from prunekit.workflow.delivered import Frozen
-from prunekit.workflow.goal import LatencyGoal
-from prunekit.workflow.planned import Planned
+from prunekit.workflow.latency_search import time_binds
+from prunekit.workflow.latency_target import Attempt, Timing
+from prunekit.workflow.plan_search import Planned
 from prunekit.workflow.runs import RunFolder
 
 
@@ -52,9 +51,10 @@ class Clock:
                 write_json(self._path, self.stages)
 
 
-def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
+def keep_plan(run: RunFolder, planned: Planned) -> None:
     """Keeps the plan and what was found out about it; a schedule writes another into the run's folder at its end."""
     planned.plan.save(run.resume / "planned")
+    attempts = [asdict(attempt) for attempt in planned.attempts]
     write_state(
         run.resume / "plan",
         {
@@ -63,17 +63,16 @@ def keep_plan(run: RunFolder, planned: Planned, frozen: Frozen | None) -> None:
             "max_relative_difference": planned.max_relative_difference,
             "locked_by_trial": planned.locked_by_trial,
             "unseen": planned.unseen,
-            "frozen": None if frozen is None else _plain(frozen),
+            "frozen": {"attempts": attempts, "binding": time_binds(planned.plan)} if attempts else None,
         },
     )
 
 
-def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tuple[Planned, Frozen | None] | None:
+def kept_plan(run: RunFolder, dense: nn.Module) -> Planned | None:
     """What `keep_plan` kept; None where the run had not come so far.
 
     Args:
         dense: with its weights.
-        goal: where a budget is one of time.
 
     Raises:
         ResumeError: the plan in the folder is not the one that the run made.
@@ -87,29 +86,17 @@ def kept_plan(run: RunFolder, dense: nn.Module, goal: LatencyGoal | None) -> tup
             f"{run.resume / 'planned'}: not the plan that this run was made with (checksum {plan.digest}, "
             f"expected {state['plan']}); put that back, or start anew"
         )
-    small = compact(dense, plan)
-    planned = Planned(
+    run.log("plan: that of the run, from its folder")
+    attempts = [] if state["frozen"] is None else state["frozen"]["attempts"]
+    return Planned(
         plan,
         state["scores"].numpy(),
-        small,
+        compact(dense, plan),
         state["max_relative_difference"],
         tuple(state["locked_by_trial"]),
         tuple(state["unseen"]),
+        tuple(Attempt(**{**one, "timing": Timing(**one["timing"])}) for one in attempts),
     )
-    run.log("plan: that of the run, from its folder")
-    return planned, _frozen(state["frozen"], planned, None if goal is None else replace(goal, model=dense))
-
-
-def _plain(frozen: Frozen) -> dict[str, Any]:
-    attempts = [asdict(attempt) for attempt in frozen.attempts]
-    return {"attempts": attempts, "binding": frozen.binding}
-
-
-def _frozen(state: dict[str, Any] | None, planned: Planned, goal: LatencyGoal | None) -> Frozen | None:
-    if state is None or goal is None:
-        return None
-    attempts = tuple(Attempt(**{**one, "timing": Timing(**one["timing"])}) for one in state["attempts"])
-    return Frozen(goal, planned, attempts, state["binding"])
 
 
 def keep_repair(run: RunFolder, model: nn.Module, report: RepairReport | None) -> None:

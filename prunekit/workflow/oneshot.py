@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from prunekit.calibration import ChannelStats, TaylorTerms
-from prunekit.calibration.patch_stats import PatchStats, dead_inputs, too_few_rows
+from prunekit.calibration.patch_stats import dead_inputs, too_few_rows
 from prunekit.calibration.patches import pixel_by_pixel
-from prunekit.channels import ChannelMap, trace
+from prunekit.channels import ChannelMap
 from prunekit.channels.precision import HALF
 from prunekit.compaction import compact, remarks
-from prunekit.context import device_of, paused_garbage_collection, training_mode
+from prunekit.context import device_of, training_mode
 from prunekit.criteria import get_criterion
 from prunekit.deploy.subnormals import Flushed, without_subnormals
 from prunekit.display import Displayed, Table
@@ -33,12 +33,9 @@ from prunekit.repair import RepairReport, RepairSettings
 from prunekit.repair import repair as repair_masked
 from prunekit.settings.pruning import Scope, Target
 from prunekit.tasks import Task
-from prunekit.workflow.delivered import Delivered, Frozen, in_words_all
-from prunekit.workflow.delivering import delivered, freeze
 from prunekit.workflow.evidence import gathered, patch_statistics, statistics
-from prunekit.workflow.goal import goal_for
-from prunekit.workflow.planned import Planned
-from prunekit.workflow.pruning import plan_model
+from prunekit.workflow.latency_target import LatencyResult
+from prunekit.workflow.plan_search import CriterionInputs, Planned, PlanSearch
 from prunekit.wrappers import require_values, unwrapped
 
 IMAGES = 1024
@@ -97,7 +94,7 @@ class Pruned(Displayed):
     masked: nn.Module | None = None
     repair: RepairReport | None = None
     notes: tuple[str, ...] = ()
-    delivered: Delivered | None = None
+    delivered: LatencyResult | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """What is counted or measured of the dense and the pruned model, and the share that is left.
@@ -129,8 +126,7 @@ class Pruned(Displayed):
         yield from self.plan.budgets()
         said = [f"masked against compact: relative difference {scientific(self.max_relative_difference)} at most"]
         if self.delivered is not None:
-            asked = in_words_all(self.delivered.frozen.asked)
-            said.append(f"time: {asked} asked for, {self.delivered.final} measured")
+            said.append(f"time: {self.delivered.target.in_words} asked for, {self.delivered.final} measured")
         if self.repair is not None:
             errors = f"{share(self.repair.before, 2)} -> {share(self.repair.after, 2)}"
             said.append(f"repair: error of the output on held-out samples {errors} of its variance")
@@ -271,12 +267,12 @@ def prune(
         )
     if repair is not False:
         require_kind("repair", repair, RepairSettings, "prunekit.RepairSettings(), or False for none")
-    given = Given(example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
+    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
     with reporting(progress, "prune"):
-        found = find_plan(model, given, repair or RepairSettings() if calibration is not None else None)
+        planned = request.find_plan(None if calibration is None else repair or RepairSettings())
         if calibration is None or repair is False:
-            return _timed(found, _as_planned(found))
-        return _timed(found, _repaired(model, found, repair or RepairSettings()))
+            return _timed(request, planned, _as_planned(request, planned))
+        return _timed(request, planned, _repaired(request, planned, repair or RepairSettings()))
 
 
 def plan(
@@ -362,15 +358,22 @@ def plan(
         plain_classes=plain_classes,
         **budgets,
     )
-    given = Given(example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
+    request = Request(model, example, calibration, wanted, images, stats, gradients, seed, more_examples, task)
     with reporting(progress, "plan"):
-        return find_plan(model, given, None, channel_map).planned.plan
+        return request.find_plan(channel_map=channel_map).plan
 
 
-@dataclass(frozen=True, eq=False)
-class Given:
-    """What a plan is made for and from, as the caller gave it."""
+@dataclass(eq=False)
+class Request:
+    """What a plan is made for and from, as the caller gave it, and the search for the plan.
 
+    Attributes:
+        samples: of the calibration data, on the model's device; None without, and before `find_plan`.
+        search: that found the plan.
+        notes: what the criterion was short of.
+    """
+
+    model: nn.Module
     example: Any
     calibration: Calibration | None
     settings: PruneSettings
@@ -380,6 +383,9 @@ class Given:
     seed: int
     more_examples: Sequence[Any]
     task: Task | str | None
+    samples: Any = field(default=None, init=False)
+    search: PlanSearch = field(init=False)
+    notes: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         require_kind("stats", self.stats, ChannelStats, "channel statistics, from prunekit.calibrate(model, loader)")
@@ -387,114 +393,85 @@ class Given:
         require_kind("gradients", self.gradients, TaylorTerms, made)
         require_kind("more_examples", self.more_examples, (list, tuple), "a list of examples, such as [x, y]")
 
+    def find_plan(self, repair: RepairSettings | None = None, channel_map: ChannelMap | None = None) -> Planned:
+        """Read the samples, trace, collect what the criterion needs of the samples, and plan within the budgets.
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """A plan that meets the budgets.
-
-    Attributes:
-        example: that it was tried on.
-        samples: of the calibration data, on the model's device; None without.
-        frozen: how a plan for a budget of time was found; None for other budgets.
-        notes: what the criterion was short of.
-    """
-
-    planned: Planned
-    example: tuple[Any, ...]
-    samples: Any
-    frozen: Frozen | None
-    notes: tuple[str, ...]
-
-
-def find_plan(
-    model: nn.Module, given: Given, repairing: RepairSettings | None, chart: ChannelMap | None = None
-) -> Found:
-    """The plan, from what the criterion needs of the calibration data.
-
-    Args:
-        repairing: settings of the repair that follows, which say how much memory statistics may take.
-        chart: the channel map, where the model has been traced already.
-    """
-    settings, samples, patches, stats = given.settings, None, None, given.stats
-    if given.calibration is not None:
-        stage("read the samples")
-        device = device_of(model)
-        samples = moved(gathered(model, given.calibration, given.images, given.task), device)
-        samples = map_tensors(samples, pixel_by_pixel)
-    if given.example is not None:
-        example = _as_example(model, given.example)
-    elif samples is not None:
-        example = arguments(model, taken(samples, slice(2)))
-    else:
-        raise UsageError(
-            "expected an example to trace, as in prune(model, x, macs=0.5), or samples to calibrate on, as in "
-            "prune(model, calibration=loader, macs=0.5); got neither"
+        Args:
+            repair: settings of the repair that follows, which say how much memory statistics may take.
+            channel_map: where the model has been traced already.
+        """
+        if self.calibration is not None:
+            stage("read the samples")
+            given = gathered(self.model, self.calibration, self.images, self.task)
+            self.samples = map_tensors(moved(given, device_of(self.model)), pixel_by_pixel)
+        example = self._example()
+        more = tuple(normalized(self.model, one) for one in self.more_examples)
+        if self.samples is not None:
+            _require_running(self.model, self.first_samples(2))
+        if channel_map is None:
+            stage("trace")
+        search = PlanSearch.trace(
+            self.model, example, self.settings, more_examples=more, channel_map=channel_map, log_plans=True
         )
-    more = tuple(normalized(model, one) for one in given.more_examples)
-    if samples is not None:
-        _require_running(model, arguments(model, taken(samples, slice(2))))
-    if chart is None:
-        stage("trace")
-        with paused_garbage_collection():
-            chart = trace(model, example, *more)
-    if samples is not None:
-        if "patches" in get_criterion(settings.criterion).needs:
+        inputs = self._criterion_inputs(search.channel_map, repair)
+        self.search = search.with_profile()
+        return self.search.find(inputs)
+
+    def first_samples(self, count: int) -> tuple[Any, ...]:
+        """Return the first samples as one batch, as the model takes it."""
+        return arguments(self.model, taken(self.samples, slice(count)))
+
+    def _example(self) -> tuple[Any, ...]:
+        if self.example is None and self.samples is None:
+            raise UsageError(
+                "expected an example to trace, as in prune(model, x, macs=0.5), or samples to calibrate on, as in "
+                "prune(model, calibration=loader, macs=0.5); got neither"
+            )
+        if self.example is None:
+            return self.first_samples(2)
+        try:
+            return normalized(self.model, self.example)
+        except ModelError:
+            raise
+        except UsageError as error:
+            raise UsageError(
+                f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
+            ) from None
+
+    def _criterion_inputs(self, channel_map: ChannelMap, repair: RepairSettings | None) -> CriterionInputs:
+        """Collect what the criterion needs of the samples, and note what it is short of."""
+        model, samples, settings = self.model, self.samples, self.settings
+        if samples is None:
+            return CriterionInputs(self.stats, self.gradients, None, self.seed)
+        needs, patches, short = get_criterion(settings.criterion).needs, None, list[str]()
+        if "patches" in needs:
             stage(f"patch statistics of {count_of(samples)} samples")
-            patches = patch_statistics(model, samples, chart, repairing, settings.ignore, log=stage)
-        stats = stats or statistics(model, samples, settings.criterion)
-    goal = goal_for(model, example, chart, settings, more_examples=more, log=stage)
-
-    def plan(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
-        stage(f"plan by {wanted.criterion}, and try it")
-        return plan_model(
-            model,
-            example,
-            wanted,
-            stats=stats,
-            gradients=given.gradients,
-            patches=patches,
-            seed=given.seed,
-            channel_map=channel_map,
-            more_examples=more,
-            latency=None if goal is None else goal.table,
-        )
-
-    frozen = None if goal is None else freeze(goal, plan, log=stage)
-    planned = plan(settings, chart) if frozen is None else frozen.planned
-    notes = () if samples is None else _notes(settings.criterion, stats, patches)
-    return Found(planned, example, samples, frozen, notes)
+            patches = patch_statistics(model, samples, channel_map, repair, settings.ignore, log=stage)
+            short += (*too_few_rows(patches), *dead_inputs(patches))
+        stats = self.stats or statistics(model, samples, settings.criterion)
+        if stats is not None and "moments" in needs:
+            short = [*stats.too_few_samples(), *short]
+        self.notes = tuple(short)
+        return CriterionInputs(stats, self.gradients, patches, self.seed)
 
 
-def _as_example(model: nn.Module, given: Any) -> tuple[Any, ...]:
-    try:
-        return normalized(model, given)
-    except ModelError:
-        raise
-    except UsageError as error:
-        raise UsageError(
-            f"{error}; samples to calibrate on are given by name: prune(model, calibration=data, macs=0.5)"
-        ) from None
-
-
-def _as_planned(found: Found) -> Pruned:
+def _as_planned(request: Request, planned: Planned) -> Pruned:
     """The compact model as the trial left it."""
-    planned = found.planned
-    flushed = without_subnormals(planned.compact, found.example)
+    flushed = without_subnormals(planned.compact, request.search.examples[0])
     difference = max(planned.max_relative_difference, flushed.max_relative_difference)
-    notes = found.notes + planned.unseen + _said(flushed)
+    notes = request.notes + planned.unseen + _said(flushed)
     return Pruned(flushed.model, planned.plan, planned.scores, difference, notes=notes)
 
 
-def _repaired(model: nn.Module, found: Found, repairing: RepairSettings) -> Pruned:
+def _repaired(request: Request, planned: Planned, repairing: RepairSettings) -> Pruned:
     """The compact model with what stays refitted to what the dense one computes on the samples."""
-    planned = found.planned
-    masked, report = repair_masked(model, planned.plan, found.samples, repairing, log=stage)
+    masked, report = repair_masked(request.model, planned.plan, request.samples, repairing, log=stage)
     stage("verify: the repaired model and the compact one")
     small = compact(masked, planned.plan)
-    proof = verify(masked, small, planned.plan, [arguments(model, taken(found.samples, slice(8)))], strict=True)
-    flushed = without_subnormals(small, found.example)
+    proof = verify(masked, small, planned.plan, [request.first_samples(8)], strict=True)
+    flushed = without_subnormals(small, request.search.examples[0])
     difference = max(planned.max_relative_difference, proof.max_relative_difference, flushed.max_relative_difference)
-    notes = found.notes + planned.unseen + report.notes + _said(flushed)
+    notes = request.notes + planned.unseen + report.notes + _said(flushed)
     return Pruned(flushed.model, planned.plan, planned.scores, difference, masked, report, notes)
 
 
@@ -519,19 +496,13 @@ def _require_running(model: nn.Module, example: tuple[Any, ...]) -> None:
         ) from error
 
 
-def _timed(found: Found, result: Pruned) -> Pruned:
+def _timed(request: Request, planned: Planned, result: Pruned) -> Pruned:
     """The result with what it was measured to take, where a budget is one of time."""
-    if found.frozen is None:
+    if request.search.latency is None:
         return result
-    took = delivered(found.frozen, result.model, log=stage)
+    took = request.search.deliver(planned, result.model)
     return replace(result, delivered=took, notes=result.notes + tuple(took.shortfalls))
 
 
 def _said(flushed: Flushed) -> tuple[str, ...]:
     return (*flushed.notes, *remarks(flushed.model))
-
-
-def _notes(criterion: str, stats: ChannelStats | None, patches: PatchStats | None) -> tuple[str, ...]:
-    """What to say of the evidence that a criterion looked at."""
-    moments = stats.too_few_samples() if stats is not None and "moments" in get_criterion(criterion).needs else ()
-    return (*moments, *(() if patches is None else (*too_few_rows(patches), *dead_inputs(patches))))

@@ -39,7 +39,7 @@ from prunekit.tasks import Task, get_task
 from prunekit.training import PlanChange, ScheduledMasks, transfer, transfer_average
 from prunekit.workflow.agreeing import share_plan
 from prunekit.workflow.loop_evidence import LoopEvidence, labeled_batches, require_evidence
-from prunekit.workflow.oneshot import IMAGES, Calibration, Given, find_plan
+from prunekit.workflow.oneshot import IMAGES, Calibration, Request
 from prunekit.workflow.stages import StagePlanner, rescored
 from prunekit.wrappers import require_values, unwrapped, unwrapped_for_hooks
 
@@ -201,15 +201,15 @@ class Pruner(Displayed):
         # by chance, so that a pruner that goes on from a state finds the same locks whatever the weights are by then.
         tried = asked if asked.budget.measured or not rescored(self.settings) else replace(asked, criterion="random")
         example = None if example is None else moved(example, next(inner.parameters()).device)
-        given = Given(example, calibration, tried, images, None, None, seed, tuple(more_examples), task)
+        request = Request(inner, example, calibration, tried, images, None, None, seed, tuple(more_examples), task)
         with reporting(progress, "pruner"):
-            found = find_plan(inner, given, None)
-            self._example = found.example
-            plan = share_plan(found.planned.plan)
+            planned = request.find_plan()
+            self._example = request.search.examples[0]
+            plan = share_plan(planned.plan)
             pairs = labeled_batches(inner, calibration, task, images) if labeled else []
             loss = get_task(task).loss if loss is None and task is not None else loss
-        evidence = LoopEvidence(self.settings, plan.channel_map, found.samples, pairs, loss, seed=seed)
-        planner = StagePlanner(self.settings, plan, found.planned.scores, evidence, seed=seed)
+        evidence = LoopEvidence(self.settings, plan.channel_map, request.samples, pairs, loss, seed=seed)
+        planner = StagePlanner(self.settings, plan, planned.scores, evidence, seed=seed)
         self._dense = dense = Plan(plan.channel_map, np.ones(plan.channel_map.n_labels, dtype=bool))
         self._masks = ScheduledMasks(
             inner, self._optimizer, stages, dense, planner, self._changed, gradients=gradient_masks

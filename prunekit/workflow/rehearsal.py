@@ -20,10 +20,10 @@ from prunekit.errors import UsageError
 from prunekit.masking import ActivationThresholds, ChangingMasks, masked
 from prunekit.masking.thresholds import chosen_paths
 from prunekit.planning import BudgetSettings, Plan
+from prunekit.planning.solve import feasible_plan
 from prunekit.training import Part, Sources, Training, TrainSettings, Within, asked_parts, fit
 from prunekit.workflow.activations import masks
 from prunekit.workflow.prepared import Prepared
-from prunekit.workflow.pruning import feasible
 
 STEPS = 2
 """Of the second one the optimizer's state is there already while activations are."""
@@ -53,7 +53,7 @@ class Rehearsal:
             )
         self._chart = trace(prepared.model, prepared.example_inputs)
         budget = BudgetSettings(macs=0.5) if job.prune.budget.measured else job.prune.budget
-        self._plan = feasible(self._chart, replace(job.prune, budget=budget))
+        self._plan = feasible_plan(self._chart, replace(job.prune, budget=budget))
 
     @property
     def most(self) -> int:

@@ -31,10 +31,10 @@ from prunekit.settings.job import JobSettings
 from prunekit.tasks import Task
 from prunekit.workflow.activations import missed_targets
 from prunekit.workflow.bench import devices
-from prunekit.workflow.delivered import Delivered
 from prunekit.workflow.deploying import FOLDER
 from prunekit.workflow.explaining import explain_job
-from prunekit.workflow.planned import Planned
+from prunekit.workflow.latency_target import LatencyResult
+from prunekit.workflow.plan_search import Planned
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log, RunFolder, environment
 from prunekit.workflow.tables import write_csv
@@ -96,7 +96,7 @@ def measure(
     deployed: nn.Module | None,
     *,
     attempt: Attempts,
-    final: Delivered | None = None,
+    final: LatencyResult | None = None,
 ) -> Measured:
     """Measures on the test data, which nothing has seen before, and times dense against compact.
 

@@ -19,7 +19,7 @@ from prunekit.planning.schedule import Timeline, timeline
 from prunekit.planning.select import Scores
 from prunekit.settings.pruning import WITH_REPAIR, clashes
 from prunekit.training import PlanChange, PruningSchedule, steps_per_epoch
-from prunekit.workflow.planned import Planned
+from prunekit.workflow.plan_search import Planned
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.recalibrating import calibrate_again
 from prunekit.workflow.runs import Log, RunFolder

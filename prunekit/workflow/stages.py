@@ -22,8 +22,8 @@ from prunekit.planning.select import Between, Scores
 from prunekit.settings.budgets import facts_from
 from prunekit.training import Planner
 from prunekit.workflow.agreeing import share_stage
+from prunekit.workflow.plan_search import CriterionInputs, ranked, raw_importance
 from prunekit.workflow.profiling import in_blocks
-from prunekit.workflow.pruning import ranked, raw_importance
 
 Seen = tuple[ChannelStats | None, TaylorTerms | None]
 
@@ -143,7 +143,8 @@ class StagePlanner(Planner):
             return self._movement.scores()
         if not self._looks:
             return self._dense_scores
-        fresh = raw_importance(model, self._chart, self._settings, *seen, self._seed)
+        inputs = CriterionInputs(*seen, seed=self._seed)
+        fresh = raw_importance(model, self._chart, self._settings, inputs)
         self._raw = np.where(before.keep, fresh, self._raw)
         return ranked(self._raw, self._chart, self._settings)
 

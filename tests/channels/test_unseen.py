@@ -15,7 +15,7 @@ from prunekit.channels import trace
 from prunekit.channels.trial import Settled, settle, with_unseen_sizes
 from prunekit.compaction import compact, save
 from prunekit.planning import BudgetSettings, Plan
-from prunekit.workflow import plan_model
+from prunekit.workflow import PlanSearch
 
 EXAMPLE = (torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(3)),)
 
@@ -241,7 +241,7 @@ def test_methods_run_on_copies_only_and_no_others_are_run() -> None:
 
 def test_a_plan_knows_the_sizes() -> None:
     net = around(Gated(), 6)
-    planned = plan_model(net, EXAMPLE, PruneSettings(BudgetSettings(channels=0.6)))
+    planned = PlanSearch.trace(net, EXAMPLE, PruneSettings(BudgetSettings(channels=0.6))).find()
     small: Any = compact(net, planned.plan)
     assert small[1].depth == small[1].b.in_features == planned.compact[1].depth < 10  # type: ignore[index]
     assert planned.unseen == ()

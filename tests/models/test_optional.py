@@ -13,7 +13,7 @@ from prunekit.compaction import load, save
 from prunekit.errors import ArtifactError, ModelError
 from prunekit.models import ModelSettings, build_model, image_shape, zoo_names
 from prunekit.planning import BudgetSettings, PruneSettings
-from prunekit.workflow import plan_model
+from prunekit.workflow import PlanSearch
 
 PACKAGES = {"timm": "timm", "hf": "transformers"}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +45,7 @@ def test_built_pruned_saved_and_built_again_by_its_folder(zoo: str, tmp_path: Pa
     assert shape is not None
     assert shape[0] == 3
     example = (torch.randn(1, *shape),)
-    planned = plan_model(model, example, PruneSettings(budget=BudgetSettings(channels=0.5)))
+    planned = PlanSearch.trace(model, example, PruneSettings(budget=BudgetSettings(channels=0.5))).find()
     built = ModelSettings(name, zoo, arguments={**arguments, "num_classes": 5})  # type: ignore[arg-type]
     save(planned.compact, tmp_path / "model", planned.plan, build=built)
     loaded = load(tmp_path / "model")
@@ -85,7 +85,7 @@ def test_a_folder_cannot_ask_for_more_than_a_recipe(tmp_path: Path) -> None:
     name = SMALL["timm"][0]
     model = build_model(ModelSettings(name, "timm"), num_classes=None).eval()
     example = (torch.randn(1, 3, 64, 64),)
-    plan = plan_model(model, example, PruneSettings(budget=BudgetSettings(channels=0.5)))
+    plan = PlanSearch.trace(model, example, PruneSettings(budget=BudgetSettings(channels=0.5))).find()
     build = ModelSettings(name, "timm", arguments={"checkpoint_path": "a.pth"})
     save(plan.compact, tmp_path / "model", plan.plan, build=build)
     with pytest.raises(ArtifactError, match="checkpoint_path: weights come from"):

@@ -34,8 +34,8 @@ from prunekit.masking import ClampSettings
 from prunekit.planning import BudgetSettings, Plan
 from prunekit.settings.pruning import Target
 from prunekit.training import Part, PruningSchedule, Training, TrainSettings, fit
-from prunekit.workflow import pruner as pruner_module
-from prunekit.workflow.oneshot import Found, Given, find_plan
+from prunekit.workflow import Planned
+from prunekit.workflow.oneshot import Request
 from prunekit.workflow.stages import Evidence, StagePlanner
 
 
@@ -159,7 +159,7 @@ def test_plans_and_weights_are_those_of_the_built_in_loop(schedule: ScheduleSett
         scope="global",
         schedule=ScheduleSettings(schedule.kind, unit="step", begin=1, end=6, rounds=schedule.rounds),
     )
-    planned = pk.workflow.plan_model(model, (torch.zeros(2, 3, 8, 8),), asked)
+    planned = pk.workflow.PlanSearch.trace(model, (torch.zeros(2, 3, 8, 8),), asked).find()
     assert asked.schedule is not None
     dense = Plan(planned.plan.channel_map, planned.plan.keep | True)
     planner = StagePlanner(asked, planned.plan, planned.scores, Evidence(), seed=0)
@@ -441,17 +441,17 @@ def test_criteria_and_options(arguments: dict[str, Any]) -> None:
 
 
 def test_a_budget_of_time_is_measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [0.5, 0.7]
+    left, find_plan = [0.5, 0.7], Request.find_plan
 
-    def measured(model: nn.Module, given: Given, repairing: None) -> Found:
+    def measured(request: Request) -> Planned:
         """Comes to another plan each time, as measuring does."""
-        budget = BudgetSettings(macs=left.pop(0))
-        found = find_plan(model, replace(given, settings=replace(given.settings, budget=budget)), repairing)
+        request.settings = replace(request.settings, budget=BudgetSettings(macs=left.pop(0)))
+        found = find_plan(request)
         budgets = {"speedup": {"asked": 1.5, "left": 1.5, "dense": 1.0}}
-        plan = replace(found.planned.plan, provenance={**found.planned.plan.provenance, "budgets": budgets})
-        return replace(found, planned=replace(found.planned, plan=plan))
+        plan = replace(found.plan, provenance={**found.plan.provenance, "budgets": budgets})
+        return replace(found, plan=plan)
 
-    monkeypatch.setattr(pruner_module, "find_plan", measured)
+    monkeypatch.setattr(Request, "find_plan", measured)
     model = small_net()
     optimizer = MOMENTUM(model.parameters())
     with pytest.raises(UsageError, match="the final plan for a budget of time is measured then, got 'taylor'"):

@@ -35,7 +35,7 @@ from prunekit.training import (
     asked_parts,
     fit,
 )
-from prunekit.workflow import plan_model
+from prunekit.workflow import PlanSearch
 
 
 def plain_net(seed: int = 3) -> nn.Sequential:
@@ -61,7 +61,7 @@ def trained(settings: TrainSettings, under_masks: bool) -> dict[str, Any]:
     sources = Sources(splits(), 22)
     if under_masks:
         budget = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="l2")
-        plan = plan_model(model, (torch.zeros(1, 3, 8, 8),), budget).plan
+        plan = PlanSearch.trace(model, (torch.zeros(1, 3, 8, 8),), budget).find().plan
         sources = Sources(splits(), 22, plain_net(seed=4), plan.channel_map, masks=lambda: plan)
 
         @contextmanager

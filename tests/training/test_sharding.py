@@ -37,7 +37,7 @@ from prunekit.training import (
     fit,
     sharding,
 )
-from prunekit.workflow import plan_model
+from prunekit.workflow import PlanSearch
 
 
 def blocks(seed: int = 3) -> nn.Sequential:
@@ -92,7 +92,7 @@ def trained(settings: TrainSettings) -> dict[str, Any]:
     model = blocks()
     before = {id(parameter) for parameter in model.parameters()}
     budget = PruneSettings(budget=BudgetSettings(channels=0.5), criterion="l2")
-    plan = plan_model(model, (torch.zeros(1, 3, 8, 8),), budget).plan
+    plan = PlanSearch.trace(model, (torch.zeros(1, 3, 8, 8),), budget).find().plan
     sharded = []
 
     @contextmanager

@@ -22,7 +22,7 @@ from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.registries import CRITERIA
 from prunekit.training import TrainSettings
 from prunekit.workflow import JobSettings, dry_run
-from prunekit.workflow.pruning import importance
+from prunekit.workflow.plan_search import WEIGHTS_ALONE, importance
 
 
 def job(output: Path, criterion: Any, model: str = "resnet18") -> JobSettings:
@@ -74,4 +74,4 @@ def test_scores_are_normalized_only_where_layers_cannot_be_compared() -> None:
         settings = PruneSettings(criterion=criterion, scope=scope)  # type: ignore[arg-type]
         raw = score(criterion, model, chart)
         expected = normalize(raw, chart) if normalized else raw
-        np.testing.assert_array_equal(importance(model, chart, settings, None, None, 0), expected)
+        np.testing.assert_array_equal(importance(model, chart, settings, WEIGHTS_ALONE), expected)

@@ -22,7 +22,7 @@ from prunekit.training import (
     RegularizerSettings,
     TrainSettings,
 )
-from prunekit.workflow import JobSettings, plan_model
+from prunekit.workflow import JobSettings, PlanSearch
 from prunekit.workflow.dense import Baseline, prepare
 from prunekit.workflow.finetuning import Finetuning
 from prunekit.workflow.runs import RunFolder
@@ -54,7 +54,7 @@ def tuned(folder: Path, schedule: ScheduleSettings | None, *, early: bool) -> tu
     )
     prepared = prepare(job)
     dense = prepared.model
-    planned = plan_model(dense, prepared.example_inputs, replace(prune, schedule=None))
+    planned = PlanSearch.trace(dense, prepared.example_inputs, replace(prune, schedule=None)).find()
     log: list[str] = []
     run = RunFolder(folder, "", log.append)
     run.resume.mkdir(parents=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,11 +16,9 @@ from prunekit.errors import ResumeError
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.repair import LayerRepair, RepairReport
 from prunekit.repair.report import RepairMemory
-from prunekit.workflow import plan_model
-from prunekit.workflow.attempts import Attempt, Timing
-from prunekit.workflow.delivered import Frozen
-from prunekit.workflow.goal import LatencyGoal
+from prunekit.workflow import PlanSearch
 from prunekit.workflow.kept import Clock, keep_plan, keep_repair, kept_plan, kept_repair
+from prunekit.workflow.latency_target import Attempt, Timing
 from prunekit.workflow.runs import RunFolder
 
 EXAMPLE = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
@@ -38,17 +36,14 @@ def run(tmp_path: Path) -> RunFolder:
 
 def test_a_plan_comes_back_with_how_it_was_found(run: RunFolder) -> None:
     dense = net().eval()
-    planned = plan_model(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6)))
+    planned = PlanSearch.trace(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6))).find()
     timing = Timing(1.5, 1.4, 1.6, 2.0, 1.9, 2.1, False, ("noisy", "few"))
     attempts = (Attempt(0, 1.0, 1.4, 0.5, 1.01, timing), Attempt(1, 0.97, 1.3, 0.4, 0.99, timing))
-    settings, unused = PruneSettings(BudgetSettings(speedup=2.0)), cast(Any, None)
-    goal = LatencyGoal(net(), planned.plan.channel_map, unused, settings, unused)
-    frozen = Frozen(goal, planned, attempts, True)
-    assert kept_plan(run, dense, goal) is None
-    keep_plan(run, planned, frozen)
-    found = kept_plan(run, dense, goal)
-    assert found is not None
-    again, how = found
+    planned = replace(planned, attempts=attempts)
+    assert kept_plan(run, dense) is None
+    keep_plan(run, planned)
+    again = kept_plan(run, dense)
+    assert again is not None
     assert np.array_equal(again.plan.keep, planned.plan.keep)
     assert again.plan.kept_indices.keys() == planned.plan.kept_indices.keys()
     assert np.array_equal(again.scores, planned.scores, equal_nan=True)
@@ -58,20 +53,19 @@ def test_a_plan_comes_back_with_how_it_was_found(run: RunFolder) -> None:
         planned.locked_by_trial,
     )
     assert torch.equal(again.compact.eval()(*EXAMPLE), planned.compact.eval()(*EXAMPLE))
-    assert how is not None
-    assert (how.asked, how.attempts, how.binding) == ({"speedup": 2.0}, attempts, True)
-    assert how.goal.model is dense
-    keep_plan(run, planned, None)
-    assert kept_plan(run, dense, goal)[1] is None  # type: ignore[index]
+    assert again.attempts == attempts
+    assert again.plan.provenance["binding"] == planned.plan.provenance["binding"]
+    keep_plan(run, replace(planned, attempts=()))
+    assert kept_plan(run, dense).attempts == ()  # type: ignore[union-attr]
 
 
 def test_another_plan_in_the_folder_is_refused(run: RunFolder) -> None:
     dense = net().eval()
-    planned = plan_model(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6)))
-    keep_plan(run, planned, None)
-    plan_model(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.4))).plan.save(run.resume / "planned")
+    planned = PlanSearch.trace(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.6))).find()
+    keep_plan(run, planned)
+    PlanSearch.trace(dense, EXAMPLE, PruneSettings(BudgetSettings(macs=0.4))).find().plan.save(run.resume / "planned")
     with pytest.raises(ResumeError, match="planned: not the plan that this run was made with"):
-        kept_plan(run, dense, None)
+        kept_plan(run, dense)
 
 
 @pytest.mark.parametrize("report", [True, False])

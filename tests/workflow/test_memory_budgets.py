@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 
 import prunekit
 from prunekit.calibration import CalibrationSettings
-from prunekit.channels import ChannelMap
 from prunekit.data import DataSettings
 from prunekit.errors import PlanError
 from prunekit.measure import LatencySettings, count_memory
@@ -25,8 +23,8 @@ from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.settings.pruning import Target
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, dry_run, plan_model, prune_job
-from prunekit.workflow.planned import ATTEMPTS, Planned, within_memory
+from prunekit.workflow import JobSettings, PlanSearch, dry_run, prune_job
+from prunekit.workflow.plan_search import ATTEMPTS, Planned
 
 MEMORY = PruneSettings(BudgetSettings(memory_mb=1.5, macs=0.9), target=Target(batch=8))
 EXAMPLE = (torch.zeros(1, 5, 16),)
@@ -89,7 +87,7 @@ def test_a_model_whose_kernel_refuses_narrow_values_is_refused_with_what_it_take
     dense = count_memory(model, EXAMPLE, 64) / 1e6
     settings = PruneSettings(BudgetSettings(memory_mb=0.9 * dense), target=Target(batch=64))
     with pytest.raises(PlanError, match=r"at most 0\.\d+ MB was asked for, but .* made for it takes 0\.\d+ MB; raise"):
-        plan_model(model, EXAMPLE, settings)
+        PlanSearch.trace(model, EXAMPLE, settings).find()
 
 
 @pytest.mark.slow
@@ -98,17 +96,16 @@ def test_a_compact_model_with_other_operators_is_planned_again(monkeypatch: pyte
     model = randomized(torchvision.models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], num_classes=5)).eval()
     example, aims = (torch.zeros(1, 3, 32, 32),), []
 
-    def watched(planner: Callable[[PruneSettings, ChannelMap], Planned], *rest: Any) -> Planned:
-        def noted(settings: PruneSettings, chart: ChannelMap) -> Planned:
-            aims.append(settings.budget.memory_mb)
-            return planner(settings, chart)
+    tried = PlanSearch.try_plan
 
-        return within_memory(noted, *rest)
+    def watched(search: PlanSearch, settings: PruneSettings, *rest: Any) -> Planned:
+        aims.append(settings.budget.memory_mb)
+        return tried(search, settings, *rest)
 
-    monkeypatch.setattr("prunekit.workflow.pruning.within_memory", watched)
+    monkeypatch.setattr(PlanSearch, "try_plan", watched)
     asked = count_memory(model, example, 16) / 2e6
     settings = PruneSettings(BudgetSettings(memory_mb=asked), scope="global", target=Target(batch=16))
-    provenance = plan_model(model, example, settings).plan.provenance
+    provenance = PlanSearch.trace(model, example, settings).find().plan.provenance
     assert 1 < len(aims) <= ATTEMPTS
     assert 0.95 * asked < provenance["budgets"]["memory_mb"]["left"] <= asked
     assert provenance["budgets"]["memory_mb"]["dense"] == 2 * asked

@@ -27,16 +27,10 @@ from prunekit.planning import BudgetSettings, Plan, PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.settings.deploy import DeploySettings
 from prunekit.settings.pruning import Target
-from prunekit.workflow import delivering, profiling
-from prunekit.workflow import goal as goals
-from prunekit.workflow.attempts import GOAL, NEAR, TOLERANCE, Timing
-from prunekit.workflow.delivered import Delivered
-from prunekit.workflow.delivering import delivered, first_aim, freeze, require_reachable
-from prunekit.workflow.goal import LatencyGoal, goal_for
-from prunekit.workflow.planned import Planned
+from prunekit.workflow import PlanSearch, latency_search, plan_search, profiling
+from prunekit.workflow.latency_target import GOAL, NEAR, TOLERANCE, LatencyResult, LatencyTarget, Timing
 from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import profile
-from prunekit.workflow.pruning import plan_model
 
 EXAMPLE = (torch.zeros(1, 3, 16, 16),)
 ONE_BY_ONE = Target(block=1)
@@ -75,21 +69,19 @@ class Machine:
         return table.at(channel_map, keep)
 
 
-def planner(wanted: PruneSettings, channel_map: ChannelMap) -> Planned:
-    model, _, table = net()
-    return plan_model(model, EXAMPLE, wanted, channel_map=channel_map, latency=table)
-
-
-def goal(wanted: PruneSettings) -> LatencyGoal:
+def asking(wanted: PruneSettings) -> PlanSearch:
+    """A search with a profile that was made up."""
     model, channel_map, table = net()
-    return LatencyGoal(model, channel_map, inputs_like(EXAMPLE), wanted, Profile(channel_map, table, (), (), (), 0.0))
+    profiled = Profile(channel_map, table, (), (), (), 0.0)
+    target = LatencyTarget(model, channel_map, inputs_like(EXAMPLE), wanted, profiled)
+    return PlanSearch(model, (EXAMPLE,), wanted, channel_map, target, log=lambda text: None)
 
 
-def frozen_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> Delivered:
-    monkeypatch.setattr(delivering, "timed", machine)
-    wanted = PruneSettings(BudgetSettings(**budget), scope="per_mac", target=ONE_BY_ONE)
-    frozen = freeze(goal(wanted), planner, log=lambda text: None)
-    return delivered(frozen, frozen.planned.compact, log=lambda text: None)
+def delivered_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float) -> tuple[Plan, LatencyResult]:
+    monkeypatch.setattr(latency_search, "time_pair", machine)
+    search = asking(PruneSettings(BudgetSettings(**budget), scope="per_mac", target=ONE_BY_ONE))
+    planned = search.find()
+    return planned.plan, search.deliver(planned, planned.compact)
 
 
 @pytest.mark.parametrize("bias", [0.7, 1.0, 1.4])
@@ -97,49 +89,49 @@ def frozen_on(machine: Machine, monkeypatch: pytest.MonkeyPatch, **budget: float
 def test_what_is_delivered_is_what_was_asked_for_however_wrong_the_prediction(
     bias: float, budget: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = frozen_on(Machine(bias), monkeypatch, **budget)
+    plan, found = delivered_on(Machine(bias), monkeypatch, **budget)
     assert found.within
     assert found.excess == max(
         value / found.final.speedup if k == "speedup" else found.final.ms / value for k, value in budget.items()
     )
     assert abs(found.excess - GOAL) <= NEAR
     assert not found.shortfalls
-    assert found.frozen.planned.plan.provenance["prune"]["budget"].items() >= budget.items()
-    assert found.frozen.attempts[-1].plan == found.frozen.attempts[-2].plan  # what is taken was measured twice
+    assert plan.provenance["prune"]["budget"].items() >= budget.items()
+    assert found.attempts[-1].plan == found.attempts[-2].plan  # what is taken was measured twice
 
 
 def test_every_attempt_is_kept_and_noise_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(1.3, noise=0.05)
-    found = frozen_on(machine, monkeypatch, speedup=2.0)
-    assert len(found.frozen.attempts) == machine.measured - 1
+    _, found = delivered_on(machine, monkeypatch, speedup=2.0)
+    assert len(found.attempts) == machine.measured - 1
     assert found.summary()["attempts"][0]["share"] == 1.0
 
 
 def test_what_is_slower_than_asked_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = frozen_on(Machine(1.0), monkeypatch, speedup=2.0)
-    slower = Delivered(found.frozen, took(1.9))
+    _, found = delivered_on(Machine(1.0), monkeypatch, speedup=2.0)
+    slower = replace(found, final=took(1.9))
     assert slower.shortfalls == [
         "budget speedup 2x: delivered 5.263 ms, 1.9x the dense model's speed: 5.3 % slower than asked for"
     ]
     assert not slower.within
-    barely = Delivered(found.frozen, took(1.99))
+    barely = replace(found, final=took(1.99))
     assert barely.within
     assert "0.5 % slower than asked for" in barely.shortfalls[0]
-    faster = Delivered(found.frozen, took(2.2))
+    faster = replace(found, final=took(2.2))
     assert "9.1 % faster than asked for" in faster.shortfalls[0]
-    unbound = Delivered(replace(found.frozen, binding=False), took(2.2))
+    unbound = replace(found, binding=False, final=took(2.2))
     assert unbound.within
     assert not unbound.shortfalls
-    noisy = Delivered(found.frozen, replace(took(2.0), stable=False, doubts=("too wide",)))
+    noisy = replace(found, final=replace(took(2.0), stable=False, doubts=("too wide",)))
     assert noisy.shortfalls == ["budget speedup 2x: the figure is unstable: too wide"]
-    here = Delivered(found.frozen, replace(took(2.0), notes=("eager: timed in this process",)))
+    here = replace(found, final=replace(took(2.0), notes=("eager: timed in this process",)))
     assert here.shortfalls == ["budget speedup 2x: eager: timed in this process"]
 
 
 def test_another_budget_may_bind(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = frozen_on(Machine(1.0), monkeypatch, speedup=1.1, macs=0.2)
-    assert not found.frozen.binding
-    assert len(found.frozen.attempts) == 1
+    _, found = delivered_on(Machine(1.0), monkeypatch, speedup=1.1, macs=0.2)
+    assert not found.binding
+    assert len(found.attempts) == 1
     assert found.within
     assert found.excess < 1 - TOLERANCE
 
@@ -148,19 +140,19 @@ def test_what_cannot_be_had_is_refused_with_the_best_that_was_measured(monkeypat
     with pytest.raises(
         PlanError, match=r"budget speedup 1e\+06x: the plan predicted to be fastest takes .* \(measured\)"
     ):
-        frozen_on(Machine(0.8), monkeypatch, speedup=1e6)
+        delivered_on(Machine(0.8), monkeypatch, speedup=1e6)
     wanted = PruneSettings(BudgetSettings(speedup=1e6), ignore=("layers.0",), target=ONE_BY_ONE)
     with pytest.raises(PlanError, match=r"predicted to be fastest .* relax ignore"):
-        require_reachable(goal(wanted), EXAMPLE)
-    require_reachable(goal(PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE)), EXAMPLE)
+        asking(wanted).require_reachable()
+    asking(PruneSettings(BudgetSettings(speedup=1.5), target=ONE_BY_ONE)).require_reachable()
 
 
 def test_where_no_plan_is_faster_than_the_dense_model_a_speedup_is_out_of_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(delivering, "timed", None)
-    wanted = goal(PruneSettings(BudgetSettings(speedup=1.1), min_channels=1000, target=ONE_BY_ONE))
-    for refused in (lambda: require_reachable(wanted, EXAMPLE), lambda: first_aim(wanted)):
+    monkeypatch.setattr(latency_search, "time_pair", None)
+    search = asking(PruneSettings(BudgetSettings(speedup=1.1), min_channels=1000, target=ONE_BY_ONE))
+    for refused in (search.require_reachable, search.predict):
         with pytest.raises(PlanError, match=r"budget speedup: at least 1.1x was asked for, .* no more than 1x"):
             refused()
 
@@ -171,13 +163,13 @@ def test_what_is_predicted_to_be_just_possible_is_measured_before_it_is_promised
     _, channel_map, table = net()
     most = table.at(channel_map) / table.at(channel_map, channel_map.completed(narrow(channel_map)))
     for share, machine, times in ((0.97, Machine(0.9), 1), (0.9, Machine(0.9), 0), (0.97, Machine(1.0), 1)):
-        monkeypatch.setattr(delivering, "timed", machine)
-        wanted = goal(PruneSettings(BudgetSettings(speedup=share * most), target=ONE_BY_ONE))
+        monkeypatch.setattr(latency_search, "time_pair", machine)
+        search = asking(PruneSettings(BudgetSettings(speedup=share * most), target=ONE_BY_ONE))
         if times and machine.bias < 1:
             with pytest.raises(PlanError, match="is predicted to be faster; raise the budget"):
-                require_reachable(wanted, EXAMPLE)
+                search.require_reachable()
         else:
-            require_reachable(wanted, EXAMPLE)
+            search.require_reachable()
         assert machine.measured == times
 
 
@@ -194,10 +186,10 @@ def test_a_refusal_names_what_a_budget_of_time_contradicts(
 ) -> None:
     _, channel_map, table = net()
     most = table.at(channel_map) / table.at(channel_map, channel_map.completed(narrow(channel_map)))
-    monkeypatch.setattr(delivering, "timed", Machine(1.0))
+    monkeypatch.setattr(latency_search, "time_pair", Machine(1.0))
     wanted = PruneSettings(BudgetSettings(speedup=0.94 * most), **({"target": ONE_BY_ONE} | changed))
     with pytest.raises(PlanError, match=rf"\(measured\).* is predicted to be faster \({named} .* can be had\); raise"):
-        require_reachable(goal(wanted), EXAMPLE)
+        asking(wanted).require_reachable()
 
 
 def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +197,9 @@ def test_a_wrong_prediction_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     machine = Machine(1.6)
     least = table.at(channel_map) / min(table.at(channel_map, channel_map.completed(narrow(channel_map))), DENSE_MS)
     asked = least**1.3  # beyond what the table holds for possible, not beyond what is measured
-    monkeypatch.setattr(delivering, "timed", machine)
-    require_reachable(goal(PruneSettings(BudgetSettings(speedup=asked), target=ONE_BY_ONE)), EXAMPLE)
-    found = frozen_on(machine, monkeypatch, speedup=asked)
+    monkeypatch.setattr(latency_search, "time_pair", machine)
+    asking(PruneSettings(BudgetSettings(speedup=asked), target=ONE_BY_ONE)).require_reachable()
+    _, found = delivered_on(machine, monkeypatch, speedup=asked)
     assert found.within
 
 
@@ -219,9 +211,9 @@ def narrow(channel_map: ChannelMap) -> Any:
 
 
 def test_widths_are_multiples_of_the_targets_block_and_of_round_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivering, "timed", Machine(1.0))
+    monkeypatch.setattr(latency_search, "time_pair", Machine(1.0))
     wanted = PruneSettings(BudgetSettings(speedup=1.5), scope="per_mac", round_to=6, target=Target(block=4))
-    plan = freeze(goal(wanted), planner, log=lambda text: None).planned.plan
+    plan = asking(wanted).find().plan
     widths = plan.widths().values()
     assert all(kept % 12 == 0 or kept == dense for kept, dense in widths)
     assert any(kept < dense for kept, dense in widths)
@@ -232,7 +224,7 @@ def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(m
     def measured(*given: Any, **named: Any) -> None:
         raise AssertionError("nothing is to be timed")
 
-    monkeypatch.setattr(goals, "profile", measured)
+    monkeypatch.setattr(plan_search, "profile", measured)
     model, channel_map, _ = net()
     for budget, said in (
         ({"macs": 1e-6}, "budget macs: at most 1e-06"),
@@ -240,10 +232,10 @@ def test_another_budget_that_cannot_be_met_is_refused_before_anything_is_timed(m
     ):
         wanted = PruneSettings(BudgetSettings(speedup=1.5, **budget), scope="per_mac")
         with pytest.raises(PlanError, match=said):
-            goal_for(model, EXAMPLE, channel_map, wanted, log=lambda text: None)
+            PlanSearch(model, (EXAMPLE,), wanted, channel_map).with_profile()
     whole = PruneSettings(BudgetSettings(speedup=1.5, macs=1.0), scope="per_mac")  # which all of it meets
     with pytest.raises(AssertionError, match="nothing is to be timed"):
-        goal_for(model, EXAMPLE, channel_map, whole, log=lambda text: None)
+        PlanSearch(model, (EXAMPLE,), whole, channel_map).with_profile()
 
 
 @pytest.mark.parametrize("other", [[torch.zeros(1, 2)], torch.zeros(3, 2), torch.tensor(1.0)], ids=repr)
@@ -251,7 +243,7 @@ def test_what_no_batches_can_be_made_of_cannot_be_timed(other: Any) -> None:
     model, channel_map, _ = net()
     wanted = PruneSettings(BudgetSettings(speedup=2.0))
     with pytest.raises(UsageError, match=r"budget speedup: .*expected tensors, each with the batch on its first"):
-        goal_for(model, (*EXAMPLE, other), channel_map, wanted, log=lambda text: None)
+        PlanSearch(model, ((*EXAMPLE, other),), wanted, channel_map).with_profile()
 
 
 class TwoInputs(nn.Module):
@@ -279,9 +271,9 @@ def test_a_model_of_several_inputs_is_timed(runtime: Any, monkeypatch: pytest.Mo
     target = Target(runtime, batch=2)
     found = prunekit.prune(TwoInputs().eval(), example, speedup=1.3, target=target)
     assert found.delivered is not None
-    goal = found.delivered.frozen.goal
-    assert goal.inputs.shapes == ((3, 32, 32), (), (48,))
-    assert {layer["module"] for layer in goal.profile.rows()} >= {"images", "mixed", "head"}
+    asked = found.delivered.target
+    assert asked.inputs.shapes == ((3, 32, 32), (), (48,))
+    assert {layer["module"] for layer in asked.profile.rows()} >= {"images", "mixed", "head"}
     assert found.delivered.final.ms > 0
     assert found.model(*example).shape == (1, 5)
 
@@ -306,20 +298,17 @@ def test_what_is_timed_is_deployed_the_dense_model_too(monkeypatch: pytest.Monke
         seen.extend([dense, compact])
         return took(2.0)
 
-    monkeypatch.setattr(delivering, "timed", machine)
+    monkeypatch.setattr(latency_search, "time_pair", machine)
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=ONE_BY_ONE)
     transform = transform_of(model, EXAMPLE, deploy)
-    found = goal_for(model, EXAMPLE, channel_map, wanted, transform=transform, log=lambda text: None)
-    assert found is not None
-    assert "norm" not in {layer["module"] for layer in found.profile.rows()}  # it takes no time of its own
-    assert "as it is deployed: BatchNorm folded and channels last" in found.profile.notes[0]
-
-    def plan(settings: PruneSettings, chart: ChannelMap) -> Planned:
-        return plan_model(model, EXAMPLE, settings, channel_map=chart, latency=found.table)
-
-    frozen = freeze(found, plan, log=lambda text: None)
-    last = delivered(frozen, transform(frozen.planned.compact), log=lambda text: None)
-    assert len(seen) == 2 * (len(frozen.attempts) + 1) > 2
+    search = PlanSearch.trace(model, EXAMPLE, wanted, channel_map=channel_map).with_profile(transform)
+    assert search.latency is not None
+    profiled = search.latency.profile
+    assert "norm" not in {layer["module"] for layer in profiled.rows()}  # it takes no time of its own
+    assert "as it is deployed: BatchNorm folded and channels last" in profiled.notes[0]
+    planned = search.find()
+    last = search.deliver(planned, transform(planned.compact))
+    assert len(seen) == 2 * (len(planned.attempts) + 1) > 2
     assert all(isinstance(one.get_submodule("norm"), FoldedNorm) and lies_channels_last(one) for one in seen)
     assert last.summary()["deployed"] == "BatchNorm folded and channels last"
     assert isinstance(model.norm, nn.BatchNorm2d)
@@ -352,8 +341,8 @@ def test_one_call_delivers_a_speedup(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     model = Chain([32, 48, 32], [3, 3, 3], shortcut=True).eval()
     found = prunekit.prune(model, (torch.randn(1, 3, 48, 48),), speedup=1.5)
     assert found.delivered is not None
-    assert found.delivered.frozen.asked == {"speedup": 1.5}
-    assert found.delivered.frozen.attempts[0].macs_left < 1
+    assert found.delivered.target.asked == {"speedup": 1.5}
+    assert found.delivered.attempts[0].macs_left < 1
     assert set(found.delivered.shortfalls) <= set(found.notes)
     assert found.plan.provenance["prune"]["budget"]["speedup"] == 1.5
     assert 5 < len(list((tmp_path / "latency").iterdir())) <= 10  # small nets may be drawn twice

@@ -16,8 +16,8 @@ from prunekit.measure.effort import Effort, effort_of
 from prunekit.measure.runtimes import inputs_of
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.settings.pruning import Target
-from prunekit.workflow import timed
-from prunekit.workflow.attempts import Timing
+from prunekit.workflow import latency_search
+from prunekit.workflow.latency_target import Timing
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,12 @@ def _one_try() -> Iterator[None]:
 
 
 def test_the_median_process_counts_and_the_interval_holds_all() -> None:
-    found = timed._median([took(1.9), took(2.3), replace(took(2.0), stable=False, doubts=("wide",))])
+    found = latency_search._median([took(1.9), took(2.3), replace(took(2.0), stable=False, doubts=("wide",))])
     assert (found.ms, found.speedup) == (DENSE_MS / 2.0, 2.0)
     assert (found.speedup_low, found.speedup_high) == (1.9 * 0.99, 2.3 * 1.01)
     assert found.stable
     assert not found.doubts
-    noisy = timed._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
+    noisy = latency_search._median([replace(took(2.0), stable=False, doubts=("wide",))] * 2 + [took(2.0)])
     assert not noisy.stable
     assert noisy.doubts == ("wide",)
 
@@ -41,7 +41,7 @@ def test_the_median_process_counts_and_the_interval_holds_all() -> None:
 def test_processes_that_never_agree_support_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     processes_say(monkeypatch, map(took, itertools.cycle([2.0, 2.4, 1.7])))
     none = nn.Identity()
-    found = timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15)
+    found = latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(speedup=2.0)), 1, 15)
     assert not found.stable
     assert found.doubts[0].startswith("15 processes differ: the 95 % interval of their median is ")
 
@@ -52,15 +52,15 @@ def test_a_model_that_no_other_process_can_have_is_said() -> None:
 
     wanted = PruneSettings(BudgetSettings(speedup=2.0), target=Target(block=1))
     with effort_of(Effort(processes=1, tries=1)):
-        timing = timed.timed(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
+        timing = latency_search.time_pair(Local(4, 4), Local(4, 2), inputs_of((4,)), wanted, 5, 1)
     (note,) = timing.notes
     assert note.startswith("eager: timed in this process, not in one of its own")
 
 
 def processes_say(monkeypatch: pytest.MonkeyPatch, figures: Iterator[Timing]) -> None:
     """In the place of processes that measure, each once."""
-    monkeypatch.setattr(timed, "ready", lambda *_: nullcontext(lambda rounds: next(figures)))
-    monkeypatch.setattr(timed, "_timing", lambda found: found)
+    monkeypatch.setattr(latency_search, "ready", lambda *_: nullcontext(lambda rounds: next(figures)))
+    monkeypatch.setattr(latency_search, "_timing", lambda found: found)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_processes_that_disagree_are_joined_by_more(
     left, none = iter(speedups), nn.Identity()
     processes_say(monkeypatch, map(took, left))
     budget = BudgetSettings(latency_ms=latency_ms) if latency_ms else BudgetSettings(speedup=2.0)
-    found = timed.timed(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
+    found = latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(budget), 1, most)
     assert len(speedups) - len(list(left)) == processes
     assert found.speedup == np.median(speedups[:processes])
 
@@ -92,7 +92,9 @@ def test_the_interval_over_processes_holds_the_true_speedup(processes: int) -> N
     draws = 2.0 * (1 + 0.02 * np.random.default_rng(0).standard_normal((2000, processes)))
     held = 0
     for speedups in draws:
-        within = timed._uncertainty([took(one) for one in speedups], PruneSettings(BudgetSettings(speedup=2.0)))
+        within = latency_search._uncertainty(
+            [took(one) for one in speedups], PruneSettings(BudgetSettings(speedup=2.0))
+        )
         held += abs(np.median(speedups) - 2.0) <= within * np.median(speedups)
     assert 0.93 < held / len(draws) < 0.985
 
@@ -101,5 +103,5 @@ def test_of_a_budget_in_milliseconds_milliseconds_are_what_must_agree(monkeypatc
     figures = iter([replace(took(2.0), ms=ms) for ms in (50.0, 55.0, 50.0, 50.0, 55.0, 50.0, 55.0)])
     processes_say(monkeypatch, figures)
     none = nn.Identity()
-    timed.timed(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
+    latency_search.time_pair(none, none, inputs_of((1,)), PruneSettings(BudgetSettings(latency_ms=50.0)), 1, 7)
     assert not list(figures)

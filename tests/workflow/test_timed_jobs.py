@@ -27,11 +27,9 @@ from prunekit.report.staircases import fitted
 from prunekit.settings.deploy import DeploySettings
 from prunekit.settings.pruning import Target
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, delivering, dry_run, journey, profile_job, prune_job
-from prunekit.workflow.attempts import Timing
-from prunekit.workflow.delivered import Delivered, Frozen
-from prunekit.workflow.delivering import delivered
+from prunekit.workflow import JobSettings, Planned, PlanSearch, dry_run, latency_search, profile_job, prune_job
 from prunekit.workflow.dense import prepare
+from prunekit.workflow.latency_target import LatencyResult, Timing
 from prunekit.workflow.own import RECIPE_ONLY
 
 
@@ -98,13 +96,16 @@ def test_a_job_delivers_what_was_measured_last_and_its_report_shows_the_attempts
 def test_what_is_deployed_is_what_a_job_delivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     last: list[nn.Module] = []
 
-    def spied(frozen: Frozen, handed_over: nn.Module, **others: Any) -> Delivered:
-        last.extend([frozen.goal.dense, handed_over])
-        return delivered(frozen, handed_over, **others)
+    deliver = PlanSearch.deliver
 
-    monkeypatch.setattr(journey, "delivered", spied)
+    def spied(search: PlanSearch, planned: Planned, model: nn.Module) -> LatencyResult:
+        assert search.latency is not None
+        last.extend([search.latency.dense, model])
+        return deliver(search, planned, model)
+
+    monkeypatch.setattr(PlanSearch, "deliver", spied)
     met = Timing(1.0, 0.9, 1.1, 1.21, 1.2, 1.22, True, ())  # small nets differ by less than the noise
-    monkeypatch.setattr(delivering, "timed", lambda *_: met)
+    monkeypatch.setattr(latency_search, "time_pair", lambda *_: met)
     small: dict[str, Any] = {"baseline": TrainSettings(epochs=0), "data": DataSettings(image_size=16)}
     wanted = job(tmp_path, 1.2, deploy=DeploySettings(fold_batchnorm=True, channels_last=True), **small)
     result = prune_job(wanted, log=lambda text: None)
@@ -129,7 +130,7 @@ def test_a_dry_run_that_measures_nothing_takes_a_profile_of_the_cache(
     log: list[str] = []
     measured = dry_run(job(tmp_path, 1.2), log=log.append)
     assert log[0].startswith("dry run: a budget of time is planned for by a profile of the target")
-    for place in ("prunekit.measure.profile.networks._Bench.measure", "prunekit.workflow.delivering.timed"):
+    for place in ("prunekit.measure.profile.networks._Bench.measure", "prunekit.workflow.latency_search.time_pair"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))
     cached = dry_run(job(tmp_path, 1.2), log=log.append, measure=False)
     assert "10 of 10 networks of the profile are in" in cached["time"]
@@ -144,7 +145,7 @@ def test_a_dry_run_that_measures_nothing_and_has_no_profile_goes_by_macs_and_say
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRUNEKIT_CACHE", str(tmp_path / "empty"))
-    for place in ("prunekit.measure.profile.networks._Bench.measure", "prunekit.workflow.delivering.timed"):
+    for place in ("prunekit.measure.profile.networks._Bench.measure", "prunekit.workflow.latency_search.time_pair"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was measured"))
     log: list[str] = []
     found = dry_run(job(tmp_path, 2.5), log=log.append, measure=False)
@@ -169,7 +170,7 @@ def test_a_dry_run_shows_the_fastest_plan_where_only_the_table_holds_more_for_im
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met = Timing(1.0, 0.9, 1.1, 501.0, 500.0, 502.0, True, ())
-    monkeypatch.setattr(delivering, "timed", lambda *_: met)
+    monkeypatch.setattr(latency_search, "time_pair", lambda *_: met)
     found = dry_run(job(tmp_path, 500.0), log=lambda text: None)["budgets"]["speedup"]
     assert found["asked"] == 500
     assert 1 < found["left"] < 500

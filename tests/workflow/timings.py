@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prunekit.workflow.attempts import Timing
+from prunekit.workflow.latency_target import Timing
 
 DENSE_MS = 10.0
 
