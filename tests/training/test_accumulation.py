@@ -37,8 +37,8 @@ def train(count: int, batch: int, settings: TrainSettings) -> tuple[dict[str, Te
     return model.state_dict(), rows
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "count"), [("sgd", 2), ("adam", 3), ("adamw", 6)])
 def test_micro_batches_equal_one_large_batch(optimizer: Any, count: int) -> None:
     settings = replace(SETTINGS, optimizer=optimizer, lr=0.01)
     whole, rows = train(72, 12, settings)

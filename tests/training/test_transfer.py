@@ -104,10 +104,11 @@ def test_training_goes_on_with_equal_losses(name: str) -> None:
     same(small, model, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "size"),
     [
-        (lambda: torchvision.models.resnet18(num_classes=4), 32),
+        (lambda: torchvision.models.resnet18(num_classes=4), 16),
         (lambda: torchvision.models.VisionTransformer(16, 8, 2, 4, 32, 64, num_classes=4), 16),
     ],
     ids=["resnet18", "vit"],

@@ -20,7 +20,7 @@ from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.repair import RepairSettings
 from prunekit.report.page import write_report
 from prunekit.training import TrainSettings
-from prunekit.workflow import JobSettings, finetune, prune_job
+from prunekit.workflow import JobSettings, RunResult, finetune, prune_job
 
 ELIMINATION = PruneSettings(BudgetSettings(macs=0.6), criterion="elimination", scope="per_mac")
 
@@ -49,9 +49,16 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def test_nothing_is_fine_tuned_and_all_is_proven(output: Path) -> None:
+@pytest.fixture(scope="module")
+def finished(output: Path) -> tuple[RunResult, list[str]]:
+    """A job without fine-tuning, and its log."""
     log: list[str] = []
-    result = prune_job(job(output), log=log.append)
+    return prune_job(job(output), log=log.append), log
+
+
+@pytest.mark.slow
+def test_nothing_is_fine_tuned_and_all_is_proven(finished: tuple[RunResult, list[str]]) -> None:
+    result, log = finished
     metrics = result.metrics
     assert metrics["pruned"]["macs"] <= 0.6 * metrics["dense"]["macs"]
     assert metrics["parity"]["max_relative_difference"] <= 1e-9
@@ -70,6 +77,7 @@ def test_nothing_is_fine_tuned_and_all_is_proven(output: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,12 +101,12 @@ def test_a_measurement_that_fails_costs_its_figure_and_not_the_run(
     assert "MACs of the pruned model not measured" in write_report(result.folder).read_text()
 
 
-def test_the_job_is_what_prune_makes_of_its_images(output: Path) -> None:
+@pytest.mark.slow
+def test_the_job_is_what_prune_makes_of_its_images(output: Path, finished: tuple[RunResult, list[str]]) -> None:
     from prunekit.workflow.calibrate import calibration_images
     from prunekit.workflow.dense import prepare, train_baseline
 
-    settings = job(output)
-    result = prune_job(settings, log=lambda _: None)
+    settings, (result, _) = job(output), finished
     prepared = prepare(settings)
     dense = train_baseline(prepared, log=lambda _: None, progress=False).model
     images = calibration_images(prepared)
@@ -112,10 +120,11 @@ def test_the_job_is_what_prune_makes_of_its_images(output: Path) -> None:
     assert float((outputs - others).square().mean()) < 1e-5 * float(outputs.var())  # float32 sums in another order
 
 
-def test_fine_tuning_begins_where_repair_ends(output: Path) -> None:
+@pytest.mark.slow
+def test_fine_tuning_begins_where_repair_ends(output: Path, finished: tuple[RunResult, list[str]]) -> None:
     untrained = TrainSettings(epochs=0)
     repaired = finetune(job(output, finetune=untrained), log=lambda _: None)
-    pruned = prune_job(job(output), log=lambda _: None)
+    pruned, _ = finished
     for name, tensor in prunekit.load(repaired.folder / "model").state_dict().items():
         assert torch.equal(tensor, prunekit.load(pruned.folder / "model").state_dict()[name]), name
     trained = finetune(job(output), log=lambda _: None)

@@ -18,7 +18,10 @@ from prunekit.recipe import load
 from prunekit.workflow import finetune, prune_job
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-QUICK = ["latency.batches=[1]", "latency.repeats=5", "threads=1", "device=cpu", "data.workers=0"]
+QUICK = [
+    *("latency.batches=[1]", "latency.repeats=5", "latency.explain=false"),
+    *("threads=1", "device=cpu", "data.workers=0"),
+]
 WNIDS = ("n01440764", "n01443537", "n01484850")
 
 
@@ -41,6 +44,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "imagenet"
 
 
+@pytest.mark.slow
 def test_imagenet_runs_to_its_end(tree: Path, tmp_path: Path) -> None:
     torch.save(torchvision.models.resnet34(num_classes=3).state_dict(), tmp_path / "resnet34.pth")
     sources = [f"data.root={tree}", f"model.weights={tmp_path / 'resnet34.pth'}", f"output={tmp_path / 'runs'}"]
@@ -53,6 +57,7 @@ def test_imagenet_runs_to_its_end(tree: Path, tmp_path: Path) -> None:
     assert prunekit.load(run.folder / "model").fc.out_features == 3
 
 
+@pytest.mark.slow
 @needs_cifar
 def test_cifar_runs_to_its_end(tmp_path: Path) -> None:
     data = write_npz(tmp_path / "cifar10.npz", train=300, test=200)
@@ -63,6 +68,7 @@ def test_cifar_runs_to_its_end(tmp_path: Path) -> None:
     assert run.metrics["pruned"]["macs"] <= 0.5 * run.metrics["dense"]["macs"]
 
 
+@pytest.mark.slow
 @needs_cifar
 def test_cifar_without_training_runs_to_its_end(tmp_path: Path) -> None:
     data = write_npz(tmp_path / "cifar10.npz", train=300, test=200)
