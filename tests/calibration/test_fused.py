@@ -26,6 +26,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("shapes", [SHAPES, FLAT], ids=["planes", "flat"])
 def test_one_kernel_serves_every_shape(shapes: list[tuple[int, ...]]) -> None:
@@ -41,6 +42,7 @@ def test_one_kernel_serves_every_shape(shapes: list[tuple[int, ...]]) -> None:
     assert measure.compile_seconds > 0
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_the_kernel_does_not_depend_on_the_state_it_runs_in(guard: type) -> None:
@@ -56,6 +58,7 @@ def test_the_kernel_does_not_depend_on_the_state_it_runs_in(guard: type) -> None
         np.testing.assert_allclose(stats[key].rows, layer.rows, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiling_waits_until_it_pays_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "PAYS_OFF", 100)
