@@ -102,9 +102,10 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(artifacts, "_sync", lambda path: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_killed_at_random_and_resumed_it_ends_bit_identical(optimizer: Literal["sgd", "adam"], tmp_path: Path) -> None:
-    """Ten kills each: five on the clock, five while a checkpoint is written or an old one removed."""
+    """Six kills each: three on the clock, three while a checkpoint is written or an old one removed."""
     draw, images = random.Random(SEED), augmented()
     print(f"PRUNEKIT_KILL_SEED={SEED}")
     for name in ("whole", "counted"):
@@ -117,7 +118,7 @@ def test_killed_at_random_and_resumed_it_ends_bit_identical(optimizer: Literal["
     moments = killed_while_writing(tmp_path / "counted", optimizer, images, 0)
     assert moments > 60
     kills = 0
-    for trial in range(10):
+    for trial in range(6):
         folder = tmp_path / str(trial)
         folder.mkdir()
         again = partial(train, folder, optimizer, images)
@@ -131,7 +132,7 @@ def test_killed_at_random_and_resumed_it_ends_bit_identical(optimizer: Literal["
         left = [path.name for path in (folder / "checkpoints").iterdir()]
         assert len(left) <= EVERY_STEP.keep
         assert all(name.startswith("epoch-") for name in left)
-    assert kills >= 5
+    assert kills >= 3
 
 
 def require_same(found: dict[str, Tensor], whole: dict[str, Tensor]) -> None:

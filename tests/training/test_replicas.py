@@ -100,8 +100,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "processes"),
+    [("sgd", 2), ("under masks, accumulated", 4), ("taught, averaged, sparsified", 4), ("adamw, clamped", 2)],
+)
 def test_several_processes_do_what_one_does(case: str, processes: int, tmp_path: Path) -> None:
     alone = trained(*CASES[case])
     found = together(processes, tmp_path, trained, *CASES[case])
@@ -187,6 +190,7 @@ def broken(wrong: set[int], limit: int) -> tuple[dict[str, str], History] | str:
     return data.corrupt.found, history
 
 
+@pytest.mark.slow
 def test_images_that_one_process_cannot_read(tmp_path: Path) -> None:
     """A step for which a process has a single image left is skipped by all; the images are known to all."""
     order = batches(images(66, 0), 11, shuffle_seed=1).at_epoch(1).order().tolist()
