@@ -8,6 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+from process_group import together
+
+from prunekit.cli import cli
+from prunekit.distributed.group import rank
+
 RECIPE = """
 name: tiny
 model: {name: net, zoo: own}
@@ -70,6 +77,7 @@ def launched(launcher: str, folder: Path, *arguments: str, killed: str = "none")
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.slow
 def test_finetune_in_two_processes_of_which_one_is_killed(tmp_path: Path) -> None:
     """One launcher's run goes on under the other: they say the same in the environment."""
     command = ("finetune", "tiny.yaml", "--model", "several.py:net", "--json")
@@ -91,8 +99,19 @@ def test_finetune_in_two_processes_of_which_one_is_killed(tmp_path: Path) -> Non
     assert "Warning" not in done.stderr
 
 
+def refused(folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of a command that cannot run, in one of several processes."""
+    os.environ |= {"RANK": str(rank()), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    arguments = ["finetune", str(folder / "tiny.yaml"), "data.batch=2", "--model", f"{folder / 'several.py'}:net"]
+    done = CliRunner().invoke(cli, arguments)
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.slow
 def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
-    done = launched("torchrun", tmp_path, "finetune", "tiny.yaml", "data.batch=2", "--model", "several.py:net")
-    assert done.returncode != 0
-    assert done.stderr.count("prunekit: error: ") == 1, done.stderr
-    assert "prunekit: error: data.batch: expected at least 4, two images for each of 2 processes" in done.stderr
+    (tmp_path / "several.py").write_text(NET)
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    codes, said = zip(*together(2, tmp_path / "meet", refused, tmp_path), strict=True)
+    assert all(codes)
+    assert "".join(said).count("prunekit: error: ") == 1, said
+    assert "prunekit: error: data.batch: expected at least 4, two images for each of 2 processes" in said[0]

@@ -29,7 +29,7 @@ Finished = tuple[Path, dict[str, Any], list[str]]
 
 def job(output: Path, prune: PruneSettings, **changes: Any) -> JobSettings:
     settings: dict[str, Any] = {
-        "model": ModelSettings("resnet20", "cifar"),
+        "model": ModelSettings("resnet8", "cifar"),
         "data": DataSettings(image_size=8, batch=64),
         "baseline": TrainSettings(epochs=2, lr=0.1),
         "calibration": CalibrationSettings(images=64),
@@ -59,9 +59,11 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cubic(output: Path) -> Finished:
     schedule = ScheduleSettings("cubic", end=1.5, rounds=4)
-    return run(output, PruneSettings(BudgetSettings(macs=0.4, params=0.6), scope="global", schedule=schedule))
+    prune = PruneSettings(BudgetSettings(macs=0.4, params=0.6), scope="global", schedule=schedule)
+    return run(output, prune, model=ModelSettings("resnet20", "cifar"))
 
 
+@pytest.mark.slow
 def test_the_last_plan_meets_the_budgets_and_is_the_one_that_is_handed_over(cubic: Finished) -> None:
     folder, metrics, log = cubic
     assert metrics["shortfalls"] == []
@@ -79,6 +81,7 @@ def test_the_last_plan_meets_the_budgets_and_is_the_one_that_is_handed_over(cubi
     assert "schedule: final masks; masked == compact to" in " ".join(log)
 
 
+@pytest.mark.slow
 def test_each_change_is_in_the_log_the_table_and_the_report(cubic: Finished, tmp_path: Path) -> None:
     folder, metrics, log = cubic
     table = pd.read_csv(folder / "schedule.csv")
@@ -103,6 +106,7 @@ def test_each_change_is_in_the_log_the_table_and_the_report(cubic: Finished, tmp
     assert json.loads(json.dumps(metrics["schedule"]))["final"] == {"macs": 0.4, "params": 0.6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("criterion", "score"),
     [("taylor2", "criterion"), ("obs", "criterion"), ("l2", "movement")],
@@ -120,6 +124,7 @@ def test_channels_are_scored_anew_and_come_back_until_they_freeze(criterion: Any
     assert metrics["shortfalls"] == []
 
 
+@pytest.mark.slow
 def test_rounds_rewind_the_learning_rate_of_the_model_and_of_its_control(output: Path) -> None:
     schedule = ScheduleSettings("iterative", rounds=3, rewind_lr=True)
     prune = PruneSettings(BudgetSettings(channels=0.5), schedule=schedule)
@@ -131,6 +136,7 @@ def test_rounds_rewind_the_learning_rate_of_the_model_and_of_its_control(output:
     assert "The learning rate was rewound" in (folder / "report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_budgets_of_time_go_by_macs_to_the_plan_that_was_measured(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
