@@ -218,6 +218,11 @@ def count_of(inputs: Any) -> int:
     return next((len(tensor) for tensor in gather(inputs) if tensor.dim()), 0)
 
 
+def batch_of(example: Any) -> int:
+    """How many samples an example has: the first axis of the first tensor with any; 1 without such a tensor."""
+    return next((tensor.shape[0] for tensor in gather(example) if tensor.dim()), 1)
+
+
 def samples_in(inputs: Any) -> str:
     """What samples are called in messages: images, where the first tensor is of the shape of some."""
     first = next(iter(gather(inputs)), None)

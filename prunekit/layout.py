@@ -1,4 +1,4 @@
-"""Tensors with their channels last in memory; model folders say whether their model's lie so."""
+"""How tensors lie in memory, channels last above all; model folders say whether their model's lie so."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def lies_channels_last(model: nn.Module) -> bool:
         form is not None and kernel.is_contiguous(memory_format=form) and not kernel.is_contiguous()
         for kernel, form in found
     )
+
+
+def as_it_lies(tensor: Tensor) -> Tensor:
+    """A tensor as a vector, in the order in which it lies in memory: no copy of a dense one."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.detach().permute(order).reshape(-1)

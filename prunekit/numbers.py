@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 NOTHING = "–"
@@ -38,6 +39,12 @@ def count(value: Any) -> str:
 def plural(number: int, word: str, ending: str = "s") -> str:
     """A count with its word, e.g. 2 layers."""
     return f"{number:,} {word}{ending if number != 1 else ''}"
+
+
+def listed(names: Iterable[str], most: int) -> str:
+    """The first of several names, and how many more there are."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def size(value: Any) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prunekit.calibration.layer_stats import IntArray
 from prunekit.errors import UsageError
+from prunekit.layout import as_it_lies
 
 SHIFT = 16
 """Bits of a float32 below its bucket: the exponent and the upper 7 bits of the mantissa stay."""
@@ -51,8 +52,7 @@ class MagnitudeSketch:
             raise UsageError(f"a magnitude sketch counts floating-point values, got {values.dtype}")
         if self._counts.device != values.device:
             self._counts = self._counts.to(values.device)
-        order = sorted(range(values.ndim), key=values.stride, reverse=True)  # as it lies in memory: no copy
-        flat = values.detach().permute(order).reshape(-1)
+        flat = as_it_lies(values)
         for block in torch.split(flat, CPU_BLOCK if flat.device.type == "cpu" else DEVICE_BLOCK):
             self._counts += _count(block)
         return self

@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 
 from prunekit.calibration.gradients import Axis, TaylorTerms, axis_sums
 from prunekit.channels import ChannelMap
-from prunekit.errors import ArtifactError, NonFiniteError, UsageError
-from prunekit.hooks import HookOwner, OwnedHook
-from prunekit.hooks.steps import unscaled, with_gradients
+from prunekit.errors import NonFiniteError, UsageError
+from prunekit.hooks.steps import StepHook, by_axis, unscaled
 
 STEPS = 64
 """The most steps whose terms are kept; of more, as many that are evenly spread."""
 
 
-class StepGradients(HookOwner):
+class StepGradients(StepHook):
     """Keeps weight times gradient of the steps that an optimizer makes, as a context manager.
 
     Each step counts as one batch of `collect_gradients`: the gradient is that of all its micro-batches and processes,
@@ -36,8 +35,8 @@ class StepGradients(HookOwner):
     """
 
     def __init__(self, model: nn.Module, channel_map: ChannelMap, optimizer: Optimizer) -> None:
-        super().__init__()
-        self._model, self._map, self._optimizer = model, channel_map, optimizer
+        super().__init__(optimizer)
+        self._model, self._map = model, channel_map
         self._axes = {
             name: [axis for axis, labels in enumerate(axes) if labels is not None and labels.any()]
             for name, axes in channel_map.labels.items()
@@ -45,12 +44,9 @@ class StepGradients(HookOwner):
         self._rows: list[dict[Axis, Tensor]] = []
         self._steps, self._stride, self._used = 0, 1, False
 
-    def register(self) -> None:
-        """Looks at weights and gradients right before each step."""
-        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, with_gradients(self._add))))
-
     @torch.no_grad()
-    def _add(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Adds the step's terms."""
         if self._used:  # a plan was made from these
             self._rows, self._steps, self._stride, self._used = [], 0, 1, False
         self._steps += 1
@@ -128,12 +124,7 @@ class StepGradients(HookOwner):
         Raises:
             ArtifactError: it is of another model.
         """
-        parameters, stacked = dict(self._model.named_parameters()), dict[Axis, Tensor]()
-        for key, values in state["rows"].items():
-            name, _, axis = key.rpartition(":")
-            if name not in parameters or values.shape[1:] != parameters[name].shape[int(axis) : int(axis) + 1]:
-                raise ArtifactError(f"gradients of steps: {key} is of another model")
-            stacked[name, int(axis)] = values.to(parameters[name].device)
+        stacked = by_axis(state["rows"], self._model, "gradients of steps")
         self._rows = [{axis: values[at] for axis, values in stacked.items()} for at in range(int(state["kept"]))]
         self._steps, self._stride = int(state["steps"]), int(state["stride"])
         self._used = bool(state["used"])

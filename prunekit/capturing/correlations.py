@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.layer_stats import FloatArray
+from prunekit.calibration.moments import InputMoments
 from prunekit.capturing.hooks import LayerHooks, Where
 from prunekit.capturing.layers import attention_weights, channels_of
 from prunekit.capturing.store import SHARE, mib
@@ -28,32 +29,22 @@ class Products:
     Attributes:
         layer: its path.
         first: number of its first channel: not 0 for the later parts of a weight that is used in parts.
-        count: positions.
         shift: (C,) about the mean; subtracted before the sums, which would lose digits without.
-        total: (C,) sums.
-        products: (C, C) sums of products.
+        sums: of what was returned, less the shift.
     """
 
     layer: str
     first: int
-    count: int
     shift: FloatArray
-    total: FloatArray
-    products: FloatArray
-
-    def plus(self, other: Products) -> Products:
-        """Both together; `other` is of the same layer and has the same shift."""
-        sums = self.count + other.count, self.shift, self.total + other.total, self.products + other.products
-        return Products(self.layer, self.first, *sums)
+    sums: InputMoments
 
     @property
     def _moments(self) -> tuple[FloatArray, FloatArray]:
         """(C, C) covariances, and (C,) variances, NaN where a channel is constant or was not finite."""
         with np.errstate(invalid="ignore"):
-            mean = self.total / max(self.count, 1)
-            covariance: FloatArray = self.products / max(self.count, 1) - np.outer(mean, mean)
+            covariance = self.sums.covariance
             variance = covariance.diagonal()
-            floor = (CONSTANT * (self.shift + mean)) ** 2
+            floor = (CONSTANT * (self.shift + self.sums.mean)) ** 2
             return covariance, np.where(variance > floor, variance, np.nan)
 
     @property
@@ -68,7 +59,7 @@ class Products:
     @property
     def constant(self) -> list[int]:
         """Channels that never changed."""
-        finite = np.isfinite(self.products.diagonal())
+        finite = np.isfinite(self.sums.blocks[0].diagonal())
         return [self.first + int(one) for one in np.flatnonzero(np.isnan(self._moments[1]) & finite)]
 
 
@@ -140,9 +131,11 @@ class CorrelationCollector(LayerHooks):
         known = self._pass.get(key) or self._found.get(key)
         shift = rows.mean(0) if known is None else torch.from_numpy(known.shift).to(rows)
         rows = rows - shift
-        sums = (rows.sum(0), rows.T @ rows)
-        seen = Products(path, first, len(rows), *(part.cpu().double().numpy() for part in (shift, *sums)))
-        self._pass[key] = seen if known is None else known.plus(seen)
+        origin, total, blocks = (part.cpu().double().numpy() for part in (shift, rows.sum(0), (rows.T @ rows)[None]))
+        seen = InputMoments(len(rows), total, blocks)
+        self._pass[key] = (
+            Products(path, first, origin, seen) if known is None else replace(known, sums=known.sums.merge(seen))
+        )
 
     def products(self) -> list[Products]:
         """Of each layer that ran, in order of execution.

@@ -56,7 +56,7 @@ def redundant(model: nn.Module, products: Iterable[Products], threshold: float =
     modules, weights = dict(model.named_modules()), attention_weights(model)
     found = []
     for seen in products:
-        correlation = seen.correlation if seen.count >= ENOUGH else np.full_like(seen.products, np.nan)
+        correlation = seen.correlation if seen.sums.count >= ENOUGH else np.full((len(seen.shift),) * 2, np.nan)
         if seen.layer in weights:
             part = weights[seen.layer][seen.first : seen.first + len(correlation)]
             cosine = _cosines(part.detach().cpu().double().flatten(1), 1)

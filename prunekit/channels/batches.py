@@ -13,7 +13,8 @@ from torch import nn
 from prunekit.channels.operators import Operator, Run
 from prunekit.channels.tracing import Trace, trace_model
 from prunekit.errors import ModelError
-from prunekit.nested import map_tensors, tensors_in
+from prunekit.inputs import batch_of
+from prunekit.nested import map_tensors
 
 
 class BatchAxes:
@@ -61,7 +62,7 @@ def _by_place(run: Run) -> Iterator[tuple[Any, Operator]]:
 
 def twice(example: tuple[Any, ...]) -> Any:
     """An example input with its batch twice."""
-    batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
+    batch = batch_of(example)
 
     def larger(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == batch else tensor

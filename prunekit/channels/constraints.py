@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from prunekit.channels.labels import Labels
 from prunekit.channels.running import ModuleCall
 
+NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
+"""Why channels are locked that a layer adds up."""
+
 
 @dataclass(frozen=True, eq=False)
 class LockRecord:

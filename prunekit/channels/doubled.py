@@ -81,9 +81,10 @@ class Way:
         """An example in this precision, see `as_double`."""
         return as_double(example, self.dtype, noise=noise)
 
-    def tolerance(self, least: float = TOLERANCE) -> float:
+    @property
+    def tolerance(self) -> float:
         """The largest difference that counts as equal to begin with, of what is no coarser than float32."""
-        return max(least, ROUNDING[torch.float32]) if self.dtype is None else least
+        return ROUNDING[torch.float32] if self.dtype is None else TOLERANCE
 
 
 WAYS = (*(Way(to_double, torch.float64, precision) for precision in AS_DOUBLE), Way(as_it_is, None, OWN))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from prunekit.channels.constraints import Contracted, Flattened, Nested
+from prunekit.channels.constraints import NOT_ZERO, Contracted, Flattened, Nested
 from prunekit.channels.labels import Field, Labels, apart
 from prunekit.channels.state import FlowState
 
@@ -121,7 +121,7 @@ class Flow(FlowState):
         for field in fields:
             contracted = tuple(axis for axis in field.span if joint[axis] not in out_axes)
             if contracted == field.span and contracted and not field.zero:
-                self.lock([field], "sums over values that are not exactly zero where the channel is removed")
+                self.lock([field], NOT_ZERO)
             if contracted == field.span:
                 continue
             batched = all(joint[axis] in left_axes and joint[axis] in right_axes for axis in field.span)

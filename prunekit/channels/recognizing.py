@@ -9,7 +9,7 @@ from prunekit.channels.labels import Field
 from prunekit.channels.operators import Operator
 from prunekit.channels.recording import Place, Recording, Step
 from prunekit.channels.tracing import Trace
-from prunekit.nested import tensors_in
+from prunekit.inputs import batch_of
 
 Shape = Sequence[int]
 Fields = tuple[Field, ...]
@@ -24,7 +24,7 @@ def recognized(trace: Trace, recording: Recording, batch: int) -> dict[Place, Fi
     Args:
         batch: of the recording.
     """
-    first = next((tensor.shape[0] for tensor in tensors_in(trace.example) if tensor.dim()), 1)
+    first = batch_of(trace.example)
     traced = [operator for operator in trace.runs[0].operators if operator.call[2]]
     found: dict[Place, Fields] = {}
     ours = [(operator.module, operator.name, *map(len, operator.call[2])) for operator in traced]

@@ -19,8 +19,8 @@ from prunekit.channels.running import ModuleStack, without_fast_path
 from prunekit.channels.storages import memory_of, parts_of, shape_of, storage_of
 from prunekit.context import paused_garbage_collection, seeded, training_mode
 from prunekit.errors import ModelError
-from prunekit.inputs import call
-from prunekit.nested import gather, map_tensors, tensors_in
+from prunekit.inputs import batch_of, call
+from prunekit.nested import gather, map_tensors
 
 Place = tuple[int, int]
 """A tensor: the number of the operator that returned it, and which of its results it is."""
@@ -67,7 +67,8 @@ class Recording:
     def alive(self) -> NDArray[np.bool_]:
         """Which pieces are alive while each operator runs: bool (steps, pieces)."""
         step = np.arange(len(self.steps))[:, None]
-        made, last = (np.array([value(p) for p in self.pieces], dtype=np.int64) for value in (_made, _last))
+        spans = np.array([(piece.made[0], piece.last) for piece in self.pieces], dtype=np.int64).reshape(-1, 2)
+        made, last = spans.T
         return (made <= step) & (step <= last)
 
     @property
@@ -75,14 +76,6 @@ class Recording:
         """The most that is alive at once."""
         sizes = np.array([piece.bytes for piece in self.pieces], dtype=np.int64)
         return self.given_bytes + int((self.alive @ sizes).max(initial=0))
-
-
-def _made(piece: Piece) -> int:
-    return piece.made[0]
-
-
-def _last(piece: Piece) -> int:
-    return piece.last
 
 
 class _Recorder(OperatorMode):
@@ -193,7 +186,7 @@ def _recorded(model: nn.Module, example: tuple[Any, ...], wanted: _Wanted, *, fa
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="cpu")
 
-    first = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
+    first = batch_of(example)
 
     def of_batch(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != first:

@@ -20,6 +20,7 @@ from prunekit.channels.orders import avoidable
 from prunekit.channels.places import Place
 from prunekit.channels.solving import in_order, solve, solve_contracted
 from prunekit.channels.tracing import Trace
+from prunekit.numbers import listed
 
 TOGETHER = "all channels of this axis hang together: none can go alone"
 
@@ -229,6 +230,5 @@ def _which(records: Iterable[LockRecord], count: int) -> str:
     found = {record.call.number: record.call for record in records if record.call is not None}
     if len(found) == count or not found:
         return ""
-    named = ", ".join(f"{number} at {call}" for number, call in sorted(found.items())[:NAMED])
-    others = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return f" (of {count} calls of this module, number {named}{others})"
+    named = listed((f"{number} at {call}" for number, call in sorted(found.items())), NAMED)
+    return f" (of {count} calls of this module, number {named})"

@@ -127,6 +127,13 @@ class FlowState:
                 self.lock([field], reason)
         return found, zero
 
+    def alike_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
+        """Locks the fields that lie along an axis alone, and ties along it those that lie on others too."""
+        every = list(fields)
+        self.lock([field for field in every if field.span == (axis,)], reason)
+        rest = [field for field in every if field.span != (axis,)]
+        return [f.with_labels(self.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
+
     def join(self, left: Labels | None, right: Labels | None, reason: str) -> Labels | None:
         """Merges two label vectors of one axis; where only one side is labeled, it is locked."""
         if left is None or right is None:

@@ -30,7 +30,7 @@ from prunekit.channels.storages import Storages, inner_of
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import same_draws, seeded, takes_gradients
 from prunekit.errors import ModelError, PrunekitError
-from prunekit.inputs import InputSpec, advice, call, specs
+from prunekit.inputs import InputSpec, advice, batch_of, call, specs
 from prunekit.nested import gather, map_tensors, tensors_in
 
 ActivationKey = tuple[str, str, int]
@@ -310,7 +310,7 @@ def _run(clone: nn.Module, example: tuple[Any, ...], run: Run, trace: Trace) -> 
     stack = ModuleStack(clone, lambda path, module, inputs: note(path, "input", module, inputs), leave)
     earlier = trace.runs[-1] if run.training else None
     flow.count_macs = not run.training and not trace.runs  # what eval mode runs, and nothing else
-    flow.batch = next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), 1)
+    flow.batch = batch_of(example)
     mode = LabelMode(flow, run, stack, earlier, example)
     with same_draws(clone), stack, torch.set_grad_enabled(run.gradients), plain_attention(), mode:
         output = call(clone, example)

@@ -194,7 +194,7 @@ class _Trial:
                 if way is WAYS[-1]:
                     raise
                 continue
-            return check(reference, doubled(compact, way.convert), example, run, way.tolerance())
+            return check(reference, doubled(compact, way.convert), example, run, way.tolerance)
         raise AssertionError("there is a last way")
 
     def _record(self, masked: nn.Module, example: tuple[Any, ...], run: Run, precision: Precision) -> Reference:

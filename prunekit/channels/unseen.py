@@ -14,7 +14,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
@@ -25,7 +25,7 @@ from torch import nn
 
 from prunekit.channels.attributes import integers, set_attributes, values_of
 from prunekit.channels.differences import TOLERANCE, relative_difference
-from prunekit.channels.doubled import DoubledWhileRunning, as_double, as_it_is, doubled, to_double
+from prunekit.channels.doubled import WAYS, DoubledWhileRunning, as_double, doubled, to_double
 from prunekit.channels.labels import rows_along
 from prunekit.channels.map import ChannelMap, Keep, SizeAttribute
 from prunekit.channels.operators import Operator, Run
@@ -39,10 +39,10 @@ from prunekit.channels.syntax import nodes_of_sizes
 from prunekit.context import seeded, training_mode
 from prunekit.inputs import call
 from prunekit.nested import gather, map_tensors
+from prunekit.numbers import listed
 
 COMBINATIONS = 64
 """How many values of attributes are tried for one method."""
-_PRECISIONS = ((as_it_is, None, nullcontext), (to_double, torch.float64, AS_DOUBLE[0]))
 _NEVER = frozenset({"__init__", "extra_repr", "__repr__"})
 
 Holder = tuple[str, str]
@@ -193,9 +193,9 @@ class _Search:
 
         before = sys.gettrace()
         for run in self.channel_map.traced.trace.runs:
-            for convert, dtype, precision in _PRECISIONS:
-                running, example = doubled(self.compact, convert), as_double(self.examples[run.example], dtype)
-                modes = mode_for_trace(running, run.training), torch.no_grad(), plain_attention(), precision()
+            for way in (WAYS[-1], WAYS[0]):
+                running, example = doubled(self.compact, way.convert), way.inputs(self.examples[run.example])
+                modes = mode_for_trace(running, run.training), torch.no_grad(), plain_attention(), way.precision()
                 with ExitStack() as stack, suppress(Exception):  # of a model whose code asks for the other precision
                     for mode in (seeded(0), *modes):
                         stack.enter_context(mode)
@@ -414,5 +414,4 @@ def _pairs(paths: Iterable[str], missed: Mapping[str, Iterable[str]]) -> Iterato
 
 def _in_words(notes: Mapping[str, list[str]]) -> Iterator[str]:
     for said, paths in notes.items():
-        shown = ", ".join(path or "the model itself" for path in paths[:3])
-        yield f"{said} ({shown}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''})"
+        yield f"{said} ({listed((path or 'the model itself' for path in paths), 3)})"

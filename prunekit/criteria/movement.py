@@ -14,12 +14,10 @@ from prunekit.calibration.gradients import Axis
 from prunekit.channels import ChannelMap
 from prunekit.channels.belonging import require_model
 from prunekit.criteria.registry import Scores
-from prunekit.errors import ArtifactError
-from prunekit.hooks import HookOwner, OwnedHook
-from prunekit.hooks.steps import unscaled, with_gradients
+from prunekit.hooks.steps import StepHook, by_axis, unscaled
 
 
-class Movement(HookOwner):
+class Movement(StepHook):
     """Adds up, step by step while it is active, how far each channel's weights are moved away from zero.
 
     The sum over steps of -w * dL/dw (Sanh et al. 2020, "Movement pruning", equation 5), and over all entries of a
@@ -38,17 +36,14 @@ class Movement(HookOwner):
     """
 
     def __init__(self, model: nn.Module, channel_map: ChannelMap, optimizer: Optimizer) -> None:
-        super().__init__()
+        super().__init__(optimizer)
         require_model(channel_map, model, "the channel map")
-        self._model, self._map, self._optimizer = model, channel_map, optimizer
+        self._model, self._map = model, channel_map
         self._sums: dict[Axis, Tensor] = {}
 
-    def register(self) -> None:
-        """Looks at weights and gradients right before each step, when the gradients are complete and unscaled."""
-        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, with_gradients(self._add))))
-
     @torch.no_grad()
-    def _add(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Adds the step's sums."""
         for name, weight in self._model.named_parameters():
             axes = self._map.labels.get(name, ())
             if weight.grad is None or not any(labels is not None for labels in axes):
@@ -82,10 +77,4 @@ class Movement(HookOwner):
         Raises:
             ArtifactError: they are of another model.
         """
-        parameters, sums = dict(self._model.named_parameters()), {}
-        for key, values in state.items():
-            name, _, axis = key.rpartition(":")
-            if name not in parameters or values.shape != parameters[name].shape[int(axis) : int(axis) + 1]:
-                raise ArtifactError(f"movement scores: {key} is of another model")
-            sums[name, int(axis)] = values.to(parameters[name].device)
-        self._sums = sums
+        self._sums = by_axis(state, self._model, "movement scores")

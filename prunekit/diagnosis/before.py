@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from prunekit.context import set_mode
+from prunekit.context import set_mode, training_mode
 from prunekit.diagnosis.observation import Modes
 
 
@@ -42,14 +42,9 @@ def batchnorm_modes(model: nn.Module) -> dict[str, Modes]:
         for path, module in model.named_modules()
         if isinstance(module, _BatchNorm) and module.running_var is not None
     }
-    before = [(module, module.training) for module in model.modules()]
-    found = {path: module.training for path, module in norms.items()}
-    try:
-        set_mode(model, True)
-        training = {path: module.training for path, module in norms.items()}
+    found = [module.training for module in norms.values()]
+    with training_mode(model, True):
+        training = [module.training for module in norms.values()]
         set_mode(model, False)
-        evaluating = {path: module.training for path, module in norms.items()}
-    finally:
-        for module, mode in before:
-            module.training = mode
-    return {path: Modes(found[path], training[path], evaluating[path]) for path in norms}
+        evaluating = [module.training for module in norms.values()]
+    return dict(zip(norms, map(Modes, found, training, evaluating), strict=True))

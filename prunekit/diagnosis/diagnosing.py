@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from prunekit.diagnosis import activations, data, gradients, learning_rate, norms, numbers, parameters, shapes
-from prunekit.diagnosis.findings import CHECKS, Check, Diagnosis
+from prunekit.diagnosis.findings import CHECKS, Diagnosis
 from prunekit.diagnosis.folding import folded
 from prunekit.diagnosis.images import Pool, batches_of
 from prunekit.diagnosis.observation import Observation, StepSize
@@ -83,7 +83,7 @@ def diagnose(
     pool = replace(pool, more=more, held_out=held_out)
     seen = observe(model, given, loss or (None if task is None else task.loss), step, pool, seed)
     wanted = [each for kind, each in CHECKS.items() if kind not in ignore]
-    skipped = {each.kind: reason for each in wanted if (reason := _reason(each, seen)) is not None}
+    skipped = {each.kind: reason for each in wanted if (reason := seen.missing.get(each.needs)) is not None}
     run = [each for each in wanted if each.kind not in skipped]
     found = (finding for each in run for finding in each.run(seen))
     return Diagnosis(
@@ -104,11 +104,6 @@ def require_kinds(ignore: Sequence[str]) -> None:
     for kind in ignore:
         if kind not in CHECKS:
             raise UsageError(f"ignore: there is no check {kind!r}; {nearest(kind, CHECKS)}")
-
-
-def _reason(check: Check, seen: Observation) -> str | None:
-    """Why a check has nothing to look at."""
-    return seen.missing.get(check.needs)
 
 
 def _figures(seen: Observation) -> dict[str, float]:

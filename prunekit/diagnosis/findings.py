@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from prunekit.diagnosis.observation import Observation
 from prunekit.display import Displayed
-from prunekit.numbers import digits, plural
+from prunekit.numbers import digits, listed, plural
 
 SHOWN = 10
 """Faults that a diagnosis shows."""
+NAMED = 5
+"""Names that a sentence gives."""
 BEFORE = -1
 """Order of what is wrong before any module runs: the data."""
 Need = Literal["data", "model", "forward", "gradients", "step"]
@@ -95,12 +97,12 @@ class Diagnosis(Displayed):
         return f"{said} ({plural(self.images, 'training image')}{figures})"
 
     def _headline(self) -> str:
-        return self.verdict + (f": {listed(map(str, self.findings))}" if self.findings else "")
+        return self.verdict + (f": {listed(map(str, self.findings), NAMED)}" if self.findings else "")
 
     def _parts(self) -> Iterator[str]:
         yield self.verdict
         for number, finding in enumerate(self.findings[:SHOWN], 1):
-            may = f"\n   may cause: {listed(map(str, finding.consequences))}" if finding.consequences else ""
+            may = f"\n   may cause: {listed(map(str, finding.consequences), NAMED)}" if finding.consequences else ""
             yield (
                 f"{number}. {finding}\n   expected: {finding.expected}\n   came:     {finding.came}\n"
                 f"   to do:    {finding.advice}{may}"
@@ -152,10 +154,3 @@ def check(kind: str, needs: Need) -> Callable[[Run], Run]:
         return run
 
     return register
-
-
-def listed(names: Iterable[str], most: int = 5) -> str:
-    """A few names, and how many more there are."""
-    every = list(names)
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more

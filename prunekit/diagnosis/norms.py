@@ -8,8 +8,9 @@ import numpy as np
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from prunekit.calibration import StatsKey
-from prunekit.diagnosis.findings import Finding, check, listed
+from prunekit.diagnosis.findings import NAMED, Finding, check
 from prunekit.diagnosis.observation import Observation
+from prunekit.numbers import listed
 
 TINY = 1e-3
 """Variance, as a share of the layer's own eps, below which a channel is no longer normalized: its standard deviation
@@ -51,7 +52,7 @@ def _wrong_mode(seen: Observation, mode: str, paths: list[str]) -> Finding:
         paths[0],
         seen.place(paths[0]),
         f"BatchNorm in {other} mode while the model is",
-        f"{listed(paths)} in {mode} mode: {result}",
+        f"{listed(paths, NAMED)} in {mode} mode: {result}",
         "call model.train() before training and model.eval() before evaluation, and let the model's own train() reach "
         "every module; to freeze a BatchNorm, freeze its weights too",
         {"modules": paths, "mode": mode},

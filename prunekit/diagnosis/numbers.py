@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from prunekit.calibration import ChannelStats
-from prunekit.diagnosis.findings import BEFORE, Finding, check, listed
+from prunekit.diagnosis.findings import BEFORE, NAMED, Finding, check
 from prunekit.diagnosis.observation import Observation
+from prunekit.numbers import listed
 
 
 @check("non_finite", "data")
 def non_finite(seen: Observation) -> Iterator[Finding]:
     """The first place that is NaN or Inf: images, a parameter or buffer, an activation, the loss, a gradient."""
-    for place in (_images, _tensors, _training, _evaluating, _loss, _gradient):
+    for place in (_images, _tensors, _activation, _loss, _gradient):
         found = place(seen)
         if found is not None:
             yield found
@@ -37,20 +37,13 @@ def _tensors(seen: Observation) -> Finding | None:
         return None
     first = min(wrong, key=lambda name: seen.place(name.rpartition(".")[0]))
     path = first.rpartition(".")[0]
-    came = f"{listed([first, *(name for name in wrong if name != first)])} hold NaN or Inf"
+    came = f"{listed([first, *(name for name in wrong if name != first)], NAMED)} hold NaN or Inf"
     advice = "load weights that are finite; where training made these, lower the learning rate"
     return _finding(path, seen.place(path), came, advice, {"tensors": wrong})
 
 
-def _training(seen: Observation) -> Finding | None:
-    return _activation(seen, seen.stats, "train")
-
-
-def _evaluating(seen: Observation) -> Finding | None:
-    return _activation(seen, seen.evaluated, "eval")
-
-
-def _activation(seen: Observation, stats: ChannelStats, mode: str) -> Finding | None:
+def _activation(seen: Observation) -> Finding | None:
+    stats, mode = (seen.stats, "train") if seen.stats.non_finite else (seen.evaluated, "eval")
     if not stats.non_finite:
         return None
     first, after = stats.non_finite[0], len(stats.non_finite) - 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prunekit.channels.copying import has_gradients
-from prunekit.diagnosis.findings import Finding, check, listed
+from prunekit.diagnosis.findings import NAMED, Finding, check
 from prunekit.diagnosis.observation import Observation
+from prunekit.numbers import listed
 
 
 @check("unused_parameter", "gradients")
@@ -24,7 +25,7 @@ def unused_parameter(seen: Observation) -> Iterator[Finding]:
             _owner(unused[0]),
             seen.place(_owner(unused[0])),
             "a loss that depends on every trainable parameter",
-            f"{len(unused)} parameters get no gradient: {listed(unused)}; {why}",
+            f"{len(unused)} parameters get no gradient: {listed(unused, NAMED)}; {why}",
             "use the module in forward, look for detach() and no_grad(), or remove it",
             {"parameters": unused, "never_ran": len(never)},
         )
@@ -43,7 +44,7 @@ def frozen_parameter(seen: Observation) -> Iterator[Finding]:
             _owner(frozen[0]),
             seen.place(_owner(frozen[0])),
             "parameters that require gradients",
-            f"{len(frozen)} of {len(named)} are frozen, {share / total:.1%} of all values: {listed(frozen)}",
+            f"{len(frozen)} of {len(named)} are frozen, {share / total:.1%} of all values: {listed(frozen, NAMED)}",
             "set requires_grad_(True) on what is to learn; if they are frozen on purpose, ignore frozen_parameter",
             {"parameters": frozen, "share": share / total},
         )

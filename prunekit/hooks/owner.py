@@ -153,9 +153,7 @@ class HookOwner:
         change to it, also where only a model of the same class was compiled.
         """
         if self._forward:
-            hearing = Hearing(self, model)
-            self.own(hearing)
-            hearing.__enter__()
+            self.own_context(Hearing(self, model))
 
     @property
     def active(self) -> bool:

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from prunekit.errors import ArtifactError
+from prunekit.hooks.owned import OwnedHook
+from prunekit.hooks.owner import HookOwner
+
+
+class StepHook(HookOwner):
+    """Looks at weights and gradients right before each step of an optimizer, when the gradients are complete.
+
+    Args:
+        optimizer: torch's own, whose steps count.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def register(self) -> None:
+        """Hooks the optimizer's step."""
+        self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, with_gradients(self.before_step))))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Looks at them, without gradients of its own."""
+        raise NotImplementedError
+
+
+def by_axis(found: Mapping[str, Tensor], model: nn.Module, where: str) -> dict[tuple[str, int], Tensor]:
+    """Return what a state has for axes of parameters, {"name:axis": (..., size)}, by name and axis.
+
+    Raises:
+        ArtifactError: it is of another model; the message begins with `where`.
+    """
+    parameters, result = dict(model.named_parameters()), {}
+    for key, values in found.items():
+        name, _, axis = key.rpartition(":")
+        if name not in parameters or values.shape[-1:] != parameters[name].shape[int(axis) : int(axis) + 1]:
+            raise ArtifactError(f"{where}: {key} is of another model")
+        result[name, int(axis)] = values.to(parameters[name].device)
+    return result
 
 
 def with_gradients(act: Callable[[Optimizer], None]) -> Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]:

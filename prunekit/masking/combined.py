@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from prunekit.hooks import HookWarning
+from prunekit.hooks import HookOwner, HookWarning
 from prunekit.masking.gradients import GradientMasks
 from prunekit.masking.held import HeldValues
 from prunekit.masking.weights import WeightMasks
@@ -67,7 +65,7 @@ def masked(
         yield model
 
 
-class ChangingMasks(AbstractContextManager["ChangingMasks"]):
+class ChangingMasks(HookOwner):
     """As `masked`, for plans that change while a model is trained.
 
     Args:
@@ -99,25 +97,18 @@ class ChangingMasks(AbstractContextManager["ChangingMasks"]):
         restore: bool = True,
         gradients: bool = True,
     ) -> None:
+        super().__init__()
         self.plan = plan
         model = unwrapped_for_hooks(model, "ChangingMasks")
         self._weights = WeightMasks(model, plan, optimizer, restore=restore, changing=True)
         entries = self._weights.entries
         self._gradients = GradientMasks(model, plan, entries=entries, changing=True) if gradients else None
-        self._entered = ExitStack()
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            stack.enter_context(self._weights)
-            if self._gradients is not None:
-                stack.enter_context(self._gradients)
-            self._entered = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, trace)
+    def register(self) -> None:
+        """Enters both kinds of masks."""
+        self.own_context(self._weights)
+        if self._gradients is not None:
+            self.own_context(self._gradients)
 
     def update(self, plan: Plan) -> None:
         """Puts another plan in force, between two steps; see `WeightMasks.update`."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from prunekit.layout import as_it_lies
+
 Count = Tensor | int
 """How many; on another device than the CPU a tensor without axes, which is read at the end."""
 BLOCK = 2**18
@@ -44,14 +46,6 @@ class Tally:
     def shares(self) -> dict[str, float]:
         """Each count by its total, 0..1; without paths that have no total."""
         return {path: count / self._totals[path] for path, count in self.counts().items() if self._totals[path]}
-
-
-def as_it_lies(tensor: Tensor) -> Tensor:
-    """A tensor as a vector, in the order in which it lies in memory: no copy of a dense one."""
-    if tensor.is_contiguous():
-        return tensor.detach().view(-1)
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.detach().permute(order).reshape(-1)
 
 
 def scratch_for(values: Tensor) -> Tensor:

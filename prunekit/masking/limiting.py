@@ -11,7 +11,8 @@ from torch import Tensor
 
 from prunekit.distributed.exchange import total_of
 from prunekit.distributed.shards import is_shard, local
-from prunekit.masking.counting import BLOCK, Count, as_it_lies, count_beyond, scratch_for
+from prunekit.layout import as_it_lies
+from prunekit.masking.counting import BLOCK, Count, count_beyond, scratch_for
 
 By = Literal["value", "norm"]
 LossScale = float | Tensor | torch.amp.GradScaler | Callable[[], float | Tensor]

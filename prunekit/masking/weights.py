@@ -91,8 +91,7 @@ class WeightMasks(HookOwner):
         if self._restore or self._changing:
             self._held = HeldValues(self._model, self._plan)
             self.own_undo(self._let_go)
-        self._norms.__enter__()
-        self.own(self._norms)
+        self.own_context(self._norms)
         self._running = 0
         if sharded:  # before shards are put together: what is written to the whole is lost
             self.own_forward_pre(self._model, self.zero_, again=True, first=True)
@@ -134,8 +133,7 @@ class WeightMasks(HookOwner):
             masked.replace(found[path][1] if path in found else [])
         self._norms.remove()
         self._norms = NarrowNorms(self._model, plan.channel_map, plan.keep)
-        self._norms.__enter__()
-        self.own(self._norms)
+        self.own_context(self._norms)
         self._held = HeldValues(self._model, plan)
         self.zero_()
 

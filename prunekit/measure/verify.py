@@ -21,10 +21,10 @@ from prunekit.channels.slicing import cut
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.display import Displayed
 from prunekit.errors import ModelError, UsageError, VerificationError
-from prunekit.inputs import advice, call
+from prunekit.inputs import advice, batch_of, call
 from prunekit.inputs import examples as each
 from prunekit.measure.differing import largest_difference
-from prunekit.nested import gather, tensors_in
+from prunekit.nested import gather
 from prunekit.numbers import plural, scientific
 from prunekit.planning import Plan, require_plan
 from prunekit.wrappers import require_values, unwrapped
@@ -148,7 +148,7 @@ def verify(
             said = _not_masked(masked, plan) if strict else ""
             raise VerificationError(f"masked and compact model differ: {reason}{said}")
         worst, coarsest = max(worst, difference), max(coarsest, expected.rounding)
-        seen += next((tensor.shape[0] for tensor in tensors_in(inputs) if tensor.dim()), 1)
+        seen += batch_of(inputs)
     if not seen:
         raise UsageError("examples: expected at least one input to compare the models on, got none")
     names = {rounded: str(dtype).removeprefix("torch.") for dtype, rounded in ROUNDING.items()}
@@ -228,7 +228,7 @@ def _expected(
             failures.append(error)
             twins.pop(way, None)
             continue
-        return _Expected(way, output, max(way.tolerance(), watch.found))
+        return _Expected(way, output, max(way.tolerance, watch.found))
     raise ModelError(
         f"{type(twins.model).__name__} does not run, neither in float64 nor as it is: {type(failures[-1]).__name__}: "
         f"{failures[-1]}; {advice(twins.model, [example])}"
@@ -261,7 +261,7 @@ def _by_operator(
         return inf, f"{reason}; the plan was read from a file: trace the model again to find the operator"
     run = plan.channel_map.traced.trace.runs[0]
     reference = record(masked, plan.channel_map, plan.keep, inputs, run, way.precision)
-    divergence = check(reference, compact, inputs, run, way.tolerance())[1]
+    divergence = check(reference, compact, inputs, run, way.tolerance)[1]
     if divergence is not None:
         return inf, f"first at {divergence}"
     difference, reason = largest_difference(reference.outputs, following(reference, compact, inputs, run))

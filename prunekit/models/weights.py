@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from prunekit.artifacts import StrPath
 from prunekit.errors import ModelError
+from prunekit.numbers import listed
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".th")
 PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
+NAMED = 8
+"""Names that a message gives."""
 CONTAINERS = ("state_dict", "model_state_dict", "model")
 
 
@@ -51,7 +54,7 @@ def assign_weights(model: nn.Module, state: Mapping[str, Tensor], where: str) ->
         if name in state and state[name].shape != own[name].shape
     ]
     problems = [
-        f"{len(names)} {kind}: {_some(names)}"
+        f"{len(names)} {kind}: {listed(names, NAMED)}"
         for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", wrong))
         if names
     ]
@@ -62,11 +65,6 @@ def assign_weights(model: nn.Module, state: Mapping[str, Tensor], where: str) ->
             + "; check the model's name and arguments (num_classes too)"
         )
     model.load_state_dict(dict(state), strict=False)  # strict in all but num_batches_tracked: checked above
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _read(path: Path) -> Any:
@@ -92,7 +90,7 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
             content = content[key]
             break
     if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
-        keys = f" with the keys {_some(map(str, content)) or '(none)'}" if isinstance(content, dict) else ""
+        keys = f" with the keys {listed(map(str, content), NAMED) or '(none)'}" if isinstance(content, dict) else ""
         raise ModelError(f"{path}: expected a state dict (names to tensors), got a {type(content).__name__}{keys}")
     return dict(content)
 

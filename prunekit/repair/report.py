@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from prunekit.display import Displayed, Table
-from prunekit.numbers import NOTHING, plural, share
+from prunekit.numbers import NOTHING, listed, plural, share
 
 NO_BETTER = "with all layers fitted the model's output is no better on held-out images"
 """Why a layer's fit was dropped."""
@@ -160,7 +160,7 @@ class RepairReport(Displayed):
         for layer in self.layers:
             if layer.note and not layer.applied and not layer.before and layer.note not in {SAME, GONE}:
                 found.setdefault(layer.note, []).append(layer.weight.removesuffix(".weight"))
-        return tuple(f"repair: {_listed(names)} not refitted: {note}" for note, names in found.items())
+        return tuple(f"repair: {listed(names, NAMED)} not refitted: {note}" for note, names in found.items())
 
 
 def reasons_of(layers: Iterable[LayerRepair]) -> list[str]:
@@ -194,8 +194,3 @@ def joined(name: str, parts: list[LayerRepair]) -> LayerRepair:
         max(part.ridge for part in parts),
         f"{count} of {len(parts)} groups" if applied else parts[0].note,
     )
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")

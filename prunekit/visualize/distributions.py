@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.calibration.passes import run_passes
-from prunekit.capturing import LayerHooks, Layers, Where, choose
+from prunekit.capturing import LayerHooks, Layers, Where
 from prunekit.capturing.layers import weights_with_channels
 
 BINS = 48
+NO_RANGE = (torch.inf, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -72,53 +73,41 @@ def activation_distributions(
         UsageError: a glob matches nothing.
     """
     chosen = list(weights_with_channels(model)) if layers is None else layers
-    choose(model, chosen, "layers")  # for its message
-    ranges = _Ranges(model, chosen)
-    run_passes(model, batches, device, ranges)
-    counts = _Counts(model, chosen, ranges.finite(), bins)
-    run_passes(model, batches, device, counts)
-    return {path: _distribution(*counts.ranges[path], found) for path, found in counts.found.items()}
+    ranges: dict[str, tuple[float, float]] = {}
+    counts: dict[str, Tensor] = {}
+
+    def widen(path: str, values: Tensor) -> None:
+        low, high = ranges.get(path, NO_RANGE)
+        least, greatest = _range(values)
+        ranges[path] = min(low, least), max(high, greatest)
+
+    def count(path: str, values: Tensor) -> None:
+        low, high = ranges.get(path, NO_RANGE)
+        if low <= high:
+            counts[path] = _counted(values, low, high, bins) + counts.get(path, 0)
+
+    for look in (widen, count):
+        run_passes(model, batches, device, _Outputs(model, chosen, look))
+    return {path: _distribution(*ranges[path], found) for path, found in counts.items()}
 
 
-class _Ranges(LayerHooks):
-    """The least and the greatest finite value of what each layer returns."""
+class _Outputs(LayerHooks):
+    """Shows what layers return."""
 
-    def __init__(self, model: nn.Module, layers: Layers) -> None:
+    def __init__(self, model: nn.Module, layers: Layers, look: Callable[[str, Tensor], None]) -> None:
         super().__init__(model, layers, "output")
-        self._found: dict[str, tuple[float, float]] = {}
+        self._look = look
 
     def seen(self, where: Where, values: Tensor, axis: int) -> None:
-        """Widens the range of a layer."""
-        low, high = self._found.get(where.path, (torch.inf, -torch.inf))
+        """Shows one of them."""
         with torch._C.DisableTorchFunction():
-            least, greatest = _range(values.detach())
-        self._found[where.path] = min(low, least), max(high, greatest)
-
-    def finite(self) -> dict[str, tuple[float, float]]:
-        """Of the layers that returned some finite value."""
-        return {path: bounds for path, bounds in self._found.items() if bounds[0] <= bounds[1]}
-
-
-class _Counts(LayerHooks):
-    """Counts the values that layers return in bins between known ends."""
-
-    def __init__(self, model: nn.Module, layers: Layers, ranges: Mapping[str, tuple[float, float]], bins: int) -> None:
-        super().__init__(model, layers, "output")
-        self.ranges, self._bins = ranges, bins
-        self.found: dict[str, Tensor] = {}
-
-    def seen(self, where: Where, values: Tensor, axis: int) -> None:
-        """Adds the values of a call."""
-        if where.path in self.ranges:
-            with torch._C.DisableTorchFunction():
-                counted = _counted(values.detach(), *self.ranges[where.path], self._bins)
-            self.found[where.path] = counted + self.found.get(where.path, 0)
+            self._look(where.path, values.detach())
 
 
 def _range(values: Tensor) -> tuple[float, float]:
     """The least and the greatest finite value; inf and -inf where there is none."""
     finite = values[values.isfinite()].float()
-    return (float(finite.min()), float(finite.max())) if len(finite) else (torch.inf, -torch.inf)
+    return (float(finite.min()), float(finite.max())) if len(finite) else NO_RANGE
 
 
 def _counted(values: Tensor, low: float, high: float, bins: int) -> Tensor:

@@ -130,22 +130,29 @@ def _features(
     path, call = key
     views = {name: shown(calls[key].value, image, path, view) for name, calls in taken.items() if key in calls}
     first = next(iter(views.values()))
-    sides, mask, note = {name: one.values for name, one in views.items()}, None, ""
-    if PRUNED in sides:
-        mask = None if kept is None else kept(path, call)
-        note = _misfit(mask, sides)
-        mask = None if note else mask
-        if mask is not None:
-            sides[PRUNED] = in_dense_places(sides[PRUNED], torch.from_numpy(mask))
+    mask = kept(path, call) if kept is not None and PRUNED in views else None
+    sides, mask, note = aligned({name: one.values for name, one in views.items()}, mask, "channels")
     return LayerFeatures(path, call, first.view, first.what, sides, mask, note)
 
 
-def _misfit(mask: NDArray[np.bool_] | None, sides: Mapping[str, Tensor]) -> str:
-    """Why channels of the pruned model cannot be put where the dense one has them; empty where they can."""
-    left = len(sides[PRUNED])
-    dense = [len(values) for name, values in sides.items() if name != PRUNED]
+def aligned(
+    sides: dict[str, Tensor], mask: NDArray[np.bool_] | None, what: str
+) -> tuple[dict[str, Tensor], NDArray[np.bool_] | None, str]:
+    """Puts what is left in the pruned model where the dense one has it.
+
+    Args:
+        sides: name of a model -> (N, ...).
+        mask: which are left in the pruned one; None where nobody knows.
+        what: they are, for the note.
+
+    Returns:
+        The sides, with NaN where something is gone; the mask, None where it does not fit; and why it does not.
+    """
+    if PRUNED not in sides:
+        return sides, None, ""
+    left, dense = len(sides[PRUNED]), [len(values) for name, values in sides.items() if name != PRUNED]
     if mask is not None and int(mask.sum()) == left and all(count == len(mask) for count in dense):
-        return ""
+        return {**sides, PRUNED: in_dense_places(sides[PRUNED], torch.from_numpy(np.array(mask)))}, mask, ""
     if mask is None and dense == [left]:
-        return ""  # nothing is gone
-    return f"which of the channels the {left} are is not known: they stand in their own order"
+        return sides, None, ""  # nothing is gone
+    return sides, None, f"which of the {what} the {left} are is not known: they stand in their own order"

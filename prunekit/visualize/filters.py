@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prunekit.errors import UsageError, nearest
-from prunekit.visualize.features import PRUNED, Kept
-from prunekit.visualize.grids import GONE, grid, page, spread, tile
+from prunekit.visualize.features import Kept, aligned
+from prunekit.visualize.grids import GONE, grid, headed, kept_of, page, spread, tile
 from prunekit.visualize.images import Pixels
-from prunekit.visualize.views import in_dense_places
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +60,7 @@ def first_filters(
             f"{what} has no filters that are images: expected a convolution in two dimensions, or a linear layer that "
             f"reads all pixels of {' x '.join(map(str, image))}; see what layers return: prunekit visualize features"
         )
-    return _aligned(path, _weights(models, path, image), None if kept is None else kept(path, 0))
+    return Filters(path, *aligned(_weights(models, path, image), None if kept is None else kept(path, 0), "filters"))
 
 
 def _images(module: nn.Module, image: tuple[int, ...]) -> Tensor | None:
@@ -82,19 +81,6 @@ def _weights(models: Mapping[str, nn.Module], path: str, image: tuple[int, ...])
         if found is not None:
             sides[name] = found
     return sides
-
-
-def _aligned(path: str, sides: dict[str, Tensor], mask: NDArray[np.bool_] | None) -> Filters:
-    """Filters of the pruned model where the dense one has them."""
-    if PRUNED not in sides:
-        return Filters(path, sides, None)
-    left, dense = len(sides[PRUNED]), [len(values) for name, values in sides.items() if name != PRUNED]
-    if mask is not None and int(mask.sum()) == left and all(count == len(mask) for count in dense):
-        return Filters(
-            path, {**sides, PRUNED: in_dense_places(sides[PRUNED], torch.from_numpy(np.array(mask)))}, mask
-        )  # fmt: skip
-    note = "" if dense == [left] else f"which of the filters the {left} are is not known: they stand in their own order"
-    return Filters(path, sides, None, note)
 
 
 def draw_filters(filters: Filters, title: str = "", most: int | None = 256) -> Pixels:
@@ -140,11 +126,8 @@ def _tile(values: Tensor, number: int, crossed: bool) -> Pixels:
 def _heading(filters: Filters, title: str, most: int | None) -> tuple[str, str]:
     weights = next(iter(filters.sides.values()))
     count, channels, height, width = weights.shape
-    parts = [f"{count} filters of {channels} x {height} x {width}"]
-    if filters.kept is not None:
-        left = int(filters.kept.sum())
-        parts.append("none pruned" if left == count else f"{left} of {count} kept")
+    parts = [f"{count} filters of {channels} x {height} x {width}", *kept_of(filters.kept)]
     if most is not None and count > most:
         parts.append(f"{most} shown, evenly spread")
     parts.append("zero is gray, all on one scale" if channels in (1, 3) else "means over the channels, zero is gray")
-    return filters.path + (f", {title}" if title else ""), "; ".join([*parts, *filter(None, [filters.note])])
+    return headed(filters.path, title, parts, filters.note)

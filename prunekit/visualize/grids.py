@@ -152,19 +152,28 @@ def page(panels: Sequence[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixe
     return np.asarray(made)
 
 
+def headed(name: str, title: str, parts: Sequence[str], note: str) -> tuple[str, str]:
+    """The two lines above a page."""
+    return name + (f", {title}" if title else ""), "; ".join([*parts, *filter(None, [note])])
+
+
+def kept_of(kept: NDArray[np.bool_] | None) -> list[str]:
+    """How many are left, for a heading; nothing where nobody knows."""
+    if kept is None:
+        return []
+    left = int(kept.sum())
+    return ["none pruned" if left == len(kept) else f"{left} of {len(kept)} kept"]
+
+
 def _heading(features: LayerFeatures, count: int, settings: GridSettings, title: str) -> tuple[str, str]:
-    first = features.name + (f", {title}" if title else "")
-    parts = [features.what]
-    if features.kept is not None:
-        left = int(features.kept.sum())
-        parts.append("none pruned" if left == len(features.kept) else f"{left} of {len(features.kept)} kept")
+    parts = [features.what, *kept_of(features.kept)]
     if features.view == "bars" and features.kept is not None and not features.kept.all():
         parts.append("pruned ones are orange and crossed out")
     if features.view != "bars":
         if count < features.channels:
             parts.append(f"{count} shown, evenly spread")
         parts.append(f"dark to bright: {'all channels' if settings.together else 'each channel'} from least to most")
-    return first, "; ".join([*parts, *filter(None, [features.note])])
+    return headed(features.name, title, parts, features.note)
 
 
 def _bars(features: LayerFeatures, heading: tuple[str, str]) -> Pixels:

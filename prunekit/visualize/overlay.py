@@ -24,6 +24,8 @@ HEAT = "inferno"
 """Dark to bright in even steps, and its bright end is no color of most photographs."""
 SIDE = 336
 """Pixels of a panel's longer side, about."""
+OPACITY = 0.75
+"""Of the largest value of a map that lies over its image."""
 INK, FAINT = "#1f2937", "#6b7280"
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -43,20 +45,19 @@ class Panel:
     note: str = ""
 
 
-def enlarged(pixels: Pixels, side: int = SIDE) -> Pixels:
-    """An image (H, W, 3) with its longer side about `side`: pixels of a small one become squares."""
+def enlarged(pixels: Pixels) -> Pixels:
+    """An image (H, W, 3) with its longer side about `SIDE`: pixels of a small one become squares."""
     height, width = pixels.shape[:2]
-    times = max(1, side // max(height, width))
+    times = max(1, SIDE // max(height, width))
     return pixels.repeat(times, 0).repeat(times, 1)
 
 
-def overlaid(pixels: Pixels, values: Tensor, strength: float = 0.75) -> Pixels:
+def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
     """A map over its image: the more, the less is seen of the image, which is gray; nothing below zero.
 
     Args:
         pixels: (H, W, 3).
         values: (h, w); interpolated linearly.
-        strength: how opaque the largest value is, 0..1.
 
     Returns:
         (H, W, 3), the image enlarged.
@@ -66,7 +67,7 @@ def overlaid(pixels: Pixels, values: Tensor, strength: float = 0.75) -> Pixels:
     heat = _resized(values.clamp_min(0), image.shape[:2])
     heat = heat / max(float(heat.max()), 1e-300)
     colors = matplotlib.colormaps[HEAT](heat, bytes=True)[..., :3].astype(np.float64)
-    opacity = strength * np.sqrt(heat)[..., None]  # what lies in the middle is seen too
+    opacity = OPACITY * np.sqrt(heat)[..., None]  # what lies in the middle is seen too
     return ((1 - opacity) * gray[..., None] + opacity * colors).round().clip(0, 255).astype(np.uint8)
 
 

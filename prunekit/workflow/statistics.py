@@ -162,4 +162,4 @@ def channel_findings(
     for pair in redundant(model, products, threshold):
         facts = asdict(pair)
         rows.append({"layer": facts.pop("layer"), "channel": facts.pop("channel"), "finding": "redundant", **facts})
-    return rows, sum(len(seen.total) for seen in products)
+    return rows, sum(len(seen.shift) for seen in products)

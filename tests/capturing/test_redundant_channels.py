@@ -177,7 +177,7 @@ def test_projections_of_attention_are_looked_at_part_by_part() -> None:
         }  # fmt: skip
     with CorrelationCollector(net) as seen, torch.no_grad():
         net(tokens)
-    parts = [(part.layer, part.first, len(part.total)) for part in seen.products() if "in_proj" in part.layer]
+    parts = [(part.layer, part.first, len(part.shift)) for part in seen.products() if "in_proj" in part.layer]
     assert parts == [("own.in_proj_weight", 0, 24), *(("cross.in_proj_weight", first, 8) for first in (0, 8, 16))]
     assert count_hooks(net) == 0
 

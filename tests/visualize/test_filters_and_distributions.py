@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from prunekit.calibration import InputMoments
 from prunekit.capturing import Products, redundant
 from prunekit.errors import UsageError
 from prunekit.hooks import count_hooks
@@ -129,7 +130,7 @@ def test_weights_that_are_computed_and_layers_that_are_not_called() -> None:
 
 def _none(layer: str, channels: int) -> Products:
     zeros = np.zeros(channels)
-    return Products(layer, 0, 0, zeros, zeros, np.outer(zeros, zeros))
+    return Products(layer, 0, zeros, InputMoments(0, zeros.copy(), np.outer(zeros, zeros)[None]))
 
 
 def test_what_is_not_finite_or_all_the_same() -> None:

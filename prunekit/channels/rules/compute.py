@@ -8,7 +8,7 @@ import numpy as np
 
 from prunekit.channels.labels import Field
 from prunekit.channels.rules.pointwise import aligned
-from prunekit.channels.rules.registry import Call, register_rule
+from prunekit.channels.rules.registry import Call, aten, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
@@ -64,34 +64,15 @@ def spatial(flow: Flow, call: Call) -> None:
     slid = set(range(source.dim() - _SPATIAL[call.name], source.dim()))
     fields = flow.fields(source)
     flow.lock([field for field in fields if set(field.span) & slid], "pooling slides over these channels")
-    for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
+    for out in call.outs:
         flow.set(out, [field for field in fields if not set(field.span) & slid])
 
 
-_ZERO_OF_ZEROS = frozenset(
-    f"aten.{name}" for name in ["sum", "mean", "amax", "amin", "prod", "std", "var", "norm", "linalg_vector_norm"]
-)
-_STATISTICS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "var",
-        "std",
-        "var_mean",
-        "std_mean",
-        "norm",
-        "linalg_vector_norm",
-    ]
-)
-_REDUCTIONS = "sum mean amax amin max min var std var_mean std_mean prod all any argmax argmin norm linalg_vector_norm"
+_ZERO_OF_ZEROS = frozenset(aten("sum mean amax amin prod std var norm linalg_vector_norm"))
+_STATISTICS = frozenset(aten("sum mean amax amin max min var std var_mean std_mean norm linalg_vector_norm"))
 
 
-@register_rule(*[f"aten.{name}" for name in _REDUCTIONS.split()])
+@register_rule(*_STATISTICS, *aten("prod all any argmax argmin"))
 def reduction(flow: Flow, call: Call) -> None:
     """Axes that stay keep their labels. A sum or a p-norm over a removed zero is harmless; anything else locks.
 
@@ -121,7 +102,7 @@ def reduction(flow: Flow, call: Call) -> None:
             flow.take_statistics(field, reason)
         elif reason is not None:
             flow.lock([field], reason)
-    for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
+    for out in call.outs:
         squeeze = out.dim() != ndim
         axes = tuple(sorted(reduced)) if squeeze else ()
         stays = call.name in _ZERO_OF_ZEROS
@@ -136,19 +117,13 @@ def _adds_nothing(call: Call) -> bool:
     return order is None or order >= 0  # the smallest value, or a product, only with a negative one
 
 
-_ALONG_AXIS = "_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"
-
-
-@register_rule(*[f"aten.{name}" for name in _ALONG_AXIS.split()])
+@register_rule(*aten("_softmax _safe_softmax _log_softmax softmax log_softmax cumsum"))
 def along_axis(flow: Flow, call: Call) -> None:
     """Mixes all positions of one axis: that axis is locked, or tied where it is labeled jointly with others."""
     source = call.args[0]
     axis = call.arg(1, "dim", -1) % max(source.dim(), 1)
-    fields = flow.fields(source)
-    flow.lock([field for field in fields if field.span == (axis,)], f"{call.name} mixes these channels")
-    rest = [field for field in fields if field.span != (axis,)]
-    tied = [flow.union.tie(f.labels, [axis]) if axis in f.span else f.labels for f in rest]
-    flow.set(call.out, [Field(labels, zero=False) for labels in tied])
+    tied = flow.alike_along(axis, flow.fields(source), f"{call.name} mixes these channels")
+    flow.set(call.out, [Field(field.labels, zero=False) for field in tied])
 
 
 @register_rule("aten.glu")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from prunekit.channels.constraints import Grouped
+from prunekit.channels.constraints import NOT_ZERO, Grouped
 from prunekit.channels.labels import Field, Labels, along
 from prunekit.channels.rules.registry import Call, register_rule
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from prunekit.channels.flow import Flow
 
 FIXED_PARTNER = "reads channels whose number no parameter decides, such as those of the input"
-NOT_ZERO = "sums over values that are not exactly zero where the channel is removed"
 
 
 def whole_groups(groups: int, channels_per_group: int) -> bool:

@@ -22,7 +22,7 @@ def embedding(flow: Flow, call: Call) -> None:
     flow.lock(
         [f for a in call.args[1:] for f in flow.fields(a)], "decides which rows of a table are taken, or how often"
     )
-    outs = call.out if isinstance(call.out, (tuple, list)) else [call.out]
+    outs = call.outs
     for out in outs:
         if columns is not None and out.shape == outs[0].shape:  # of a bag also where its maxima were
             flow.set(out, [Field(along(columns, out.dim() - 1, out.dim()), zero)])
@@ -39,7 +39,7 @@ _ORDERED = {
 @register_rule(*_ORDERED)
 def ordered(flow: Flow, call: Call) -> None:
     """Positions of one axis compared with each other: that axis is locked, others pass."""
-    source, outs = call.args[0], call.out if isinstance(call.out, (tuple, list)) else [call.out]
+    source, outs = call.args[0], call.outs
     axis = call.arg(_ORDERED[call.name], "dim", -1) % max(source.dim(), 1)
     everything = outs[0].dim() < source.dim() - 1  # the median of a whole tensor
     fields = flow.fields(source)

@@ -35,7 +35,7 @@ def batch_norm(flow: Flow, call: Call) -> None:
     fields = _each_channel(flow, call, *tensors)
     if len(tensors) < 3 or tensors[2] is None:  # no running statistics: of what lies on other axes they are taken now
         _take_statistics(flow, fields, set(range(source.dim())) - {1})
-    for vector in call.out[1:] if isinstance(call.out, (tuple, list)) else ():
+    for vector in call.outs[1:]:
         if tuple(vector.shape) == (source.shape[1],):
             flow.set(vector, [Field(f.labels.reshape(-1), zero=False) for f in fields if f.span == (1,)])
 
@@ -49,8 +49,7 @@ def _each_channel(
     fields = flow.pointwise([_lifted(flow, source, 0, source.dim()), *vectors], product=False)
     centered = _is_zero(flow, source) and (mean is None or _is_zero(flow, mean))
     masked = (centered or _is_zero(flow, weight)) and (bias is None or _is_zero(flow, bias))
-    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
-    flow.set(out, [Field(field.labels, masked and field.span == (1,)) for field in fields])
+    flow.set(call.outs[0], [Field(field.labels, masked and field.span == (1,)) for field in fields])
     return fields
 
 
@@ -70,7 +69,7 @@ def layer_norm(flow: Flow, call: Call) -> None:
     if not vectors and len(shape) > 1:
         flow.lock([f for f in flow.fields(source) if set(f.span) & together], f"{TOGETHER}, and with other axes")
     _normalized(flow, call, operands, together)
-    for statistic in call.out[1:] if isinstance(call.out, (tuple, list)) else ():  # one for each row
+    for statistic in call.outs[1:]:  # one for each row
         rows = [field for field in flow.fields(source) if not set(field.span) & together]
         flow.set(statistic, [Field(field.labels, zero=False) for field in rows])
 
@@ -112,8 +111,7 @@ def _lifted(flow: Flow, tensor: torch.Tensor, lead: int, ndim: int) -> tuple[Sha
 def _normalized(flow: Flow, call: Call, operands: list[tuple[Shape, list[Field]]], together: set[int]) -> None:
     fields = flow.pointwise(operands, product=False)
     _take_statistics(flow, fields, together)
-    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
-    flow.set(out, [Field(field.labels, zero=False) for field in fields])
+    flow.set(call.outs[0], [Field(field.labels, zero=False) for field in fields])
 
 
 def _take_statistics(flow: Flow, fields: Sequence[Field], together: set[int]) -> None:

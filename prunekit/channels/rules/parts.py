@@ -24,10 +24,7 @@ def _without(flow: Flow, fields: Sequence[Field], axis: int, reason: str) -> lis
 
     So queries, keys and values on an axis of size 3 lose the same heads.
     """
-    flow.lock([field for field in fields if field.span == (axis,)], reason)
-    rest = [field for field in fields if field.span != (axis,)]
-    tied = [f.with_labels(flow.union.tie(f.labels, [axis])) if axis in f.span else f for f in rest]
-    return [field.with_labels(np.squeeze(field.labels, axis)) for field in tied]
+    return [field.with_labels(np.squeeze(field.labels, axis)) for field in flow.alike_along(axis, fields, reason)]
 
 
 @register_rule("aten.select")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prunekit.channels.labels import Field
-from prunekit.channels.rules.registry import Call, register_rule
+from prunekit.channels.rules.registry import Call, aten, register_rule
 
 if TYPE_CHECKING:
     from prunekit.channels.flow import Flow, Shape
@@ -32,8 +32,7 @@ SLOPES = (
 FRESH = frozenset({"new_ones", "new_empty", "new_empty_strided", "new_full"})
 
 
-def _variants(names: str) -> list[str]:
-    return [f"aten.{name}{suffix}" for name in names.split() for suffix in ("", "_")]
+IN_PLACE = ("", "_")
 
 
 def aligned(flow: Flow, tensor: torch.Tensor, ndim: int) -> tuple[Shape, list[Field]]:
@@ -61,25 +60,23 @@ def broadcast(flow: Flow, operands: Sequence[Any], *, product: bool) -> list[Fie
     )
 
 
-@register_rule(*_variants(KEEPS_ZERO))
+@register_rule(*aten(KEEPS_ZERO, IN_PLACE))
 def keeps_zero(flow: Flow, call: Call) -> None:
     """f(0) = 0: fields and their zeros pass."""
-    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
-    flow.set(out, flow.fields(call.args[0]))
+    flow.set(call.outs[0], flow.fields(call.args[0]))
 
 
-@register_rule(*_variants(MOVES_ZERO))
+@register_rule(*aten(MOVES_ZERO, IN_PLACE))
 def moves_zero(flow: Flow, call: Call) -> None:
     """f(0) need not be 0: fields pass, but removed entries are no longer known to be zero."""
     if call.name.removeprefix("aten.") in FRESH and call.out.shape != call.args[0].shape:
         return
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]
-    out = call.out[0] if isinstance(call.out, (tuple, list)) else call.out
     fields = flow.fields(tensors[0]) if len(tensors) == 1 else broadcast(flow, tensors, product=False)
-    flow.set(out, [Field(field.labels, zero=False) for field in fields])
+    flow.set(call.outs[0], [Field(field.labels, zero=False) for field in fields])
 
 
-@register_rule(*_variants("clamp clamp_min clamp_max hardtanh"))
+@register_rule(*aten("clamp clamp_min clamp_max hardtanh", IN_PLACE))
 def clamps(flow: Flow, call: Call) -> None:
     """0 stays 0 where the bounds are numbers with 0 between them."""
     limits = (-1, 1) if "hardtanh" in call.name else (None, None)
@@ -102,13 +99,13 @@ def power(flow: Flow, call: Call) -> None:
     (keeps_zero if positive else moves_zero)(flow, call)
 
 
-@register_rule(*_variants(SUMS))
+@register_rule(*aten(SUMS, IN_PLACE))
 def sums(flow: Flow, call: Call) -> None:
     """Zero only where every operand is zero. `alpha` scales and does not matter."""
     flow.set(call.out, broadcast(flow, call.args[:2] if "lerp" not in call.name else call.args[:3], product=False))
 
 
-@register_rule(*_variants(PRODUCTS))
+@register_rule(*aten(PRODUCTS, IN_PLACE))
 def products(flow: Flow, call: Call) -> None:
     """Zero where any factor is zero; of a quotient, where the numerator is and the denominator is not."""
     fields = broadcast(flow, call.args[:2], product=True)
@@ -119,7 +116,7 @@ def products(flow: Flow, call: Call) -> None:
     flow.set(call.out, fields)
 
 
-@register_rule(*_variants(SLOPES))
+@register_rule(*aten(SLOPES, IN_PLACE))
 def slopes(flow: Flow, call: Call) -> None:
     """The backward pass of a pointwise function: a gradient times the slope there, zero where the gradient is."""
     tensors = [argument for argument in call.args if isinstance(argument, torch.Tensor)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,11 @@ class Call:
         self.kwargs = kwargs
         self.out = out
 
+    @property
+    def outs(self) -> Sequence[Any]:
+        """Its results, one or several."""
+        return self.out if isinstance(self.out, (tuple, list)) else [self.out]
+
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """An argument by position or by name."""
         if position < len(self.args):
@@ -33,6 +38,11 @@ class Call:
 
 RULES: dict[str, Rule] = {}
 """Operator name without namespace overload, such as `aten.add` or `mylib.scan`, to its rule."""
+
+
+def aten(names: str, suffixes: Sequence[str] = ("",)) -> list[str]:
+    """Names of ATen operators, given with spaces between them; with `("", "_")` also in place."""
+    return [f"aten.{name}{suffix}" for name in names.split() for suffix in suffixes]
 
 
 @cache

@@ -61,5 +61,5 @@ def sampled(flow: Flow, call: Call) -> None:
     flow.lock([field for argument in call.args[1:] for field in flow.fields(argument)], "says where to sample")
     labels, zero = _channels(flow, call.args[0], 1)
     flow.lock([field for field in flow.fields(call.args[0]) if 0 in field.span], SAMPLED)
-    for out in call.out if isinstance(call.out, (tuple, list)) else [call.out]:
+    for out in call.outs:
         _set(flow, out, labels, 1, zero)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol, TypeVar
 
 from prunekit.measure.breakdown import OperatorRow, Side
+from prunekit.numbers import listed
 
 LEAST = 0.02
 """Share of the pruned model's time below which nothing is worth a sentence."""
@@ -102,6 +103,4 @@ def worth_naming(layers: Iterable[L], pruned_ms: float) -> list[L]:
 
 def some(names: Sequence[str], shown: int = NAMED) -> str:
     """The first of several names, and how many more there are."""
-    distinct = list(dict.fromkeys(name or "(root)" for name in names))
-    more = len(distinct) - shown
-    return ", ".join(distinct[:shown]) + (f" and {more} more" if more > 0 else "")
+    return listed(dict.fromkeys(name or "(root)" for name in names), shown)
