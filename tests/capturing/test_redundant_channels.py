@@ -84,7 +84,7 @@ def test_correlations_are_those_of_all_values_together(net: Net, batches: list[T
     for found in products:
         path = found.layer
         rows = torch.cat([value.movedim(1, -1).reshape(-1, value.shape[1]) for value in record.values(path)])
-        assert found.count == len(rows) == 40 * {"stem": 64, "inner": 128, "head": 1}[path]
+        assert found.sums.count == len(rows) == 40 * {"stem": 64, "inner": 128, "head": 1}[path]
         np.testing.assert_allclose(found.correlation, np.corrcoef(rows.double().numpy().T), atol=1e-5)
 
 
@@ -123,7 +123,7 @@ def test_positions_are_spread_over_what_there_is(net: Net, batches: list[Tensor]
     with CorrelationCollector(net, positions=100) as seen, torch.no_grad():
         net(batches[0])
     found = stem(seen)
-    assert 50 <= found.count <= 110
+    assert 50 <= found.sums.count <= 110
     assert found.correlation[2, 7] == pytest.approx(-1, abs=1e-5)
 
 
