@@ -60,14 +60,21 @@ def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter of a model takes a gradient; afterwards each is as it was."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
+    with taking_gradients([parameter for parameter in model.parameters() if parameter.requires_grad], False):
+        yield
+
+
+@contextmanager
+def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterator[None]:
+    """Parameters take gradients, or none; afterwards each is as it was."""
+    before = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
+        for parameter, _ in before:
+            parameter.requires_grad_(wanted)
         yield
     finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+        for parameter, was in before:
+            parameter.requires_grad_(was)
 
 
 def gradients_of(

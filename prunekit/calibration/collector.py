@@ -17,7 +17,7 @@ from prunekit.calibration.stats import ChannelStats
 from prunekit.channels import channel_axis
 from prunekit.errors import UsageError, nearest
 from prunekit.globs import globs
-from prunekit.hooks import never_called
+from prunekit.hooks import called_leaves, never_called
 from prunekit.nested import tensors_in
 from prunekit.wrappers import unwrapped
 
@@ -200,10 +200,9 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def _targets(model: nn.Module, modules: Sequence[str] | None) -> dict[str, nn.Module]:
-    found = dict(model.named_modules())
     if modules is None:
-        leaves = {path: module for path, module in found.items() if not any(module.children())}
-        return {path: module for path, module in leaves.items() if not never_called(module)}
+        return called_leaves(model)
+    found = dict(model.named_modules())
     for path in globs(modules, "modules", model):
         if path not in found:
             raise UsageError(f"modules: the model has no module {path!r}; {nearest(path, found)}")

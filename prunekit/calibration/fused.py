@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prunekit.calibration.reduce import measure_eagerly, statistics
-from prunekit.calibration.sums import Sums
+from prunekit.calibration.reduce import Sums, measure_eagerly, statistics
 
 PAYS_OFF = 2**31
 """Values of one kind that are reduced eagerly before a kernel is compiled for the rest: on one core that took 2 to 4 s

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.calibration.curvature import Factors, curvature_factors
 from prunekit.calibration.layer_stats import FloatArray
 from prunekit.channels.running import plain_attention
-from prunekit.context import device_of, gradients_of, training_mode
+from prunekit.context import device_of, gradients_of, taking_gradients, training_mode
 from prunekit.errors import NonFiniteError, UsageError
 from prunekit.inputs import call, described, moved, running
 from prunekit.nested import gather
@@ -27,6 +26,8 @@ Loss = Callable[[Any, Any], Tensor]
 """From what the model returned and the targets to one number, the mean over the batch."""
 Axis = tuple[str, int]
 """A parameter's name and one of its axes."""
+Factors = Sequence[tuple[Tensor, Tensor | None]]
+"""For each parameter two tensors of its shape whose products are summed; None stands for zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +110,9 @@ def collect_gradients(
     rows: tuple[dict[Axis, list[FloatArray]], ...] = ({}, {}, {})
     plain = plain_attention() if second_order else nullcontext()  # fused kernels have no second derivative
     shown = reporting(progress, "collect_gradients")
-    with training_mode(model, False), torch.enable_grad(), plain, shown, _all_trainable(model) as parameters:
-        weights = list(parameters.values())
+    parameters = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
+    weights = list(parameters.values())
+    with training_mode(model, False), torch.enable_grad(), plain, shown, taking_gradients(weights, True):
         for index, pair in enumerate(tracked(Pairs(model, batches, task), "gradients")):
             number = 1 + dealt[0] + dealt[1] * index
             _require_targets(pair, number)
@@ -149,20 +151,6 @@ def _add(rows: dict[Axis, list[FloatArray]], names: Iterable[str], factors: Fact
             rows.setdefault((name, axis), []).append(sums)
 
 
-@contextmanager
-def _all_trainable(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Every floating-point parameter by its name, with a gradient wanted; afterwards as it was."""
-    parameters = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
-    before = [(weight, weight.requires_grad) for weight in parameters.values()]
-    try:
-        for weight in parameters.values():
-            weight.requires_grad_(True)
-        yield parameters
-    finally:
-        for weight, wanted in before:
-            weight.requires_grad_(wanted)
-
-
 def _checked(loss: Tensor) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
@@ -193,3 +181,36 @@ def _require_finite(sums: FloatArray, name: str, batch: int) -> None:
             f"the gradient of parameter {name!r} times its weight is NaN or Inf in batch {batch}; check the images, "
             "the weights and the loss"
         )
+
+
+def curvature_factors(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor | None], draw: torch.Generator
+) -> list[Factors]:
+    """Vectors and the Hessian times them: the weights, and the weights with random signs.
+
+    Args:
+        gradients: of the loss for each weight, with a graph; None where the loss does not depend on it.
+        draw: of the signs, on the CPU.
+
+    Raises:
+        UsageError: an operator has no second derivative.
+    """
+    plain = [weight.detach() for weight in weights]
+    signed = [weight * (2 * torch.randint(0, 2, weight.shape, generator=draw) - 1).to(weight) for weight in plain]
+    return [list(zip(each, _hessian_times(each, weights, gradients), strict=True)) for each in (plain, signed)]
+
+
+def _hessian_times(
+    vectors: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    curved = [(g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad]
+    if not curved:  # the loss is linear in every weight
+        return [None] * len(weights)
+    outputs, directions = zip(*curved, strict=True)
+    try:
+        return torch.autograd.grad(outputs, weights, directions, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        raise UsageError(
+            f"second_order: an operator of the model has no second derivative ({str(error).splitlines()[0]}); score by "
+            "'taylor', which needs none"
+        ) from error

@@ -12,7 +12,7 @@ from prunekit.calibration.layer_stats import ChannelSums, StatsKey
 from prunekit.calibration.passes import ReadHooks
 from prunekit.channels import channel_axis
 from prunekit.errors import NonFiniteError, UsageError
-from prunekit.hooks import never_called
+from prunekit.hooks import called_leaves
 from prunekit.inputs import blank_padding, rows_of
 from prunekit.nested import tensors_in
 from prunekit.wrappers import unwrapped
@@ -67,9 +67,8 @@ class RankCollector(ReadHooks):
     def watch(self) -> None:
         """Hooks the outputs of modules."""
         super().watch()
-        for path, module in self._model.named_modules():
-            if not any(module.children()) and not never_called(module):
-                self._watch(path, module)
+        for path, module in called_leaves(self._model).items():
+            self._watch(path, module)
 
     def keep(self) -> None:
         """Adds the finished pass."""

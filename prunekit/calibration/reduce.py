@@ -1,16 +1,26 @@
-"""From one activation to its per-channel statistics: one pass over it, and a second where that was not exact."""
+"""Statistics of one activation, per channel: sums in one pass over it, in two where a large mean costs digits.
+
+`values` is everywhere (samples, channels, positions), contiguous; or (samples, channels), where channels lie innermost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from prunekit.calibration.layer_stats import ARRAYS, FloatArray, LayerStats
-from prunekit.calibration.sums import Sums, centered_squares, eager_sums
 
+CPU_BLOCK = 2**19
+"""Values reduced at a time on the CPU: larger blocks leave the cache, smaller ones are dominated by Python."""
+DEVICE_BLOCK = 2**24
+"""On an accelerator launches cost more than memory traffic; this bounds the float64 copy to 128 MiB."""
+
+EXACT = 2**24
+"""Up to here float32 counts without a gap."""
 CANCELLATION = 1e-4
 """Below this share of the second moment a variance taken from raw moments loses more than four digits."""
 DEVIATIONS = ARRAYS.index("squared_deviations")
@@ -81,3 +91,95 @@ def _channels_second(activation: Tensor, axis: int) -> Tensor:
         return last.reshape(-1, channels)
     samples = activation.shape[:axis].numel()
     return activation.reshape(samples, channels, -1 if activation.numel() else 0).contiguous()
+
+
+class Sums(NamedTuple):
+    """Raw sums per channel, each of shape (channels,), in float64."""
+
+    sum: Tensor
+    squares: Tensor
+    absolute: Tensor
+    zeros: Tensor
+    non_finite: Tensor
+    min: Tensor
+    max: Tensor
+
+
+def eager_sums(values: Tensor, *, finite_only: bool = False) -> Sums:
+    """Sums accumulated in float64 (float32 on MPS, which has no float64), on the CPU.
+
+    Args:
+        values: at least one.
+        finite_only: whether NaN and Inf are counted and left out; without it they are not counted, and sums with
+            them are not finite.
+    """
+    dim = values.ndim - 2
+    blocks = _blocks(values)
+    wide = torch.empty_like(blocks[0], dtype=_accumulator(values))
+    flags = torch.empty_like(blocks[0], dtype=torch.float32)
+    reduce = _reduce_finite if finite_only else _reduce
+    parts = [reduce(block, wide[: len(block)].copy_(block), flags[: len(block)], dim) for block in blocks]
+    joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    joined = joined.view(len(Sums._fields), -1, values.shape[1])  # (sums, samples or blocks, channels)
+    totals = torch.cat((joined[:-2].sum(1), joined[-2:-1].amin(1), joined[-1:].amax(1)))
+    return Sums(*totals.cpu().double())  # one copy, thus one synchronization, per activation
+
+
+def centered_squares(values: Tensor, mean: FloatArray) -> Tensor:
+    """(channels,) Sums of (x - mean)^2 over finite values: the second pass of the two-pass variance.
+
+    Args:
+        mean: (channels,).
+    """
+    dim, channels = values.ndim - 2, values.shape[1]
+    center = torch.from_numpy(mean).to(values.device, _accumulator(values))
+    if dim == 1:
+        center = center.repeat(len(values)).unsqueeze(1)  # (samples * channels, 1)
+    parts, start = [], 0
+    for block in _blocks(values):
+        part = block.to(center.dtype) - (center[start : start + len(block)] if dim == 1 else center)
+        parts.append(part.masked_fill_(~part.isfinite(), 0).square_().sum(dim))
+        start += len(block)
+    return torch.cat(parts).view(-1, channels).sum(0)
+
+
+def _blocks(values: Tensor) -> tuple[Tensor, ...]:
+    """Rows at a time of (samples * channels, positions), to be reduced along 1; or of (samples, channels), along 0."""
+    matrix = values.flatten(0, -2)
+    size = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
+    return torch.split(matrix, max(1, size // matrix.shape[1]))
+
+
+def _accumulator(values: Tensor) -> torch.dtype:
+    return torch.float32 if values.device.type == "mps" else torch.float64
+
+
+def _reduce(block: Tensor, wide: Tensor, flags: Tensor, dim: int) -> Tensor:
+    """Sums of one block; `wide`, its float64 copy, and `flags` are overwritten."""
+    low, high = block.amin(dim).to(wide.dtype), block.amax(dim).to(wide.dtype)
+    total, squares = wide.sum(dim), _squares(wide, dim)
+    on_cpu = block.device.type == "cpu"  # elsewhere, looking at a value stalls the queue and costs more than it saves
+    absolute = total if on_cpu and low.amin() >= 0 else wide.abs_().sum(dim)
+    return torch.stack((total, squares, absolute, _zeros(block, flags, dim, wide), torch.zeros_like(low), low, high))
+
+
+def _reduce_finite(block: Tensor, wide: Tensor, flags: Tensor, dim: int) -> Tensor:
+    bad = ~wide.isfinite()
+    wide.masked_fill_(bad, 0)
+    low, high = wide.masked_fill(bad, torch.inf).amin(dim), wide.masked_fill(bad, -torch.inf).amax(dim)
+    total, squares, absolute = wide.sum(dim), _squares(wide, dim), wide.abs_().sum(dim)
+    missing = bad.sum(dim).to(wide.dtype)
+    return torch.stack((total, squares, absolute, _zeros(block, flags, dim, wide), missing, low, high))
+
+
+def _squares(wide: Tensor, dim: int) -> Tensor:
+    if dim == 1:  # the innermost axis: vectorized, and faster than squares written out and summed
+        norms: Tensor = torch.linalg.vector_norm(wide, 2, dim)
+        return norms.square()
+    return wide.square().sum(dim)
+
+
+def _zeros(block: Tensor, flags: Tensor, dim: int, like: Tensor) -> Tensor:
+    # Sums of booleans and integers are not vectorized (five times slower): only where float32 would miscount.
+    found = torch.eq(block, 0, out=flags)
+    return found.sum(dim, dtype=None if block.shape[dim] <= EXACT else torch.int64).to(like.dtype)

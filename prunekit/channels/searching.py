@@ -7,7 +7,7 @@ that module's operators; what does not take the trial further is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -197,16 +197,12 @@ class SizeSearch:
 
     def _meanings(self, name: str, position: int | None, old: int, operators: Sequence[Operator]) -> Iterator[Option]:
         seen = {old}
-        for i, operator in enumerate(operators):
-            for j, labeled in enumerate(fields_at(operator)):
-                for axis in labeled.span:
-                    if labeled.labels.shape[axis] != old:
-                        continue
-                    labels = self.channel_map.resolve(labeled)
-                    new = SizeAttribute("", name, position, rows_along(labels, axis)).kept(self.keep)
-                    if new not in seen:
-                        seen.add(new)
-                        yield Option(name, position, i, j, axis)
+        for i, j, labeled, axis in axes_of_size(operators, old):
+            labels = self.channel_map.resolve(labeled)
+            new = SizeAttribute("", name, position, rows_along(labels, axis)).kept(self.keep)
+            if new not in seen:
+                seen.add(new)
+                yield Option(name, position, i, j, axis)
 
     def _everywhere(self, path: str, option: Option, operators: Mapping[str, list[Operator]]) -> list[SizeAttribute]:
         """An option for a module and for all others of its class that have the same value on the same axis."""
@@ -227,6 +223,13 @@ class SizeSearch:
 def within(path: str, run: Run) -> list[Operator]:
     """The operators of a module and of all its parts."""
     return [operator for operator in run.operators if f"{operator.module}.".startswith(f"{path}." if path else "")]
+
+
+def axes_of_size(operators: Iterable[Operator], size: int) -> Iterator[tuple[int, int, Field, int]]:
+    """Labeled axes of a size: the number of the operator, that of the field there, the field, and the axis."""
+    for i, operator in enumerate(operators):
+        for j, labeled in enumerate(fields_at(operator)):
+            yield from ((i, j, labeled, axis) for axis in labeled.span if labeled.labels.shape[axis] == size)
 
 
 def fields_at(operator: Operator) -> list[Field]:

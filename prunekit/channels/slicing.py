@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from prunekit.channels.attributes import Values, set_attributes
+from prunekit.channels.attributes import Values, attribute_values, set_attributes
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
@@ -155,6 +155,11 @@ def narrow(
     set_bare_widths(compact, widths or {})
     set_attributes(compact, attributes or {})
     return compact
+
+
+def narrowed(model: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIndices) -> nn.Module:
+    """A new model with what a plan keeps, and the sizes that its trial settled on; `kept` as for `narrow`."""
+    return narrow(model, kept, bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep))
 
 
 Resizer = Callable[[Any], None]

@@ -18,11 +18,11 @@ from prunekit.channels.doubled import WAYS, DoubledWhileRunning, as_double, doub
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import ChannelMap, Keep
 from prunekit.channels.operators import Operator, Run
-from prunekit.channels.precision import AS_DOUBLE, Precision
+from prunekit.channels.precision import AS_DOUBLE
 from prunekit.channels.resolve import with_constraints, with_locks, with_plain, with_sizes, with_ties
 from prunekit.channels.scales import Scales
-from prunekit.channels.searching import SizeSearch, Trial, within
-from prunekit.channels.slicing import KeptIndices, bare_widths, kept_indices, masked_indices, narrow
+from prunekit.channels.searching import SizeSearch, Trial, fields_at, within
+from prunekit.channels.slicing import KeptIndices, kept_indices, masked_indices, narrowed
 from prunekit.channels.unseen import unseen_sizes
 from prunekit.errors import ModelError, PlanError
 
@@ -80,8 +80,7 @@ def settle(
             channel_map = with_ties(channel_map)
         keep = channel_map.completed(choose(channel_map))
         kept = kept_indices(channel_map, keep)
-        widths, attributes = bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep)
-        compact = narrow(model, kept, widths, attributes)
+        compact = narrowed(model, channel_map, keep, kept)
         if plain and (locks := _of_other_classes(model, compact, channel_map)):
             channel_map = with_locks(channel_map, locks)
             continue
@@ -134,7 +133,7 @@ def with_unseen_sizes(
     if not found.sizes:
         return settled, found.notes
     chart = with_sizes(chart, found.sizes)
-    compact = narrow(model, kept, bare_widths(model, chart, keep), attribute_values(model, chart, keep))
+    compact = narrowed(model, chart, keep, kept)
     difference, failure = _Trial(model, masked_indices(chart, keep), chart, keep, examples).of(compact)
     if failure is None:
         return Settled(chart, keep, compact, max(difference, settled.difference)), found.notes
@@ -177,7 +176,7 @@ class _Trial:
                 convert = with_zeros(to_double, self.kept)
                 whole = self.channel_map.norms
                 with DoubledWhileRunning(self.model, convert, whole=whole, borrowed=run.borrowed) as masked:
-                    self.references[run] = self._record(masked.model, example, run, AS_DOUBLE[0])
+                    self.references[run] = record(masked.model, self.channel_map, self.keep, example, run, AS_DOUBLE[0])
             with DoubledWhileRunning(compact, to_double, borrowed=run.borrowed) as small:
                 return check(self.references[run], small.model, example, run)
         except ModelError:  # a module uses another's weights
@@ -189,16 +188,13 @@ class _Trial:
             example = way.inputs(self.examples[run.example])
             masked = doubled(self.model, with_zeros(way.convert, self.kept))
             try:
-                reference = self._record(masked, example, run, way.precision)
+                reference = record(masked, self.channel_map, self.keep, example, run, way.precision)
             except ModelError:  # the model's code asks for another precision
                 if way is WAYS[-1]:
                     raise
                 continue
             return check(reference, doubled(compact, way.convert), example, run, way.tolerance)
         raise AssertionError("there is a last way")
-
-    def _record(self, masked: nn.Module, example: tuple[Any, ...], run: Run, precision: Precision) -> Reference:
-        return record(masked, self.channel_map, self.keep, example, run, precision)
 
     def lock_for(self, divergence: Divergence, run: Run, *, there: bool = False) -> LockRecord | None:
         """Locks all labels at the operator that differs, or at every operator of the module whose Python failed.
@@ -262,7 +258,7 @@ def _of_other_classes(model: nn.Module, compact: nn.Module, channel_map: Channel
 def _same_when_whole(model: nn.Module, channel_map: ChannelMap, examples: list[tuple[Any, ...]]) -> bool:
     """Whether a model with stated sizes and orders, and with all its channels, is what it was."""
     keep = np.ones(channel_map.n_labels, dtype=bool)
-    compact = narrow(model, {}, bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep))
+    compact = narrowed(model, channel_map, keep, {})
     return _Trial(model, {}, channel_map, keep, examples).of(compact)[1] is None
 
 
@@ -278,5 +274,5 @@ def _alike(model: nn.Module, divergence: Divergence, run: Run) -> list[Divergenc
 
 
 def _labels_at(operators: list[Operator]) -> Labels:
-    fields = [f for o in operators for f in (*o.inputs, *(f for fields in o.outputs for f in fields))]
+    fields = [labeled for operator in operators for labeled in fields_at(operator)]
     return np.concatenate([np.zeros(0, dtype=np.int64), *(field.labels.reshape(-1) for field in fields)])

@@ -32,7 +32,7 @@ from prunekit.channels.operators import Operator, Run
 from prunekit.channels.precision import AS_DOUBLE
 from prunekit.channels.rewriting import original_of
 from prunekit.channels.running import ModuleStack, mode_for_trace, plain_attention
-from prunekit.channels.searching import fields_at, within
+from prunekit.channels.searching import axes_of_size, within
 from prunekit.channels.sites import definition
 from prunekit.channels.slicing import KeptIndices
 from prunekit.channels.syntax import nodes_of_sizes
@@ -167,12 +167,9 @@ class _Search:
 
     def _sizes(self, holder: Holder, position: int | None, old: int, where: list[Operator]) -> list[SizeAttribute]:
         found: dict[int, SizeAttribute] = {}
-        for operator in where:
-            for labeled in fields_at(operator):
-                for axis in labeled.span:
-                    if labeled.labels.shape[axis] == old:
-                        size = SizeAttribute(*holder, position, rows_along(labeled.labels, axis))
-                        found.setdefault(self._left(size), size)
+        for *_, labeled, axis in axes_of_size(where, old):
+            size = SizeAttribute(*holder, position, rows_along(labeled.labels, axis))
+            found.setdefault(self._left(size), size)
         return [size for left, size in found.items() if 0 < left < old]
 
     def _lines_run(self) -> dict[CodeType, set[int]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from prunekit.channels.attributes import attribute_values
 from prunekit.channels.rewriting import original_of
-from prunekit.channels.slicing import bare_widths, narrow
+from prunekit.channels.slicing import narrowed
 from prunekit.channels.substitutes import SizedAttention
 from prunekit.models import is_frozen
 from prunekit.planning import Plan, require_plan
@@ -39,8 +38,7 @@ def compact(model: nn.Module, plan: Plan) -> nn.Module:
     """
     model = unwrapped(model)
     require_plan(plan, model)
-    chart, keep = plan.channel_map, plan.keep
-    return narrow(model, plan.kept_indices, bare_widths(model, chart, keep), attribute_values(model, chart, keep))
+    return narrowed(model, plan.channel_map, plan.keep, plan.kept_indices)
 
 
 def remarks(small: nn.Module) -> tuple[str, ...]:

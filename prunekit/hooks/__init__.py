@@ -3,6 +3,7 @@
 from prunekit.hooks.checks import (
     HOOK_TABLES,
     HookWarning,
+    called_leaves,
     compiled_code,
     count_hooks,
     is_compiled,
@@ -26,6 +27,7 @@ __all__ = [
     "Removable",
     "after_forward",
     "before_forward",
+    "called_leaves",
     "compiled_code",
     "count_hooks",
     "is_compiled",

@@ -39,6 +39,12 @@ def never_called(module: nn.Module) -> bool:
     return isinstance(module, NonDynamicallyQuantizableLinear)
 
 
+def called_leaves(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules without children that are ever called, by their paths."""
+    modules = model.named_modules()
+    return {path: module for path, module in modules if not any(module.children()) and not never_called(module)}
+
+
 def warn_if_ignored(module: nn.Module, owner: str) -> None:
     """Warns of a hook on a module whose forward never runs, or whose hooks `torch.compile` may not see."""
     if never_called(module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from prunekit.errors import UsageError
 from prunekit.globs import globs, matching
-from prunekit.hooks import never_called
+from prunekit.hooks import called_leaves
 
 
 def module_paths(model: nn.Module) -> list[str]:
@@ -18,8 +18,7 @@ def module_paths(model: nn.Module) -> list[str]:
 
 def leaf_paths(model: nn.Module) -> list[str]:
     """Paths of the modules without children that are ever called."""
-    modules = model.named_modules()
-    return [path for path, module in modules if not any(module.children()) and not never_called(module)]
+    return list(called_leaves(model))
 
 
 def one_of(value: str, choices: tuple[str, ...], key: str) -> None:

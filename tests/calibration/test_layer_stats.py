@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 from prunekit.calibration import LayerStats, combine
 from prunekit.calibration.fused import Measure
 from prunekit.calibration.layer_stats import ARRAYS
+from prunekit.calibration.reduce import eager_sums
 from prunekit.calibration.reduce import summarize as rows_of
-from prunekit.calibration.sums import eager_sums
 
 Summarize = Callable[[torch.Tensor, int], LayerStats]
 
