@@ -66,7 +66,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def taking_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> Iterator[None]:
-    """Parameters take gradients, or none; afterwards each is as it was."""
+    """Have parameters take gradients, or none; afterwards each is as it was."""
     before = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
         for parameter, _ in before:

@@ -42,7 +42,7 @@ def plural(number: int, word: str, ending: str = "s") -> str:
 
 
 def listed(names: Iterable[str], most: int) -> str:
-    """The first of several names, and how many more there are."""
+    """Return the first of several names, and how many more there are."""
     every = list(names)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 

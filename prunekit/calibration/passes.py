@@ -75,7 +75,7 @@ class PassHooks(HookOwner):
         """Adds what the finished pass showed."""
 
     def ordinal(self, *key: Hashable) -> int:
-        """How often the running pass has asked for a key before, from 0: which call of a layer it is."""
+        """Return how often the running pass has asked for a key before, from 0: which call of a layer it is."""
         self._calls[key] += 1
         return self._calls[key] - 1
 
@@ -186,14 +186,14 @@ class Measured:
         self.clear = self._found.clear
 
     def get(self, tensor: Tensor, how: Hashable) -> Any:
-        """What was put for a tensor that was measured in the same way; None without."""
+        """Return what was put for a tensor that was measured in the same way; None without."""
         if tensor.is_inference() or id(tensor) not in self._found:
             return None
         reference, version, known, found = self._found[id(tensor)]
         return found if reference() is tensor and (version, known) == (tensor._version, how) else None
 
     def put(self, tensor: Tensor, how: Hashable, found: Any) -> None:
-        """Takes note of what was measured of a tensor."""
+        """Take note of what was measured of a tensor."""
         if not tensor.is_inference():  # without a version counter nobody knows whether it was written to
             self._found[id(tensor)] = weakref.ref(tensor), tensor._version, how, found
 
@@ -277,7 +277,7 @@ def find_consumers(model: nn.Module, inputs: Any) -> dict[str, Consumer]:
 
 @contextmanager
 def _substituted(model: nn.Module) -> Iterator[None]:
-    """Equivalents in place of attention modules that read their weights out of torch's sight."""
+    """Put equivalents in place of attention modules that read their weights out of torch's sight."""
     originals = [module for module in model.modules() if type(module) in SUBSTITUTES]
     before = [(module, type(module), dict(vars(module))) for module in originals]
     substitute_all(model)

@@ -226,7 +226,7 @@ def within(path: str, run: Run) -> list[Operator]:
 
 
 def axes_of_size(operators: Iterable[Operator], size: int) -> Iterator[tuple[int, int, Field, int]]:
-    """Labeled axes of a size: the number of the operator, that of the field there, the field, and the axis."""
+    """Yield labeled axes of a size: the number of the operator, that of the field there, the field, and the axis."""
     for i, operator in enumerate(operators):
         for j, labeled in enumerate(fields_at(operator)):
             yield from ((i, j, labeled, axis) for axis in labeled.span if labeled.labels.shape[axis] == size)

@@ -158,7 +158,7 @@ def narrow(
 
 
 def narrowed(model: nn.Module, channel_map: ChannelMap, keep: Keep, kept: KeptIndices) -> nn.Module:
-    """A new model with what a plan keeps, and the sizes that its trial settled on; `kept` as for `narrow`."""
+    """Return a new model with what a plan keeps, and the sizes that its trial settled on; `kept` as for `narrow`."""
     return narrow(model, kept, bare_widths(model, channel_map, keep), attribute_values(model, channel_map, keep))
 
 

@@ -128,7 +128,7 @@ class FlowState:
         return found, zero
 
     def alike_along(self, axis: int, fields: Iterable[Field], reason: str) -> list[Field]:
-        """Locks the fields that lie along an axis alone, and ties along it those that lie on others too."""
+        """Lock the fields that lie along an axis alone, and tie along it those that lie on others too."""
         every = list(fields)
         self.lock([field for field in every if field.span == (axis,)], reason)
         rest = [field for field in every if field.span != (axis,)]

@@ -40,7 +40,7 @@ def never_called(module: nn.Module) -> bool:
 
 
 def called_leaves(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules without children that are ever called, by their paths."""
+    """Return the modules without children that are ever called, by their paths."""
     modules = model.named_modules()
     return {path: module for path, module in modules if not any(module.children()) and not never_called(module)}
 

@@ -67,13 +67,13 @@ class HookOwner:
         self._active = True
 
     def own_context(self, context: AbstractContextManager[Any]) -> None:
-        """Enters a context, and leaves it when this owner exits."""
+        """Enter a context, and leave it when this owner exits."""
         stack = ExitStack()
         stack.enter_context(context)
         self.own_undo(stack.close)
 
     def own_undo(self, undo: Callable[[], object]) -> None:
-        """Has something undone when this owner exits."""
+        """Have something undone when this owner exits."""
         self.own(_Undo(undo))
 
     def own_forward_pre(self, module: nn.Module, hook: Before, *, again: bool = False, first: bool = False) -> None:

@@ -25,11 +25,11 @@ class StepHook(HookOwner):
         self._optimizer = optimizer
 
     def register(self) -> None:
-        """Hooks the optimizer's step."""
+        """Hook the optimizer's step."""
         self.own(self._optimizer.register_step_pre_hook(OwnedHook(self, with_gradients(self.before_step))))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Looks at them, without gradients of its own."""
+        """Look at them."""
         raise NotImplementedError
 
 

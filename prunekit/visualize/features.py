@@ -138,7 +138,7 @@ def _features(
 def aligned(
     sides: dict[str, Tensor], mask: NDArray[np.bool_] | None, what: str
 ) -> tuple[dict[str, Tensor], NDArray[np.bool_] | None, str]:
-    """Puts what is left in the pruned model where the dense one has it.
+    """Put what is left in the pruned model where the dense one has it.
 
     Args:
         sides: name of a model -> (N, ...).

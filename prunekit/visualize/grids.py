@@ -153,12 +153,12 @@ def page(panels: Sequence[tuple[str, Pixels]], heading: tuple[str, str]) -> Pixe
 
 
 def headed(name: str, title: str, parts: Sequence[str], note: str) -> tuple[str, str]:
-    """The two lines above a page."""
+    """Return the two lines above a page."""
     return name + (f", {title}" if title else ""), "; ".join([*parts, *filter(None, [note])])
 
 
 def kept_of(kept: NDArray[np.bool_] | None) -> list[str]:
-    """How many are left, for a heading; nothing where nobody knows."""
+    """Return how many are left, for a heading; nothing where nobody knows."""
     if kept is None:
         return []
     left = int(kept.sum())

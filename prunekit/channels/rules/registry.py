@@ -41,7 +41,7 @@ RULES: dict[str, Rule] = {}
 
 
 def aten(names: str, suffixes: Sequence[str] = ("",)) -> list[str]:
-    """Names of ATen operators, given with spaces between them; with `("", "_")` also in place."""
+    """Return names of ATen operators, given with spaces between them; with `("", "_")` also those in place."""
     return [f"aten.{name}{suffix}" for name in names.split() for suffix in suffixes]
 
 
