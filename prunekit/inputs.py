@@ -219,7 +219,7 @@ def count_of(inputs: Any) -> int:
 
 
 def batch_of(example: Any) -> int:
-    """Return how many samples an example has: the first axis of the first tensor with any, or 1 without such a tensor."""
+    """Return how many samples an example has: the first axis of the first tensor with any; 1 without one."""
     return next((tensor.shape[0] for tensor in gather(example) if tensor.dim()), 1)
 
 
