@@ -70,7 +70,7 @@ def test_equals_numpy_in_float64(summarize: Summarize, shape: tuple[int, ...], a
 def test_many_blocks_equal_one(summarize: Summarize, monkeypatch: pytest.MonkeyPatch) -> None:
     activation = torch.randn(7, 5, 6, 4)
     for block in (1, 24, 50, 10**6):
-        monkeypatch.setattr("prunekit.calibration.sums.CPU_BLOCK", block)
+        monkeypatch.setattr("prunekit.calibration.reduce.CPU_BLOCK", block)
         for layout in (torch.contiguous_format, torch.channels_last):
             stats = summarize(activation.to(memory_format=layout), 1)
             assert_equals_reference(stats, channels_first(activation, 1))
