@@ -45,6 +45,7 @@ def real_peak(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     return memory.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batch", "dtype"),
     [

@@ -142,6 +142,7 @@ def chart_of_size(name: str) -> ChannelMap:
     return trace(family(name), (images_of_size(),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_free_and_what_half_the_channels_cost(name: str) -> None:
     """With 1000 classes, at the size the family was made for, on tensors without values."""
@@ -196,6 +197,7 @@ def test_other_plans_and_harder_ones(name: str, seed: int) -> None:
     assert parity(model, Plan(chart(name), random_keep(chart(name), seed, share=0.9)), (small_images(),)) <= 1e-9
 
 
+@pytest.mark.slow
 def test_training_the_masked_model_keeps_it_equal_to_compact() -> None:
     """Batch statistics of removed channels must not leak: three steps with BatchNorm in train mode."""
     model = randomized(torchvision.models.resnet18(num_classes=CLASSES), seed=3)

@@ -76,6 +76,7 @@ def run(model: nn.Module, x: Tensor, *, in_place: bool) -> tuple[Gradients, dict
     return every.seen, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CNN_FAMILIES, *OTHERS])
 def test_every_module_gives_the_gradients_it_has_without_in_place_operations(name: str) -> None:
     model, x = build(name), image(name)

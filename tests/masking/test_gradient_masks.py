@@ -92,6 +92,7 @@ def test_nan_in_a_pruned_channel_does_not_spread() -> None:
     assert_masked(found, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CNN_FAMILIES)
 def test_masked_on_every_family_and_equal_without_in_place_operations(name: str) -> None:
     model = build(name).double()

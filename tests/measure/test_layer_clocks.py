@@ -130,6 +130,7 @@ def require_times_of_layers(model: nn.Module, times: LayerTimes, runtime: str) -
     assert times.rest_ms == 0 or runtime != "eager"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_node_belongs_to_the_module_whose_weight_it_reads(name: str, file_of: Callable[[str], Path]) -> None:
     model, file = settled(MODELS[name]), file_of(name)
@@ -146,6 +147,7 @@ def test_a_node_belongs_to_the_module_whose_weight_it_reads(name: str, file_of: 
     assert set(places.of_nodes.values()) <= {path for path, _ in model.named_modules()}
 
 
+@pytest.mark.slow
 def test_names_of_runtimes_lead_back_to_the_file(file_of: Callable[[str], Path]) -> None:
     places = Places(file_of("odd"))
     nodes = {node.output[0]: node for node in onnx.load(file_of("odd")).graph.node}
@@ -168,6 +170,7 @@ def clock_of(runtime: str, model: nn.Module, folder: Path) -> LayerClock:
     return session.layers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", CLOCKS)
 def test_passes_are_the_last_ones(runtime: str, tmp_path: Path) -> None:
     with torch.inference_mode():
@@ -180,6 +183,7 @@ def test_passes_are_the_last_ones(runtime: str, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*profile*"))
 
 
+@pytest.mark.slow
 def test_onnx_runtime_counts_each_forward_by_itself(file_of: Callable[[str], Path]) -> None:
     places = Places(file_of("odd"))
     (stem, *_) = [name for name, place in places.of_nodes.items() if place == "stem"]

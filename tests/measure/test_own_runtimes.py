@@ -89,6 +89,7 @@ def test_a_registered_one_is_the_target_of_a_plan(own: Path, monkeypatch: pytest
     assert (own.parent / "processes").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_effort")
 def test_a_job_times_it_and_its_report_shows_it(own: Path) -> None:
     user_code.load_object("mine.py:opened", UsageError)

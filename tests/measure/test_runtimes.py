@@ -73,6 +73,7 @@ def test_runtimes_of_onnx_files_compute_the_same(runtime: str, files: dict[str, 
     assert "of the largest value, expected at most 0.001" in refused.reason
 
 
+@pytest.mark.slow
 def test_a_file_has_the_dtype_that_a_runtime_computes_in(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     setting = Setting("tensorrt", "cuda", 2, 1, "float16")
@@ -204,6 +205,7 @@ def test_a_batch_that_cannot_be_exported_costs_no_other_its_figures() -> None:
     assert report.failures[0]["reason"] == report.failures[1]["reason"] != ""
 
 
+@pytest.mark.slow
 def test_models_of_one_class_stay_compiled_beside_each_other() -> None:
     runtime, setting = RUNTIMES.get("compile"), Setting("compile", "cpu", 2, 1)
     with torch.inference_mode():

@@ -45,6 +45,7 @@ def every_choice(parts: list[Part]) -> Labels:
 widths = st.lists(st.integers(3, 40), min_size=2, max_size=2) | st.lists(st.integers(3, 8), min_size=3, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, derandomize=True)
 @given(
     widths,
