@@ -49,7 +49,7 @@ from prunekit.training import (
     Within,
     asked_parts,
 )
-from prunekit.training.device import autocast
+from prunekit.training.epochs import autocast
 from prunekit.training.parts import Parts
 
 STEPS = 1_000_000

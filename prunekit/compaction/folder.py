@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from inspect import signature
 from os import PathLike
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from prunekit.artifacts import (
     StrPath,
@@ -256,12 +256,30 @@ def _dense(
             f"load it with prunekit.load({str(folder)!r}, model=...), that code or the dense model that it builds"
         )
     with seeded(0):
-        with suppress(Exception), init_empty_weights(include_buffers=False):
+        with suppress(Exception), _empty_weights():
             empty = _folded(folder, manifest, _construct(folder, manifest, model))
             if {name for name, _ in named_tensors(empty)} == names:
                 return empty
         # a constructor that looks at its weights, or ties them: empty ones do not stay tied
         return _folded(folder, manifest, _construct(folder, manifest, model))
+
+
+@contextmanager
+def _empty_weights() -> Iterator[None]:
+    """Within, parameters that modules are given take no memory; buffers are real."""
+    handle = register_module_parameter_registration_hook(_empty)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    if type(parameter) is not nn.Parameter:
+        return None
+    empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    vars(empty).update(vars(parameter))
+    return empty
 
 
 def _folded(folder: Path, manifest: dict[str, Any], dense: nn.Module) -> nn.Module:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from prunekit.context import training_mode
@@ -23,9 +22,9 @@ from prunekit.distributed.exchange import total
 from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
 from prunekit.inputs import arguments, call, moved
-from prunekit.settings.training import TrainSettings
+from prunekit.masking import inner_optimizer
+from prunekit.settings.training import Precision, TrainSettings
 from prunekit.tasks import Loss, Task
-from prunekit.training.device import autocast
 from prunekit.training.history import EpochRow
 from prunekit.training.nonfinite import (
     first_non_finite,
@@ -40,11 +39,12 @@ from prunekit.training.run_state import RunState
 from prunekit.training.sharding import in_step
 
 Numbered = tuple[int, Batch]
+HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """What stays the same from step to step of a run; optimizer and schedule as Accelerate prepared them.
+    """What stays the same from step to step of a run.
 
     `replica` is what is called to train the model: compiled, or where several processes train together their own, and
     `train` and `validation` are this one's shares then. `loss` is that of training.
@@ -52,9 +52,9 @@ class Epochs:
 
     model: nn.Module
     replica: Callable[..., Any]
-    optimizer: AcceleratedOptimizer
+    optimizer: Optimizer
     schedule: LRScheduler
-    accelerator: Accelerator
+    scaler: torch.amp.GradScaler | None
     settings: TrainSettings
     device: torch.device
     train: Batches
@@ -138,11 +138,11 @@ class Epochs:
             parts.before_step(at.step)
             self._require_finite_gradients([batch for _, batch in group], at)
             at.lr = self.optimizer.param_groups[0]["lr"]
-            self.optimizer.step()
-            stepped = not self.optimizer.step_was_skipped
+            stepped = self._step()
             at.made += stepped
             parts.after_step(at.step, stepped)
-            self.schedule.step()
+            if stepped:
+                self.schedule.step()
             self.optimizer.zero_grad()
             at.batch, at.seconds = group[-1][0] + 1, time.perf_counter() - start
             self.state.keep_if_due()
@@ -158,6 +158,20 @@ class Epochs:
         share_corrupt(self.train, self.validation)
         at.sums = at.sums.of_all()
 
+    def _step(self) -> bool:
+        """Make the optimizer's step; return whether it did: under a loss scale none is made where gradients overflow."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        made: list[None] = []
+        counting = inner_optimizer(self.optimizer).register_step_post_hook(lambda *_: made.append(None))
+        try:
+            self.scaler.step(self.optimizer)
+        finally:
+            counting.remove()
+        self.scaler.update()
+        return bool(made)
+
     def _require_finite_gradients(self, batches: Sequence[Batch], at: Position) -> None:
         """Looks at gradients before they spoil the weights, but under a loss scale, which does so itself.
 
@@ -166,7 +180,7 @@ class Epochs:
         """
         clamp = self.settings.clamp_weight_grad
         clamped = clamp is not None and clamp.by == "value"  # which makes Inf the limit
-        if self.accelerator.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
+        if self.scaler is not None or (found := non_finite_gradient(self.model, nan_only=clamped)) is None:
             return
         samples, again = sum(len(targets) for _, targets in batches), Position()
 
@@ -216,7 +230,8 @@ class Epochs:
             output = call(self.replica, given)
             loss = self.state.parts.added_to(self.loss(output, targets), inputs, output, targets)
             value = self._finite(loss, given, f"the loss is {{}} in {when}")
-        self.accelerator.backward(loss * (len(targets) / of))
+        loss = loss * (len(targets) / of)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         with torch.no_grad():
             sums.add(value, self.task.counts(output, targets), len(targets))
 
@@ -232,6 +247,11 @@ class Epochs:
                 if counts:
                     sums.add(value, self.task.counts(output, targets), len(targets))
         return sums.of_all()
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """Run what PyTorch deems safe in half precision; nothing for `fp32`."""
+    return torch.autocast(device.type, dtype=HALF.get(precision), enabled=precision in HALF)
 
 
 class _Left(Exception):

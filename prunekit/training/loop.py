@@ -26,7 +26,6 @@ from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
 from prunekit.training.compiling import SEVERAL, CompiledForward
-from prunekit.training.device import loss_scaler, this_group
 from prunekit.training.epochs import Epochs
 from prunekit.training.history import Compilation, EpochRow, History, LeftRun
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
@@ -134,7 +133,7 @@ def fit(
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
-    scaler = loss_scaler(settings.precision, device)
+    scaler = torch.amp.GradScaler(device.type) if settings.precision == "fp16" else None
     scale = (lambda: 1.0) if scaler is None else scaler.get_scale
     clamps = Clamps(model, optimizer, settings, scaler)
     training = Training(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)
@@ -149,12 +148,10 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(seeded(seed + rank()))
         stack.enter_context(training_mode(model, True))
-        accelerator = stack.enter_context(this_group(device, scaler))
-        replica = replica_of(accelerator, model, train)
+        replica = replica_of(model, train)
         for context in (entered, exact, clamps, bar):
             stack.enter_context(context)
         schedule = build_schedule(optimizer, settings.epochs * steps, settings.warmup, taking.restarts(training))
-        stepping, stepped = accelerator.prepare(optimizer, schedule)
         compiled = CompiledForward(model) if settings.compile and size() == 1 else None
         position = Position()
         state = RunState(
@@ -163,7 +160,7 @@ def fit(
         )  # fmt: skip
         state.resume()
         run = Epochs(
-            model, compiled or replica, stepping, stepped, accelerator, settings, device, train, validation, steps,
+            model, compiled or replica, optimizer, schedule, scaler, settings, device, train, validation, steps,
             state, bar, splits.task, loss,
         )  # fmt: skip
         with naming_batch(batch, splits.sample_shape, device, position):

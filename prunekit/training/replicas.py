@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -46,7 +44,7 @@ def shares(train: Batches, validation: Batches) -> tuple[Batches, Batches]:
     return train.split(rank(), size()), validation.dealt(rank(), size())
 
 
-def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn.Module:
+def replica_of(model: nn.Module, train: Batches) -> nn.Module:
     """What is called in the steps of a run: the model, or where several processes have it whole, this one's replica.
 
     Replicas start with the main process's weights. Hooks on the model itself stay: only calls that lead to a backward
@@ -57,18 +55,13 @@ def replica_of(accelerator: Accelerator, model: nn.Module, train: Batches) -> nn
         model: without hooks, such as those of masks, that the two images it is tried on would disturb.
         train: what it will be trained on.
     """
-    if is_sharded(model):
+    if is_sharded(model) or size() == 1:
         return model
-    if size() == 1:
-        alone: nn.Module = accelerator.prepare(model)
-        return alone
     with same_random_state():
         inputs, _ = two_samples(train.dataset)
         given = moved(arguments(model, inputs), next(model.parameters()).device)
     unused = _has_unused(model, given)
-    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=unused, gradient_as_bucket_view=True)
-    replica = accelerator.prepare(model)
-    assert isinstance(replica, DistributedDataParallel)
+    replica = DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=True)
     replica.register_comm_hook(None, lambda _, bucket: _summed(bucket))
     if not unused:
         _arrange_buckets(replica, given)

@@ -36,7 +36,6 @@ class RunState:
     """What changes from step to step; between two steps no gradient is among it.
 
     Attributes:
-        schedule: torch's own, as are the optimizer and the scaler.
         identity: plain data that must be the same where the run is resumed.
         checkpoints: where it is kept; None: nowhere. Of several processes the main one reads and writes.
         begin: a state to go on from where no checkpoint is newer.

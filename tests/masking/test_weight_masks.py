@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,6 @@ from prunekit.hooks import count_hooks
 from prunekit.masking import GradientMasks, WeightMasks, inner_optimizer
 from prunekit.masking.untouched import Untouched
 from prunekit.planning import Plan
-from prunekit.training.device import this_group
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
@@ -324,14 +324,17 @@ def test_accelerate_wraps_the_optimizer_and_it_still_holds() -> None:
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     warmed(model, optimizer)
     kept = [parameter.detach().clone() for parameter in model.parameters()]
-    with this_group(torch.device("cpu")) as accelerator:
-        wrapped = accelerator.prepare(optimizer)
+    try:
+        wrapped = accelerate.Accelerator(cpu=True).prepare(optimizer)
         assert wrapped is not optimizer
         assert inner_optimizer(wrapped) is optimizer
         with WeightMasks(model, plan, wrapped):
             for _ in range(3):
                 step(model, wrapped)
                 assert_pruned_are_zero(model, plan)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
     assert not any(torch.equal(old, new) for old, new in zip(kept, model.parameters(), strict=True))
 
 
