@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,30 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON with sorted keys; NaN and Inf are refused, because they are not JSON."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
+    """Write rows as a CSV table, whole or not at all: None and NaN as empty cells, the numbers of a column alike.
+
+    Args:
+        rows: a value for each column; one that a row does not have is empty.
+        columns: the header of a table without rows.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row)) or list(columns)
+    cells = [_cells([row.get(name) for row in rows]) for name in names]
+    with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([names, *zip(*cells, strict=True)])
+
+
+def _cells(column: Sequence[Any]) -> Sequence[Any]:
+    """Write a column of numbers with decimals where one has them or is missing, as pandas does."""
+    found = [None if value is None or value != value else value for value in column]
+    numbers = [value for value in found if value is not None]
+    if all(isinstance(value, Real) and not isinstance(value, bool) for value in numbers) and (
+        len(numbers) < len(found) or not all(isinstance(value, Integral) for value in numbers)
+    ):
+        return [float(value) if isinstance(value, Integral) else value for value in found]
+    return found
 
 
 def read_json(path: Path) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from prunekit.artifacts import StrPath
+from prunekit.artifacts import StrPath, write_csv
 from prunekit.calibration import store
 from prunekit.calibration.consumers import Consumer
 from prunekit.calibration.layer_stats import LayerStats, StatsKey, combine
@@ -192,9 +192,12 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         zero_fraction, non_finite, dead."""
         import pandas as pd
 
-        if not self.layers:
-            return _frame(StatsKey("", "output", 0), LayerStats.empty(0))
-        return pd.concat([_frame(key, layer) for key, layer in self.items()], ignore_index=True)
+        return pd.DataFrame(self._channel_columns())
+
+    def _channel_columns(self) -> dict[str, npt.NDArray[Any]]:
+        tables = [_columns(key, layer) for key, layer in self.items()]
+        tables = tables or [_columns(StatsKey("", "output", 0), LayerStats.empty(0))]
+        return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
     def save(self, path: StrPath) -> Path:
         """Writes the statistics exactly, as safetensors, and a CSV table beside them.
@@ -207,7 +210,9 @@ class ChannelStats(Displayed, Mapping[StatsKey, LayerStats]):
         """
         file = store.locate(path)
         store.write(file, store.Contents(self.layers, self.provenance, self.moments, self.ranks, self.reads))
-        store.write_csv(file.with_suffix(".csv"), self.channel_frame())
+        columns = self._channel_columns()
+        channels = zip(*(column.tolist() for column in columns.values()), strict=True)
+        write_csv(file.with_suffix(".csv"), [dict(zip(columns, row, strict=True)) for row in channels], tuple(columns))
         return file
 
     @classmethod
@@ -235,9 +240,7 @@ def _first_non_finite(key: StatsKey, layer: LayerStats) -> NonFinite:
 FRAME_COLUMNS = ("count", "mean", "variance", "mean_abs", "rms", "min", "max", "zero_fraction", "non_finite")
 
 
-def _frame(key: StatsKey, layer: LayerStats) -> pd.DataFrame:
-    import pandas as pd
-
-    place = {"module": key.module, "side": key.side, "call": key.call, "channel": np.arange(layer.channels)}
+def _columns(key: StatsKey, layer: LayerStats) -> dict[str, npt.NDArray[Any]]:
+    place = {name: np.full(layer.channels, value) for name, value in zip(StatsKey._fields, key, strict=True)}
     values = {column: getattr(layer, column) for column in FRAME_COLUMNS}
-    return pd.DataFrame({**place, **values, "dead": layer.constant & (key.side == "output")})
+    return {**place, "channel": np.arange(layer.channels), **values, "dead": layer.constant & (key.side == "output")}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -82,12 +81,6 @@ def read(path: Path) -> Contents:
     if FORMAT not in metadata:
         raise ArtifactError(f"{path}: expected {FORMAT!r} in its metadata, found {sorted(metadata)}; calibrate again")
     return _parse(path, metadata[FORMAT], arrays)
-
-
-def write_csv(path: Path, table: pd.DataFrame) -> None:
-    """Writes a table whole or not at all."""
-    with atomic_file(path) as temporary:
-        table.to_csv(temporary, index=False)
 
 
 def _parse(path: Path, text: str, arrays: Arrays) -> Contents:

@@ -52,10 +52,10 @@ def gradients_command(
     job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **options)
     import pandas as pd
 
+    from prunekit.artifacts import write_csv
     from prunekit.report.flow import write_flow
     from prunekit.workflow import Own
     from prunekit.workflow.gradients import gradient_flow
-    from prunekit.workflow.tables import write_csv
 
     with console.running():
         own = Own(factory, data, optimizer)

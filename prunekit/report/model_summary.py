@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.artifacts import StrPath, atomic_file
+from prunekit.artifacts import StrPath, write_csv
 from prunekit.channels.copying import named_tensors
 from prunekit.display import Displayed, Table
 from prunekit.errors import ModelError
@@ -102,10 +102,7 @@ class ModelSummary(Displayed):
 
     def to_csv(self, path: StrPath) -> Path:
         """Writes the rows as a CSV file, whole or not at all."""
-        import pandas as pd
-
-        with atomic_file(Path(path)) as temporary:
-            pd.DataFrame(self.rows()).to_csv(temporary, index=False)
+        write_csv(Path(path), self.rows())
         return Path(path)
 
     def to_html(self) -> str:

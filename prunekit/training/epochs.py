@@ -159,7 +159,7 @@ class Epochs:
         at.sums = at.sums.of_all()
 
     def _step(self) -> bool:
-        """Make the optimizer's step; return whether it did: under a loss scale none is made where gradients overflow."""
+        """Make a step; return whether it was made: under a loss scale it is skipped where gradients overflow."""
         if self.scaler is None:
             self.optimizer.step()
             return True
@@ -252,6 +252,11 @@ class Epochs:
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
     """Run what PyTorch deems safe in half precision; nothing for `fp32`."""
     return torch.autocast(device.type, dtype=HALF.get(precision), enabled=precision in HALF)
+
+
+def loss_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return what keeps small gradients from vanishing in float16, and skips steps whose gradients overflow."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 class _Left(Exception):

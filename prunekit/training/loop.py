@@ -26,7 +26,7 @@ from prunekit.training.checkpoints import Checkpoints, CheckpointWarning
 from prunekit.training.checks import check_fits
 from prunekit.training.clamping import Clamps
 from prunekit.training.compiling import SEVERAL, CompiledForward
-from prunekit.training.epochs import Epochs
+from prunekit.training.epochs import Epochs, loss_scaler
 from prunekit.training.history import Compilation, EpochRow, History, LeftRun
 from prunekit.training.optimizers import MakeOptimizer, build_optimizer, build_schedule
 from prunekit.training.parts import Part, Parts, Training
@@ -133,7 +133,7 @@ def fit(
     optimizer = build_optimizer(model, settings, own_optimizer)
     steps = math.ceil(len(train) / settings.accumulate)
     taking = Parts(parts)
-    scaler = torch.amp.GradScaler(device.type) if settings.precision == "fp16" else None
+    scaler = loss_scaler(settings.precision, device)
     scale = (lambda: 1.0) if scaler is None else scaler.get_scale
     clamps = Clamps(model, optimizer, settings, scaler)
     training = Training(model, optimizer, device, steps, settings.epochs, clamps.counts, scale)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from prunekit.artifacts import write_json
+from prunekit.artifacts import write_csv, write_json
 from prunekit.channels.copying import copied
 from prunekit.compaction import compact, load, remarks, save
 from prunekit.data import batches, describe_corrupt
@@ -35,15 +35,7 @@ from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.repairing import repair_model, repair_summary
 from prunekit.workflow.runs import RunFolder
 from prunekit.workflow.scheduling import JobSchedule
-from prunekit.workflow.tables import (
-    CURVE_COLUMNS,
-    coupling_rows,
-    curve_rows,
-    layer_rows,
-    lock_rows,
-    score_rows,
-    write_csv,
-)
+from prunekit.workflow.tables import CURVE_COLUMNS, coupling_rows, curve_rows, layer_rows, lock_rows, score_rows
 from prunekit.workflow.trainings import OnEpoch, Trainings, checkpoints_of, told
 from prunekit.workflow.watching import watching, write_summary
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prunekit.artifacts import write_json
+from prunekit.artifacts import write_csv, write_json
 from prunekit.channels import trace
 from prunekit.deploy.transform import transform_of
 from prunekit.measure.effort import Effort
@@ -20,7 +20,6 @@ from prunekit.workflow.profiled import Profile
 from prunekit.workflow.profiling import layer_setting, profile
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Finish, Log, environment, run_folder, write_report
-from prunekit.workflow.tables import write_csv
 
 LAYER_COLUMNS = ("module", "dense_ms", "share", "constant_ms", "steps", "changes_at", "error")
 NETWORK_COLUMNS = ("predicted_ms", "measured_ms", "macs_left", "held_out", "error")

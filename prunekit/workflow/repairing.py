@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.artifacts import write_csv
 from prunekit.channels.copying import copied
 from prunekit.distributed.group import is_main
 from prunekit.inputs import count_of
@@ -21,7 +22,6 @@ from prunekit.workflow.calibrate import calibration_batches, calibration_images
 from prunekit.workflow.kept import keep_repair, kept_repair
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder
-from prunekit.workflow.tables import write_csv
 
 COLUMNS = tuple(LayerRepair.__dataclass_fields__)
 

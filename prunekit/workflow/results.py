@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from prunekit.artifacts import write_csv
 from prunekit.compaction import load
 from prunekit.data import batches
 from prunekit.masking import Sparsity
@@ -37,7 +38,6 @@ from prunekit.workflow.latency_target import LatencyResult
 from prunekit.workflow.plan_search import Planned
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import Log, RunFolder, environment
-from prunekit.workflow.tables import write_csv
 
 SCORE_COLUMNS = ("group", "channel", "score", "kept")
 COUPLING_COLUMNS = ("group", "channels", "kept", "module", "tensor", "axis", "position")

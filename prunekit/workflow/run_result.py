@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from torch import nn
 
 from prunekit.compaction import load
@@ -60,6 +59,8 @@ class RunResult(Displayed):
     @property
     def history(self) -> list[dict[str, Any]]:
         """Every epoch of every training of the run, as `history.csv` has them; empty where nothing was trained."""
+        import pandas as pd
+
         path = self.folder / "history.csv"
         return pd.read_csv(path).to_dict("records") if path.is_file() else []
 

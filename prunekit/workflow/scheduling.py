@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from prunekit.artifacts import write_csv
 from prunekit.channels import ChannelMap
 from prunekit.compaction import compact
 from prunekit.distributed.exchange import from_main
@@ -24,7 +25,6 @@ from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.recalibrating import calibrate_again
 from prunekit.workflow.runs import Log, RunFolder
 from prunekit.workflow.stages import Evidence, Seen, StagePlanner, final_shares
-from prunekit.workflow.tables import write_csv
 
 COLUMNS = ("step", "epoch", "resource", "planned", "actual", "pruned", "regrown")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from prunekit.artifacts import write_json
+from prunekit.artifacts import write_csv, write_json
 from prunekit.channels import trace
 from prunekit.context import threads
 from prunekit.data import Batches, batches, describe_corrupt
@@ -25,7 +25,7 @@ from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.resolved import run_recipe
 from prunekit.workflow.runs import Finish, Log, environment, run_folder, write_report
 from prunekit.workflow.sensitivity import Sensitivity, analyze_sensitivity, chosen_groups
-from prunekit.workflow.tables import CURVE_COLUMNS, write_csv
+from prunekit.workflow.tables import CURVE_COLUMNS
 
 
 @dataclass(frozen=True, eq=False)

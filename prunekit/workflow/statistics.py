@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from prunekit.artifacts import write_csv
 from prunekit.calibration import StatsCollector
 from prunekit.calibration.passes import run_passes
 from prunekit.capturing import CorrelationCollector, Layers, choose, redundant
@@ -23,7 +24,6 @@ from prunekit.visualize.distributions import activation_distributions, rows_of, 
 from prunekit.workflow.own import Own, job_splits
 from prunekit.workflow.prepared import chosen_batches
 from prunekit.workflow.sides import Sides
-from prunekit.workflow.tables import write_csv
 
 Row = dict[str, Any]
 HISTOGRAM_COLUMNS = ("model", "kind", "layer", "low", "high", "count")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from torch import nn
 
-from prunekit.artifacts import atomic_file
 from prunekit.channels import ChannelMap
 from prunekit.planning import MeasuredPoint, Plan, SensitivityCurve
 from prunekit.planning.curves import keeping
@@ -142,10 +139,3 @@ def clamp_summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if key not in most or row["share"] > most[key]["share"]:
             most[key] = row
     return list(most.values())
-
-
-def write_csv(path: Path, rows: list[dict[str, Any]], columns: tuple[str, ...] = ()) -> None:
-    """Writes rows as CSV, whole or not at all; `columns` name the header of an empty table."""
-    frame = pd.DataFrame(rows, columns=None if rows else list(columns))
-    with atomic_file(path) as temporary:
-        frame.to_csv(temporary, index=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from prunekit.artifacts import write_csv
 from prunekit.channels import ChannelMap
 from prunekit.channels.copying import copied
 from prunekit.distributed.group import is_main
@@ -35,7 +36,7 @@ from prunekit.training.loop import never
 from prunekit.workflow.dense import Baseline
 from prunekit.workflow.prepared import Prepared
 from prunekit.workflow.runs import RunFolder, StoppedByCaller
-from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows, write_csv
+from prunekit.workflow.tables import clamp_rows, clamp_summary, history_rows
 from prunekit.workflow.watching import watched_before, watching
 
 
