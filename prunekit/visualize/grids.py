@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -178,6 +175,10 @@ def _heading(features: LayerFeatures, count: int, settings: GridSettings, title:
 
 def _bars(features: LayerFeatures, heading: tuple[str, str]) -> Pixels:
     """Values as bars, one panel below the other."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     count = len(features.sides)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 1.9 * count + 0.9), dpi=100, layout="constrained")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -99,6 +98,8 @@ def colored(values: NDArray[np.floating] | Tensor, low: float, high: float) -> N
 
     NaN and Inf are red, which is none of these colors.
     """
+    import matplotlib
+
     array = np.asarray(values.detach().cpu().numpy() if isinstance(values, Tensor) else values, dtype=np.float64)
     span = high - low if high > low else 1.0
     with np.errstate(invalid="ignore"):

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -62,6 +57,8 @@ def overlaid(pixels: Pixels, values: Tensor) -> Pixels:
     Returns:
         (H, W, 3), the image enlarged.
     """
+    import matplotlib
+
     image = enlarged(pixels).astype(np.float64)
     gray = image @ (0.299, 0.587, 0.114)
     heat = _resized(values.clamp_min(0), image.shape[:2])
@@ -76,6 +73,8 @@ def heated(values: Tensor) -> Pixels:
 
     A few pixels have gradients far above all others (Smilkov et al. 2017, section 3).
     """
+    import matplotlib
+
     array = values.detach().cpu().double().numpy()
     top = max(float(np.percentile(array, 99.5)), 1e-300)
     return enlarged(matplotlib.colormaps[HEAT](np.clip(array / top, 0, 1), bytes=True)[..., :3])
@@ -94,6 +93,12 @@ def write_picture(path: Path, panels: Sequence[Panel], title: str, scale: str) -
         title: above all of them.
         scale: what the ends of the colors are.
     """
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
     height, width = panels[0].pixels.shape[:2]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.5 * len(panels) + 0.2, 3.5 * height / width + 1.55), dpi=120, layout="constrained")
