@@ -20,6 +20,7 @@ from prunekit.cli.options import (
 from prunekit.cli.output import Console, check_folder, plain, save
 from prunekit.display import text_of
 from prunekit.errors import UsageError
+from prunekit.report import require_report
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,6 +62,8 @@ def explain_command(
     check_recipes([*names, dense], overrides, ModelOptions(**options))
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
+    if output is not None:
+        require_report()
     from prunekit.report.explain import write_explanation
     from prunekit.workflow.explain import explain
 

@@ -11,6 +11,7 @@ from prunekit.cli.options import common_options
 from prunekit.cli.output import Console, plain, table
 from prunekit.errors import UsageError
 from prunekit.registries import SECTIONS
+from prunekit.report import require_report
 
 COMPARISON = "comparison.html"
 
@@ -43,6 +44,7 @@ def report_command(runs: tuple[Path, ...], output: Path | None, sections: tuple[
     """
     console = Console(as_json)
     _check(runs, output, sections)
+    require_report()
     from prunekit.report.compare import write_comparison
     from prunekit.report.page import missing, write_report
 

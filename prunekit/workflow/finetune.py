@@ -9,6 +9,7 @@ from prunekit.distributed.exchange import from_main, wait_for_all
 from prunekit.distributed.failing import one_for_all
 from prunekit.distributed.group import is_main
 from prunekit.progress import stage, wanted
+from prunekit.report import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.workflow.bench import devices
 from prunekit.workflow.dense import prepare
@@ -99,6 +100,7 @@ def _run(
     *,
     training: bool,
 ) -> RunResult:
+    require_report()
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     require_optimizer(job, own)
     text = run_recipe(job, own)

@@ -13,6 +13,7 @@ from prunekit.measure.effort import Effort
 from prunekit.measure.machine import clock_mhz, surroundings
 from prunekit.measure.runtimes import inputs_like
 from prunekit.progress import stage
+from prunekit.report import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.workflow.dense import prepare
 from prunekit.workflow.own import RECIPE_ONLY, Own
@@ -66,6 +67,7 @@ def profile_job(
         UsageError: data, model or target do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
+    require_report()
     layer_setting(job.prune.target)  # a runtime that is not there is refused before anything else
     text = run_recipe(job, own)
     prepared = prepare(job, own)

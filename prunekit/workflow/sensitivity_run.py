@@ -16,6 +16,7 @@ from prunekit.context import threads
 from prunekit.data import Batches, batches, describe_corrupt
 from prunekit.errors import UsageError
 from prunekit.progress import stage, wanted
+from prunekit.report import require_report
 from prunekit.settings.job import JobSettings
 from prunekit.tasks import IMAGE_CLASSIFICATION
 from prunekit.workflow.calibrate import calibration_images
@@ -68,6 +69,7 @@ def analyze(
         UsageError: data, model or globs do not fit; nothing was written.
         RunError: the run failed; its folder says so.
     """
+    require_report()
     text, shown = run_recipe(job, own), wanted(progress)
     prepared = prepare(job, own)
     task = prepared.splits.task
