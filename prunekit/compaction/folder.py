@@ -267,7 +267,7 @@ def _dense(
 @contextmanager
 def _empty_weights() -> Iterator[None]:
     """Within, parameters that modules are given take no memory; buffers are real."""
-    handle = register_module_parameter_registration_hook(_empty)
+    handle = register_module_parameter_registration_hook(_empty)  # type: ignore[arg-type]  # torch's is too narrow
     try:
         yield
     finally:

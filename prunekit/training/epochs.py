@@ -231,7 +231,7 @@ class Epochs:
             loss = self.state.parts.added_to(self.loss(output, targets), inputs, output, targets)
             value = self._finite(loss, given, f"the loss is {{}} in {when}")
         loss = loss * (len(targets) / of)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             sums.add(value, self.task.counts(output, targets), len(targets))
 
