@@ -32,7 +32,7 @@ from prunekit.calibration.patches import pixel_by_pixel
 from prunekit.data.arrays import Arrays, read_npz
 from prunekit.data.feed import IMAGENET_MEAN, IMAGENET_STD
 from prunekit.errors import DataError, PlanError, PrunekitError
-from prunekit.measure import accuracy, count_macs
+from prunekit.measure import count_macs, evaluate
 from prunekit.models import build_model
 from prunekit.models.cifar import DEPTHS
 
@@ -59,7 +59,8 @@ def drawn(train: Arrays, count: int, seed: int) -> tuple[Tensor, Tensor]:
 def measured(model: torch.nn.Module, test: Arrays) -> dict[str, Any]:
     """MACs of one image, and top-1 in percent."""
     batches = zip(test.pixels.split(BATCH), test.labels.split(BATCH), strict=True)
-    top1 = accuracy(model, ((normalized(pixels), labels) for pixels, labels in batches), CPU).top1
+    pairs = ((normalized(pixels), labels) for pixels, labels in batches)
+    top1 = evaluate(model, pairs, "image_classification", CPU).values["top1"]
     return {"macs": count_macs(model, (normalized(test.pixels[:1]),)), "top1": top1}
 
 

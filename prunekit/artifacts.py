@@ -207,3 +207,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def plain(value: Any) -> Any:
+    """Return nested values as JSON reads them back: text keys, lists, and what JSON does not know as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, Set)):
+        return [plain(item) for item in value]
+    return value if isinstance(value, int | float | None) else str(value)

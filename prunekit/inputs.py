@@ -185,12 +185,14 @@ def advice(model: nn.Module, examples: Sequence[tuple[Any, ...]]) -> str:
 
 
 @contextmanager
-def running(model: nn.Module, given: Any) -> Iterator[None]:
+def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Turn what a model's own code raises on what it is given into an error that says what that was.
 
     Args:
         model: that runs inside.
         given: an example, or samples.
+        called: what messages call the model; empty: by its class.
+        where: says in which module it was, if that is known.
 
     Raises:
         ModelError: the model doesn't run on it. Errors of prunekit's own and shortages of memory stay what they are.
@@ -203,8 +205,8 @@ def running(model: nn.Module, given: Any) -> Iterator[None]:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         shown = given[0] if isinstance(given, tuple) and len(given) == 1 else given
         raise ModelError(
-            f"{type(model).__name__} does not run on {described(shown)}: {reason}; expected samples as its forward "
-            "takes them"
+            f"{called or type(model).__name__} does not run on {described(shown)}{where()}: {reason}; expected samples "
+            "as its forward takes them"
         ) from error
 
 

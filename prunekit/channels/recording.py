@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from prunekit import vocabulary
 from prunekit.channels.copying import named_tensors, with_tensors
 from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.running import ModuleStack, without_fast_path
@@ -24,7 +25,7 @@ from prunekit.nested import gather, map_tensors
 
 Place = tuple[int, int]
 """A tensor: the number of the operator that returned it, and which of its results it is."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in vocabulary.DTYPES.items()}
 
 
 @dataclass(eq=False, slots=True)

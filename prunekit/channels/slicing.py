@@ -59,6 +59,14 @@ def take(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor:
     return tensor.gather(axis, index.view(along).expand(shape))
 
 
+def is_variance(name: str) -> bool:
+    """Return whether a tensor is the running variance of a norm, which stays what it is where channels are zero.
+
+    A variance of zero would not make a channel vanish, only its statistics degenerate.
+    """
+    return name.endswith("running_var")
+
+
 def blank(tensor: torch.Tensor, kept: tuple[Labels | None, ...]) -> torch.Tensor:
     """Sets removed entries of a floating-point tensor to 0 in place, and returns it."""
     with torch.no_grad():

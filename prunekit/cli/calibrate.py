@@ -7,52 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
-from prunekit.cli.output import Console, check_folder, table
+from prunekit.cli.options import recipe_command
+from prunekit.cli.output import Console, table
 
 if TYPE_CHECKING:
     from prunekit.calibration import ChannelStats
+    from prunekit.settings.job import JobSettings
+    from prunekit.workflow import Own
 
 
 @click.command("calibrate", short_help="Collect activation statistics of the dense model.")
-@click.argument("recipe", metavar="RECIPE")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--moments",
     type=click.Choice(["none", "full"]),
     help="full: also the Gram matrix of every layer's input.  [default: as the recipe and its criterion have it]",
 )
-@own_options
-@device_option
-@seed_option
-@output_option("runs.  [default: runs]")
-@common_options
+@recipe_command()
 def calibrate_command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    moments: str | None,
-    factory: str | None,
-    data: str | None,
-    task: str | None,
-    optimizer: str | None,
-    allow_code: bool,
-    as_json: bool,
-    **options: Any,
+    console: Console,
+    job: JobSettings,
+    own: Own,
 ) -> None:
     """Run the dense model of a recipe on its calibration images and write the statistics of every channel, as
     safetensors and CSV. `finetune` uses them again when model, weights, data and settings are the same.
 
     The table averages over the channels of each layer's output; dead channels never change.
     """
-    console = Console(as_json)
-    given = (*overrides, f"calibration.moments={moments}") if moments else overrides
-    job = load_job(recipe, given, factory=factory, data=data, task=task, allow_code=allow_code, **options)
-    check_folder(job.output)
-    from prunekit.workflow import Own
     from prunekit.workflow import calibrate as run
 
     with console.running():
-        result = run(job, log=console.log, progress=console.progress, own=Own(factory, data, optimizer))
+        result = run(job, log=console.log, progress=console.progress, own=own)
     layers = list(summary(result.stats))
     payload = {
         "path": str(result.path),

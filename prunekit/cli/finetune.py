@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
+from prunekit.cli.options import load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, plain, table
 
 if TYPE_CHECKING:
@@ -23,11 +23,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 def job_options(function: Command) -> Command:
     """Arguments and options of a command that runs a recipe's whole job."""
     for option in (
-        common_options,
-        output_option("runs.  [default: runs]"),
-        seed_option,
-        device_option,
-        own_options,
+        recipe_options(),
         click.option(
             "--resume",
             metavar="auto|RUN",
@@ -39,8 +35,6 @@ def job_options(function: Command) -> Command:
             help="With --dry-run: time nothing; budgets of time are predicted, by a cached profile if there is one.",
         ),
         click.option("--dry-run", is_flag=True, help="Print the resolved recipe and the plan; train nothing."),
-        click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
-        click.argument("recipe", metavar="RECIPE"),
     ):
         function = option(function)
     return function

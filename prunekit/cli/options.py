@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
+
+from prunekit.cli.output import Console, check_folder
 
 if TYPE_CHECKING:
     from prunekit.settings.job import JobSettings
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 Zoo = Literal["torchvision", "cifar", "timm", "hf"]
 ZOO = "Where MODEL is from; a module's factory is a model itself, as with --model.  [default: torchvision, else cifar]"
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+RECIPE_KEYS = {name: name for name in ("task", "device", "seed", "output")} | {"moments": "calibration.moments"}
+"""Keys of a recipe that options of commands change, by the options' names."""
 OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[^=/]+)*=")
 
 
@@ -116,6 +121,59 @@ def own_options(function: Decorated) -> Decorated:
 def common_options(function: Decorated) -> Decorated:
     """`--json` and `--debug`, which every command has."""
     return json_option(debug_option(function))
+
+
+def recipe_options(output: str = "runs.  [default: runs]", *, device: bool = True) -> Callable[[Decorated], Decorated]:
+    """RECIPE, KEY=VALUE and the options that every command that runs a recipe has.
+
+    Args:
+        output: what goes to `--output`.
+        device: whether there is `--device`.
+    """
+
+    def decorate(function: Decorated) -> Decorated:
+        for option in (
+            common_options,
+            output_option(output),
+            seed_option,
+            *([device_option] if device else []),
+            own_options,
+            click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]..."),
+            click.argument("recipe", metavar="RECIPE"),
+        ):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def recipe_command(*, device: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`recipe_options` for a function that takes a console, the job and the user's own code, and its other options."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @recipe_options(device=device)
+        @wraps(function)
+        def run(
+            recipe: str,
+            overrides: tuple[str, ...],
+            factory: str | None,
+            data: str | None,
+            optimizer: str | None,
+            allow_code: bool,
+            as_json: bool,
+            **options: Any,
+        ) -> None:
+            console = Console(as_json)
+            given = {key: options.pop(name) for name, key in RECIPE_KEYS.items() if name in options}
+            job = load_job(recipe, overrides, factory=factory, data=data, allow_code=allow_code, **given)
+            check_folder(job.output)
+            from prunekit.workflow import Own
+
+            function(console, job, Own(factory, data, optimizer), **options)
+
+        return run
+
+    return decorate
 
 
 def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
-from prunekit.cli.output import Console, check_folder
+from prunekit.cli.options import recipe_command
+from prunekit.cli.output import Console
 from prunekit.display import text_of
+
+if TYPE_CHECKING:
+    from prunekit.settings.job import JobSettings
+    from prunekit.workflow import Own
 
 
 @click.command("sensitivity", short_help="Show what each channel group costs to prune.")
-@click.argument("recipe", metavar="RECIPE")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--measured", is_flag=True, help="Also run the model with each group masked: exact, and slower.")
 @click.option(
     "--groups",
@@ -21,23 +23,13 @@ from prunekit.display import text_of
     metavar="GLOB",
     help="Only channel groups of such a name; may be repeated. `prunekit inspect` shows the names.",
 )
-@own_options
-@device_option
-@seed_option
-@output_option("runs.  [default: runs]")
-@common_options
+@recipe_command()
 def sensitivity_command(
-    recipe: str,
-    overrides: tuple[str, ...],
+    console: Console,
+    job: JobSettings,
+    own: Own,
     measured: bool,
     groups: tuple[str, ...],
-    factory: str | None,
-    data: str | None,
-    task: str | None,
-    optimizer: str | None,
-    allow_code: bool,
-    as_json: bool,
-    **options: Any,
 ) -> None:
     """Error against kept channels, for every channel group of a recipe's dense model.
 
@@ -45,10 +37,7 @@ def sensitivity_command(
     anew, as a share of their outputs' variance. With --measured, on validation images: what the model's output, loss
     and top-1 lose when the group is masked and nothing is fitted. Curves as CSV and JSON, and a report.
     """
-    console = Console(as_json)
-    job = load_job(recipe, overrides, factory=factory, data=data, task=task, allow_code=allow_code, **options)
-    check_folder(job.output)
-    from prunekit.workflow import Own, analyze
+    from prunekit.workflow import analyze
 
     with console.running():
         run = analyze(
@@ -57,7 +46,7 @@ def sensitivity_command(
             groups=groups,
             log=console.log,
             progress=console.progress,
-            own=Own(factory, data, optimizer),
+            own=own,
         )
     places = f"Curves: {run.folder / 'sensitivity.csv'}\nReport: {run.folder / 'report.html'}"
     console.result(

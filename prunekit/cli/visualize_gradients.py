@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.options import common_options, device_option, load_job, output_option, own_options, seed_option
+from prunekit.cli.options import load_job, recipe_options
 from prunekit.cli.output import Console, check_folder, save, table
 
 if TYPE_CHECKING:
@@ -18,17 +18,11 @@ FOLDER = "gradients"
 
 
 @click.command("gradients", short_help="Show the gradients of each layer while a model trains.")
-@click.argument("recipe", metavar="RECIPE")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--epochs", type=click.IntRange(min=1), help="How long.  [default: as the recipe trains]")
 @click.option(
     "--records", default=100, show_default=True, type=click.IntRange(min=1), help="How often gradients are recorded."
 )
-@own_options
-@device_option
-@seed_option
-@output_option("the picture, and its figures as CSV and JSON.  [default: gradients]")
-@common_options
+@recipe_options("the picture, and its figures as CSV and JSON.  [default: gradients]")
 def gradients_command(
     recipe: str,
     overrides: tuple[str, ...],

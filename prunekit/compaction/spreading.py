@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 from prunekit.channels.copying import named_tensors
-from prunekit.channels.slicing import blank
+from prunekit.channels.slicing import blank, is_variance
 from prunekit.errors import PlanError
 from prunekit.planning import Plan, require_plan
-
-VARIANCE = "running_var"
 
 
 @torch.no_grad()
@@ -46,7 +44,7 @@ def spread_(model: nn.Module, small: nn.Module, plan: Plan) -> None:
     if found:
         raise PlanError(f"{next(iter(found))}: the compact model has it and the dense one has no place for it")
     for name, (tensor, there, kept, shrinks) in places.items():
-        if name in plan.masked_indices and tensor.is_floating_point() and not name.endswith(VARIANCE):
+        if name in plan.masked_indices and tensor.is_floating_point() and not is_variance(name):
             blank(tensor, plan.masked_indices[name])
         values = there.to(tensor.device, tensor.dtype)
         if shrinks:

@@ -14,24 +14,11 @@ from torch import Tensor
 from prunekit.diagnosis.observation import DataSeen
 from prunekit.errors import DataError
 from prunekit.inputs import described
-from prunekit.nested import gather, map_tensors
-from prunekit.tasks.batches import Pair
+from prunekit.nested import map_tensors
+from prunekit.tasks.batches import Batch, Pair
 
 IGNORED = -100
 """The label that torch's cross entropy leaves out."""
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What a model is called with, and its labels, where there are any."""
-
-    inputs: tuple[Any, ...]
-    labels: Tensor | None
-
-    @property
-    def images(self) -> Tensor:
-        """The first of the inputs, (B, ...), by which samples are known."""
-        return gather(self.inputs)[0]
 
 
 @dataclass(frozen=True)

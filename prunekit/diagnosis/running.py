@@ -14,13 +14,14 @@ from prunekit.context import device_of, gradients_of, seeded, training_mode
 from prunekit.diagnosis.before import batchnorm_modes, unchanged
 from prunekit.diagnosis.curvature import largest_eigenvalue, too_sharp, trial
 from prunekit.diagnosis.failing import failure_of
-from prunekit.diagnosis.images import Batch, DataWatch, Pool, class_labels, in_range
+from prunekit.diagnosis.images import DataWatch, Pool, class_labels, in_range
 from prunekit.diagnosis.observation import Failure, Gradients, Observation, StepSize
 from prunekit.diagnosis.watching import GradientWatch, Running, UnitWatch
 from prunekit.errors import ModelError, PrunekitError
 from prunekit.hooks import refuse_compiled
 from prunekit.inputs import call, moved, taken
 from prunekit.models import auxiliary, logits
+from prunekit.tasks.batches import Batch
 
 Loss = Callable[[Any, Tensor], Tensor]
 """From what the model returned and the labels to one number, the mean over the batch."""

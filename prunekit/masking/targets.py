@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prunekit.channels.slicing import is_variance
 from prunekit.distributed.shards import is_shard, local, spread
 from prunekit.errors import ModelError
 from prunekit.masking.last_seen import LastSeen
@@ -182,15 +183,13 @@ Entries = dict[str, PrunedEntries | None]
 
 Found = dict[str, tuple[nn.Module, list[MaskedTensor]]]
 """By module path: the module, and what of its own tensors a plan prunes."""
-VARIANCE = "running_var"
 
 
 def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: bool, variances: bool = False) -> Found:
     """What of each module's own tensors the plan prunes.
 
     A tensor that several modules share is listed at each of them. Of buffers only floating-point ones count, and not
-    `running_var`: a variance of zero would not make a channel vanish, only its statistics degenerate. What is not in
-    `entries` yet is added.
+    running variances, see `is_variance`. What is not in `entries` yet is added.
 
     Args:
         variances: lists `running_var` as well, for those who do not write zeros.
@@ -204,7 +203,7 @@ def masked_tensors(model: nn.Module, plan: Plan, entries: Entries, *, buffers: b
     for path, module in model.named_modules():
         masked = []
         for attribute, tensor in _owned(module, buffers=buffers).items():
-            if attribute == VARIANCE and not variances:
+            if is_variance(attribute) and not variances:
                 continue
             name = canonical[id(tensor)]
             if name not in entries:

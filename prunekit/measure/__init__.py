@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
-    from prunekit.measure.scoring import Accuracy, Scores, accuracy, evaluate, wilson_interval
+    from prunekit.measure.scoring import Scores, evaluate, wilson_interval
     from prunekit.measure.size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
     from prunekit.settings.latency import LatencySettings
 
 _PLACES = {
-    "Accuracy": "prunekit.measure.scoring",
     "LatencyReport": "prunekit.measure.latency",
     "LatencySettings": "prunekit.settings.latency",
     "Scores": "prunekit.measure.scoring",
-    "accuracy": "prunekit.measure.scoring",
     "compare_latency": "prunekit.measure.latency",
     "count_bytes": "prunekit.measure.size",
     "count_macs": "prunekit.measure.size",
@@ -39,11 +37,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Accuracy",
     "LatencyReport",
     "LatencySettings",
     "Scores",
-    "accuracy",
     "compare_latency",
     "count_bytes",
     "count_macs",

@@ -10,9 +10,7 @@ import torch
 from prunekit.errors import UsageError
 from prunekit.measure.runtimes import RUNTIMES, Setting
 from prunekit.settings.latency import LatencySettings
-from prunekit.vocabulary import DtypeName
-
-DTYPES: dict[DtypeName, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+from prunekit.vocabulary import DTYPES
 
 
 def require_runtimes(names: Sequence[str]) -> None:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from prunekit.channels.running import ModuleStack, plain_attention
 from prunekit.channels.storages import plain_in, shape_of, storage_of
 from prunekit.context import seeded, training_mode, without_gradients
-from prunekit.errors import ModelError
 from prunekit.hooks import refuse_compiled
-from prunekit.inputs import call, count_of, described
+from prunekit.inputs import call, count_of, running
 from prunekit.measure.operator_costs import FlopCounter
 from prunekit.nested import gather
 
@@ -135,13 +134,11 @@ def _run(model: nn.Module, example_inputs: tuple[Any, ...]) -> _Seen:
         seen.bytes[path] += seen.hold(plain_in(result))
 
     stack = ModuleStack(model, enter, leave)
-    try:
-        with seeded(0), training_mode(model, False), plain_attention():
-            without_gradients(run)
-    except Exception as error:  # a model's own code may raise anything
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        name, where = type(model).__name__, f" (in {stack.current})" if stack.current else ""
-        raise ModelError(f"{name}: the model does not run on {described(example_inputs)}{where}: {reason}") from error
+    with (
+        running(model, example_inputs, where=lambda: f" (in {stack.current})" if stack.current else ""),
+        seeded(0), training_mode(model, False), plain_attention(),
+    ):  # fmt: skip
+        without_gradients(run)
     seen.macs[""] += since()  # of hooks on the model that run after ours
     return seen
 

@@ -17,23 +17,10 @@ from prunekit.errors import DataError, ModelError, NonFiniteError, UsageError
 from prunekit.inputs import blank_padding, count_of, counted_positions
 from prunekit.nested import gather
 from prunekit.planning import MeasuredPoint
-from prunekit.tasks.batches import Pair
+from prunekit.tasks.batches import Batch, Pair
 
 FLAT = 1e-12
 """Variance among images, as a share of the mean square, below which an output says nothing about the images."""
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What a model is called with, and its labels, where there are any."""
-
-    inputs: tuple[Any, ...]
-    labels: Tensor | None
-
-    @property
-    def samples(self) -> int:
-        """How many there are."""
-        return count_of(self.inputs)
 
 
 def labeled_alike(batches: Iterable[Pair], loss: Loss | None) -> Iterator[Batch]:

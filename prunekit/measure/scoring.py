@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +12,8 @@ from prunekit.context import training_mode
 from prunekit.distributed.exchange import gather
 from prunekit.errors import DataError
 from prunekit.inputs import call, described, moved
-from prunekit.tasks import IMAGE_CLASSIFICATION, Pairs, Task, get_task
+from prunekit.tasks import Pairs, Task, get_task
 from prunekit.tasks import wilson_interval as wilson_interval
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Top-1 accuracy in percent, the counts it comes from, and its 95 % Wilson interval in percent."""
-
-    top1: float
-    correct: int
-    n_test: int
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -104,21 +92,3 @@ def evaluate(
     ends = None if interval is None else interval(found)
     guessed = None if chance is None else chance(found)
     return Scores(task.score(found), sum(part[1] for part in parts), tuple(found.tolist()), ends, guessed)
-
-
-def accuracy(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, *, together: bool = False
-) -> Accuracy:
-    """Top-1 accuracy of a classifier of images, in eval mode and without gradients.
-
-    Args:
-        model: returns logits (B, classes); it is moved to `device`, and its train/eval mode is restored.
-        batches: images (B, C, H, W) and labels (B,).
-        device, together: as for `evaluate`.
-
-    Raises:
-        DataError: there are no images.
-    """
-    found = evaluate(model, batches, IMAGE_CLASSIFICATION, device, together=together)
-    correct = int(found.counts[0])
-    return Accuracy(found.values["top1"], correct, found.n_test, *wilson_interval(correct, found.n_test))

@@ -16,12 +16,13 @@ from prunekit.channels.running import plain_attention
 from prunekit.context import same_draws, training_mode
 from prunekit.inputs import count_of, moved, taken
 from prunekit.masking import WeightMasks
-from prunekit.measure.outputs import Batch, Spread, Sums, labeled_alike, observed, require_alike
+from prunekit.measure.outputs import Spread, Sums, labeled_alike, observed, require_alike
 from prunekit.measure.prefix import DensePrefix
 from prunekit.planning import MeasuredPoint, Plan
 from prunekit.planning.curves import keeping, kept_counts
 from prunekit.progress import reporting, tracked
 from prunekit.tasks import Pairs, Task
+from prunekit.tasks.batches import Batch
 
 
 def forward_passes(orders: Mapping[str, Labels]) -> int:

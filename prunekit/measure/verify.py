@@ -17,7 +17,7 @@ from prunekit.channels.doubled import WAYS, Way, doubled
 from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.narrowed import NarrowNorms
 from prunekit.channels.running import plain_attention
-from prunekit.channels.slicing import cut
+from prunekit.channels.slicing import cut, is_variance
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.display import Displayed
 from prunekit.errors import ModelError, UsageError, VerificationError
@@ -271,7 +271,7 @@ def _by_operator(
 def _not_masked(masked: nn.Module, plan: Plan) -> str:
     """Says that a model was not masked, if so: the dense one is given by mistake."""
     for name, tensor in named_tensors(masked):
-        keep = plan.mask(name) if has_gradients(tensor) and not name.endswith("running_var") else None
+        keep = plan.mask(name) if has_gradients(tensor) and not is_variance(name) else None
         if keep is not None and bool(tensor.detach().masked_fill(keep.to(tensor.device), 0).any()):
             return (
                 f"; {name} of the masked model is not 0 where the plan prunes: give the model as `prunekit.masked` "

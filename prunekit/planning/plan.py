@@ -27,7 +27,7 @@ from prunekit.channels.joint import NOT_JOINT
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep, SizeAttribute, group_labels
 from prunekit.channels.norms import Norm
-from prunekit.channels.slicing import blank, kept_indices, masked_indices
+from prunekit.channels.slicing import blank, is_variance, kept_indices, masked_indices
 from prunekit.display import Displayed, Table, changes
 from prunekit.errors import ArtifactError, PlanError, UsageError
 from prunekit.inputs import InputSpec
@@ -123,7 +123,7 @@ class Plan(Displayed):
         """
         with torch.no_grad():
             for name, tensor in named_tensors(model):
-                if name in self.masked_indices and not name.endswith("running_var"):
+                if name in self.masked_indices and not is_variance(name):
                     blank(tensor, self.masked_indices[name])
                 if name in self.element_masks:
                     tensor.masked_fill_(~self.element_masks[name].to(tensor.device), 0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 import torch
 
+from prunekit.artifacts import plain
 from prunekit.channels import ChannelMap
 from prunekit.channels.labels import Labels
 from prunekit.channels.map import Keep
@@ -163,15 +163,6 @@ def feasible_plan(channel_map: ChannelMap, settings: PruneSettings, latency: Lat
     """
     scope: Scope = "uniform" if settings.scope == "uniform" else "global"  # as wide, and quicker
     return make_plan(channel_map, np.ones(channel_map.n_labels), replace(settings, scope=scope), latency=latency)
-
-
-def plain(value: Any) -> Any:
-    """Tuples as lists and version objects as text, so that a plan reads back equal to what was written."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, str) else value
 
 
 def keep_of(channel_map: ChannelMap, parts: list[Part], counts: Labels) -> Keep:

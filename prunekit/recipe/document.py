@@ -10,6 +10,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
+from prunekit.artifacts import plain
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -74,7 +76,7 @@ def parse(text: str, origin: Origin) -> Document:
         walk.visit(root, ())
         loader = YAML(typ="safe", pure=True)
         loader.allow_duplicate_keys = True
-        values = None if walk.problems else _plain(loader.load(text))
+        values = None if walk.problems else plain(loader.load(text))
     except YAMLError as error:
         return Document(None, places={(): origin}, problems=(_syntax_problem(error, origin),))
     return Document(values, walk.keys, walk.places, tuple(walk.problems))
@@ -134,15 +136,6 @@ def _is_merge(pair: tuple[Node, Node]) -> bool:
 def _is_empty(node: Node) -> bool:
     # YAML places a value that is not there at the next token, often lines below its key.
     return bool(node.value == "" and node.start_mark.index == node.end_mark.index)
-
-
-def _plain(value: Any) -> Any:
-    """Values as JSON knows them: text keys, and dates as the text that they were written as."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _syntax_problem(error: YAMLError, origin: Origin) -> Problem:

@@ -115,13 +115,11 @@ def lines(rows: pd.DataFrame, kept: Kept | None = None) -> tuple[Markup, int, in
     chosen = ranked if few else [*ranked[: MAX_LINES - LEAST], *ranked[-LEAST:]]
     columns = min(4, len(chosen))
     count = math.ceil(len(chosen) / columns)
-    with canvas(columns, count, 1.75 * count + 0.6, "lines") as (figure, panels):
+    with canvas(columns, count, 1.75 * count + 0.6, "lines", used=len(chosen)) as (figure, panels):
         for index, (axes, name) in enumerate(zip(panels, chosen, strict=False)):
             _panel(axes, name, rows[rows["group"] == name], shown, None if kept is None else kept.get(name))
             axes.set_ylabel("error, %" if index % columns == 0 else "", fontsize=8)
             axes.set_xlabel("channels kept, %" if index + columns >= len(chosen) else "", fontsize=8)
-        for axes in panels[len(chosen) :]:
-            axes.set_axis_off()
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
         label = "Error against kept channels of the most and the least sensitive groups"
         return svg(figure, label), len(chosen), len(ranked)

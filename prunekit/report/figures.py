@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,18 +59,22 @@ STYLE: dict[Any, Any] = {
 
 @contextmanager
 def canvas(
-    columns: int, rows: int, height: float, name: str, grid: Mapping[str, float] | None = None
+    columns: int, rows: int, height: float, name: str, grid: Mapping[str, float] | None = None, used: int | None = None
 ) -> Iterator[tuple[Figure, Any]]:
     """A figure of the page's width, `height` inches high, and its panels in a flat array; `name` is the page's own.
 
     Args:
         grid: where the panels are, as `Figure.subplots_adjust` has it; None: they are fitted around what is written at
             their sides, which takes as long as drawing them does.
+        used: how many of the panels are drawn in; None: all. The others stay blank.
     """
     # Ids in an SVG come from this salt: without one per figure, figures of a page would share clip paths.
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained" if grid is None else None)
-        yield figure, np.atleast_1d(figure.subplots(rows, columns, gridspec_kw=dict(grid or {}))).ravel()
+        panels = np.atleast_1d(figure.subplots(rows, columns, gridspec_kw=dict(grid or {}))).ravel()
+        for axes in [] if used is None else panels[used:]:
+            axes.set_axis_off()
+        yield figure, panels
 
 
 def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
@@ -88,6 +92,12 @@ def svg(figure: Figure, label: str, *, lit: bool = False) -> Markup:
     opening = '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     opening += ' class="lit"' if lit else ""
     return Markup(f"{opening} {view_box}") + Markup(' role="img" aria-label="{}">').format(label) + Markup(body)
+
+
+def evenly(names: Sequence[str], most: int) -> list[str]:
+    """Return the names, or as many of them as are legible, evenly chosen."""
+    chosen = np.unique(np.linspace(0, len(names) - 1, min(most, len(names))).round().astype(int))
+    return [names[index] for index in chosen]
 
 
 def _color(name: str, names: list[str]) -> str:
@@ -115,16 +125,15 @@ def histograms(scores: pd.DataFrame) -> tuple[Markup, int, int]:
         The figure, how many groups it shows, and how many there are.
     """
     names = list(scores["group"].drop_duplicates())
-    chosen = np.unique(np.linspace(0, len(names) - 1, min(MAX_GROUPS, len(names))).round().astype(int))
+    chosen = evenly(names, MAX_GROUPS)
     columns = min(4, len(chosen))
     rows = math.ceil(len(chosen) / columns)
     height = 1.65 * rows + 0.5
-    grid = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
-    with canvas(columns, rows, height, "histograms", {**grid, "wspace": 0.16, "hspace": 0.45}) as (figure, panels):
-        for axes, index in zip(panels, chosen, strict=False):
-            _histogram(axes, names[index], scores[scores["group"] == names[index]])
-        for axes in panels[len(chosen) :]:
-            axes.set_axis_off()
+    edges = {"left": 0.03, "right": 0.985, "bottom": 0.25 / height, "top": 1 - 0.6 / height}
+    grid = {**edges, "wspace": 0.16, "hspace": 0.45}
+    with canvas(columns, rows, height, "histograms", grid, len(chosen)) as (figure, panels):
+        for axes, name in zip(panels, chosen, strict=False):
+            _histogram(axes, name, scores[scores["group"] == name])
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="upper right", ncols=2)
         return svg(figure, "Histograms of importance scores per channel group"), len(chosen), len(names)
@@ -228,11 +237,9 @@ def latencies(samples: pd.DataFrame) -> Markup:
     columns = min(2, len(settings))
     rows = math.ceil(len(settings) / columns)
     models = len(samples["model"].drop_duplicates())
-    with canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies") as (figure, panels):
+    with canvas(columns, rows, (0.45 * models + 0.85) * rows, "latencies", used=len(settings)) as (figure, panels):
         for axes, (key, frame) in zip(panels, settings, strict=False):
             _latency_panel(axes, key, frame)
-        for axes in panels[len(settings) :]:
-            axes.set_axis_off()
         return svg(figure, "Latency of every timed run, by device and batch")
 
 

@@ -40,9 +40,7 @@ STYLE: dict[Any, Any] = {
 
 def shown_layers(rows: pd.DataFrame) -> list[str]:
     """The layers that a figure shows, in the order of the model: all, or as many as are legible, evenly chosen."""
-    layers = list(rows["layer"].drop_duplicates())
-    chosen = np.unique(np.linspace(0, len(layers) - 1, min(MOST_LAYERS, len(layers))).round().astype(int))
-    return [layers[index] for index in chosen]
+    return figures.evenly(list(rows["layer"].drop_duplicates()), MOST_LAYERS)
 
 
 def flow_height(rows: pd.DataFrame) -> float:

@@ -65,14 +65,12 @@ def distributions(rows: pd.DataFrame) -> tuple[Markup, int, int]:
         The figure, how many layers it shows, and how many there are.
     """
     names, kind = list(rows["layer"].drop_duplicates()), str(rows["kind"].iloc[0])
-    chosen = np.unique(np.linspace(0, len(names) - 1, min(MAX_GROUPS, len(names))).round().astype(int))
+    chosen = figures.evenly(names, MAX_GROUPS)
     columns = min(4, len(chosen))
     height = math.ceil(len(chosen) / columns)
-    with canvas(columns, height, 1.65 * height + 0.5, kind) as (figure, panels):
-        for axes, index in zip(panels, chosen, strict=False):
-            _panel(axes, names[index], rows[rows["layer"] == names[index]], log=kind == "activations")
-        for axes in panels[len(chosen) :]:
-            axes.set_axis_off()
+    with canvas(columns, height, 1.65 * height + 0.5, kind, used=len(chosen)) as (figure, panels):
+        for axes, name in zip(panels, chosen, strict=False):
+            _panel(axes, name, rows[rows["layer"] == name], log=kind == "activations")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=2)
         return svg(figure, f"Histograms of the {kind} of each layer"), len(chosen), len(names)

@@ -19,10 +19,10 @@ from prunekit.inputs import moved
 from prunekit.measure.module_table import ModuleRow, Shapes, module_table
 from prunekit.measure.size import count_bytes, count_memory
 from prunekit.numbers import count, share, size
-from prunekit.vocabulary import DtypeName
+from prunekit.vocabulary import DTYPES
 from prunekit.wrappers import unwrapped
 
-DTYPES: dict[str, DtypeName] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+NAMES = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,11 +159,11 @@ def summary(model: nn.Module, example: Any, *, name: str | None = None) -> Model
 
 
 def _peak(model: nn.Module, given: tuple[Any, ...], batch: int) -> int | None:
-    kinds = {str(parameter.dtype) for parameter in model.parameters() if parameter.is_floating_point()}
-    if len(kinds) != 1 or not kinds <= DTYPES.keys():
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if len(kinds) != 1 or not kinds <= NAMES.keys():
         return None
     try:
-        return count_memory(model, given, batch, DTYPES[kinds.pop()])
+        return count_memory(model, given, batch, NAMES[kinds.pop()])
     except ModelError:  # it runs where it is, but not as a copy on the CPU
         return None
 

@@ -29,12 +29,10 @@ def pareto(panels: Sequence[Panel], score: str) -> Markup:
     panels = panels[:MAX_PANELS]
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
-    with canvas(columns, rows, 3.5 * rows + 0.4, "pareto") as (figure, all_axes):
+    with canvas(columns, rows, 3.5 * rows + 0.4, "pareto", used=len(panels)) as (figure, all_axes):
         for axes, (title, cost, points) in zip(all_axes, panels, strict=False):
             _panel(axes, points)
             axes.set(title=title, xlabel=cost, ylabel=f"{score}, %")
-        for axes in all_axes[len(panels) :]:
-            axes.set_axis_off()
         figure.legend(handles=_legend(panels), loc="outside upper right", ncols=6)
         names = ", ".join(f"{score} against {cost} ({title})" for title, cost, _ in panels)
         return svg(figure, f"{names}; all figures are in the tables")

@@ -50,6 +50,14 @@ TEXT_COLUMNS = (
 )
 
 
+OBJECTS = {
+    "status": "status.json",
+    "metrics": "metrics.json",
+    "environment": "environment.json",
+    "analysis": "sensitivity.json",
+    "profile": "profile.json",
+    "fits": "fits.json",
+}
 Found = TypeVar("Found")
 
 
@@ -110,30 +118,11 @@ def read_run(folder: Path, *, whole: bool = True) -> Run:
 
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: expected the folder of a run, and there is none")
-    tables = {name: found(f"{name}.csv", partial(_table, columns=columns), None) for name, columns in COLUMNS.items()}
-    return Run(
-        folder,
-        status=found("status.json", _object, {}),
-        metrics=found("metrics.json", _object, {}),
-        environment=found("environment.json", _object, {}),
-        recipe=found("recipe.yaml", _text, None),
-        layers=tables["layers"],
-        history=tables["history"],
-        scores=tables["scores"],
-        coupling=tables["coupling"],
-        locks=tables["locks"],
-        latency_samples=tables["latency_samples"],
-        clamps=tables["clamps"],
-        repair=tables["repair"],
-        sensitivity=tables["sensitivity"],
-        schedule=tables["schedule"],
-        gradients=tables["gradients"],
-        networks=tables["networks"],
-        analysis=found("sensitivity.json", _object, {}),
-        profile=found("profile.json", _object, {}),
-        fits=found("fits.json", _object, {}),
-        damaged=damaged,
-    )
+    read: dict[str, Any] = {
+        name: found(f"{name}.csv", partial(_table, columns=columns), None) for name, columns in COLUMNS.items()
+    }
+    read |= {name: found(file, _object, {}) for name, file in OBJECTS.items()}
+    return Run(folder, recipe=found("recipe.yaml", _text, None), damaged=damaged, **read)
 
 
 def _text(path: Path) -> str | None:

@@ -118,12 +118,10 @@ def layers(found: Sequence[Layer]) -> tuple[Markup, int, int]:
     chosen, total = ranked[:MAX_PANELS], sum(layer["measured"][0]["ms"] for layer in found)
     columns = min(COLUMNS, len(chosen))
     rows = math.ceil(len(chosen) / columns)
-    with canvas(columns, rows, 2.2 * rows + 0.6, "staircases") as (figure, panels):
+    with canvas(columns, rows, 2.2 * rows + 0.6, "staircases", used=len(chosen)) as (figure, panels):
         for index, (axes, one) in enumerate(zip(panels, chosen, strict=False)):
             _panel(axes, one, one.ms / total)
             axes.set_ylabel("ms" if index % columns == 0 else "", fontsize=8)
-        for axes in panels[len(chosen) :]:
-            axes.set_axis_off()
         figure.legend(handles=_legend(figure), loc="outside upper right", ncols=len(SHARES) + 2)
         return (
             svg(figure, "Latency of the costliest layers against their widths, measured and fitted", lit=True),

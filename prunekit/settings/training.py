@@ -9,9 +9,9 @@ from annotated_types import Ge, Gt, Lt, MinLen
 
 from prunekit.settings.checked import Checked
 from prunekit.settings.masking import ClampSettings
+from prunekit.vocabulary import DtypeName
 
 Count = Annotated[int, Ge(0)]
-Precision = Literal["fp32", "bf16", "fp16"]
 Sharding = Literal["replicas", "full"]
 
 
@@ -134,7 +134,7 @@ class TrainSettings(Checked):
     cutmix: Annotated[float, Ge(0)] = 0.0
     """A rectangle of each image is from another, its area drawn by Beta(cutmix, cutmix) (Yun et al. 2019); 0: none is.
     With mixup too, each batch draws one of them."""
-    precision: Precision = "fp32"
+    precision: DtypeName = "fp32"
     """Type of numbers in the forward pass while training: mixed precision (Micikevicius et al. 2018), with a loss scale
     for fp16."""
     accumulate: Annotated[int, Ge(1)] = 1

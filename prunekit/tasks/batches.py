@@ -19,6 +19,7 @@ from prunekit.inputs import (
     Keywords,
     arguments,
     by_name,
+    count_of,
     described,
     example,
     joined,
@@ -36,6 +37,24 @@ BATCH = 128
 """Samples at a time of data that is not in batches yet."""
 Pair = tuple[tuple[Any, ...], Any]
 """What a model is called with, see `prunekit.inputs.example`, and targets or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a model is called with, and its labels, where there are any."""
+
+    inputs: tuple[Any, ...]
+    labels: Tensor | None
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return count_of(self.inputs)
+
+    @property
+    def images(self) -> Tensor:
+        """The first of the inputs, (B, ...), by which samples are known."""
+        return gather(self.inputs)[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
 from prunekit.inputs import arguments, call, moved
 from prunekit.masking import inner_optimizer
-from prunekit.settings.training import Precision, TrainSettings
+from prunekit.settings.training import DtypeName, TrainSettings
 from prunekit.tasks import Loss, Task
 from prunekit.training.history import EpochRow
 from prunekit.training.nonfinite import (
@@ -39,7 +39,7 @@ from prunekit.training.run_state import RunState
 from prunekit.training.sharding import in_step
 
 Numbered = tuple[int, Batch]
-HALF: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF: dict[DtypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,12 @@ class Epochs:
         return sums.of_all()
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+def autocast(precision: DtypeName, device: torch.device) -> AbstractContextManager[None]:
     """Run what PyTorch deems safe in half precision; nothing for `fp32`."""
     return torch.autocast(device.type, dtype=HALF.get(precision), enabled=precision in HALF)
 
 
-def loss_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+def loss_scaler(precision: DtypeName, device: torch.device) -> torch.amp.GradScaler | None:
     """Return what keeps small gradients from vanishing in float16, and skips steps whose gradients overflow."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 

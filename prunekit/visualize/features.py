@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from prunekit.capturing import Captured, Layers, capture, choose
 from prunekit.context import training_mode
-from prunekit.errors import ModelError, UsageError
+from prunekit.errors import UsageError
+from prunekit.inputs import running
 from prunekit.visualize.views import View, in_dense_places, shown
 
 Kept = Callable[[str, int], NDArray[np.bool_] | None]
@@ -107,12 +108,9 @@ def _taken(name: str, model: nn.Module, image: Tensor, paths: Iterable[str]) -> 
     here = [path for path in paths if path in known]  # the other model may have folded norms
     if not here:
         return {}
-    with training_mode(model, False), torch.no_grad(), capture(model, here) as record:
-        try:
-            model(image)
-        except Exception as error:  # a model's own code may raise anything
-            sizes, reason = " x ".join(map(str, image.shape)), str(error).partition("\n")[0]
-            raise ModelError(f"the {name} model does not run on {sizes}: {type(error).__name__}: {reason}") from error
+    ready = running(model, image, called=f"the {name} model")
+    with ready, training_mode(model, False), torch.no_grad(), capture(model, here) as record:
+        model(image)
     found: dict[tuple[str, int], Captured] = {}
     for entry in record:
         if entry.value.is_floating_point():

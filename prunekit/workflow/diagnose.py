@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 from prunekit.data import DataSettings, Splits, batches
 from prunekit.data.datasets import SampleDataset
 from prunekit.diagnosis import Diagnosis, Pool, diagnose, require_kinds
-from prunekit.errors import UsageError
 from prunekit.settings.job import JobSettings
 from prunekit.training import TrainSettings, steps_per_epoch
 from prunekit.training.optimizers import build_optimizer, build_schedule
-from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
-from prunekit.workflow.targets import InputModel
+from prunekit.workflow.own import RECIPE_ONLY, Own
+from prunekit.workflow.targets import InputModel, splits_of
 
 LOOKED_AT = 1024
 """Images of the training split, and of the validation split, that are compared for copies."""
@@ -57,7 +56,7 @@ def diagnose_target(
         DataError: the images are missing or unreadable.
     """
     require_kinds(ignore)
-    splits = _splits(target, data, own)
+    splits = splits_of(target, data, own, "run it on")
     settings = data or DataSettings()
     order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))
     seen = min(count * settings.batch, len(order))
@@ -85,14 +84,3 @@ def first_step(model: nn.Module, training: TrainSettings, splits: Splits, batch:
 
 def _some(dataset: SampleDataset, settings: DataSettings, indices: torch.Tensor) -> Any:
     return batches(dataset, settings.batch, shuffle_seed=None, indices=indices) if len(indices) else ()
-
-
-def _splits(target: InputModel, data: DataSettings | None, own: Own) -> Splits:
-    if target.splits is not None:
-        return target.splits
-    if data is None:
-        raise UsageError(
-            f"{target.name}: expected images to run it on; name the recipe that has them: --recipe PATH, or give your "
-            "own: --data file.py:factory"
-        )
-    return job_splits(data, own)

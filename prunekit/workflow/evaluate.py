@@ -10,14 +10,14 @@ import torch
 from prunekit.data import DataSettings, Splits, batches
 from prunekit.distributed.exchange import in_turn, require_equal
 from prunekit.distributed.group import rank, size
-from prunekit.errors import ModelError, UsageError
+from prunekit.errors import ModelError
 from prunekit.measure import count_macs, count_parameters
 from prunekit.measure import evaluate as measure
 from prunekit.training import share_corrupt
 from prunekit.workflow.agreeing import share_model
-from prunekit.workflow.own import RECIPE_ONLY, Own, job_splits
+from prunekit.workflow.own import RECIPE_ONLY, Own
 from prunekit.workflow.results import described_task
-from prunekit.workflow.targets import InputModel, inputs_of_task, probe
+from prunekit.workflow.targets import InputModel, inputs_of_task, probe, splits_of
 
 
 def evaluate(
@@ -47,7 +47,7 @@ def evaluate(
         ModelError: the model has no trained weights, does not run on the images, or knows other classes.
     """
     with in_turn():
-        splits = _splits(target, data, own, task)
+        splits = splits_of(target, data, own, "test on", task)
     require_equal(splits.fingerprint, "the images (their fingerprint)")
     share_model(target.model, "the model")
     target = replace(target, sample_shape=splits.sample_shape, inputs=inputs_of_task(target.model, splits))
@@ -59,17 +59,6 @@ def evaluate(
     share_corrupt(test)
     figures = {"task": described_task(splits.task), **found.figures(), **costs}
     return {"model": target.name, **figures, "device": str(device), "corrupt_images": splits.corrupt}
-
-
-def _splits(target: InputModel, data: DataSettings | None, own: Own, task: str) -> Splits:
-    if target.splits is not None:
-        return target.splits
-    if data is None:
-        raise UsageError(
-            f"{target.name}: expected images to test on; name the recipe that has them: --recipe PATH, or give your "
-            "own: --data file.py:factory"
-        )
-    return job_splits(data, own, task)
 
 
 def _check(target: InputModel, splits: Splits) -> None:

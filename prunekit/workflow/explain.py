@@ -13,8 +13,8 @@ from prunekit.channels.copying import copied
 from prunekit.context import device_of, on_device, paused_garbage_collection, resolve_device, seeded, training_mode
 from prunekit.context import threads as with_threads
 from prunekit.display import Displayed, Table
-from prunekit.errors import ModelError, UsageError
-from prunekit.inputs import call
+from prunekit.errors import UsageError
+from prunekit.inputs import call, running
 from prunekit.inputs import example as normalized
 from prunekit.measure.breakdown import Breakdown, OperatorRow, Side, break_down
 from prunekit.measure.causes import Cause
@@ -204,8 +204,9 @@ def explain(
         training_mode(dense, False), training_mode(pruned, False), with_threads(threads), seeded(0),
         paused_garbage_collection(), on_device(place), torch.no_grad(),
     ):  # fmt: skip
-        _try("dense", dense, inputs)
-        _try("pruned", pruned, inputs)
+        for name, model in (("dense", dense), ("pruned", pruned)):
+            with running(model, inputs, called=f"the {name} model"):
+                call(model, inputs)
         log(f"timing {rounds} rounds of both models, as they are and by operator")
         found = break_down(dense, pruned, inputs, batch=batch, rounds=rounds, device=place)
         causes = find_causes(Search(dense, pruned, inputs, batch, place, found), log)
@@ -217,15 +218,6 @@ def _placed(model: nn.Module, device: torch.device) -> nn.Module:
     where = device if device.index is not None or device.type != "cuda" else torch.device("cuda", 0)
     here = all(tensor.device == where for tensor in (*model.parameters(), *model.buffers()))
     return model if here else copied(model, device)
-
-
-def _try(name: str, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    try:
-        call(model, inputs)
-    except Exception as error:  # a model's own code may raise anything
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in gather(inputs))
-        raise ModelError(f"the {name} model does not run on inputs of {shapes}: {reason}") from error
 
 
 def _explanation(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prunekit.artifacts import StrPath
 from prunekit.context import threads
 from prunekit.deploy.transform import transform_of
@@ -25,6 +27,7 @@ from prunekit.workflow.scheduling import require_schedule
 from prunekit.workflow.trainings import OnEpoch
 
 
+@as_raised()
 def finetune(
     job: JobSettings,
     *,
@@ -34,6 +37,7 @@ def finetune(
     own: Own = RECIPE_ONLY,
     resume: StrPath | None = None,
     on_epoch: OnEpoch | None = None,
+    training: bool = True,
 ) -> RunResult:
     """Trains or loads the dense model, calibrates, plans, fine-tunes under masks, compacts, verifies and measures.
 
@@ -54,52 +58,15 @@ def finetune(
             row as `history.csv` has it: `run` (`baseline`, `pruned`, `control`...), `epoch`, `epochs` (of how many),
             learning rate, losses and scores. What it raises ends the run, whose folder then counts as interrupted, and
             is raised here.
+        training: whether to fine-tune. If not, what is left is repaired as the job's `repair` says, and that is all;
+            the dense model is trained only if it has no weights and the job says how. Labels are looked at to measure
+            scores, and by criteria that need them.
 
     Raises:
         UsageError: data, model or budget do not fit; nothing was written.
         ResumeError: the run to resume is of another recipe, plan or version, still runs, or has finished.
         RunError: the run failed; its folder says so.
     """
-    return _run(job, log, wanted(progress), finish, own, resume, on_epoch, training=True)
-
-
-def prune_job(
-    job: JobSettings,
-    *,
-    log: Log = stage,
-    progress: bool | None = None,
-    finish: Finish | None = write_report,
-    own: Own = RECIPE_ONLY,
-    resume: StrPath | None = None,
-    on_epoch: OnEpoch | None = None,
-) -> RunResult:
-    """As `finetune`, without fine-tuning: what is left is repaired as the job's `repair` says, and that is all.
-
-    The dense model is trained only if it has no weights and the job says how. Labels are looked at to measure top-1,
-    and by criteria that need them.
-
-    Args:
-        job, log, progress, finish, own, resume, on_epoch: as for `finetune`.
-
-    Raises:
-        UsageError: data, model or budget do not fit; nothing was written.
-        RunError: the run failed; its folder says so.
-    """
-    return _run(job, log, wanted(progress), finish, own, resume, on_epoch, training=False)
-
-
-@as_raised()
-def _run(
-    job: JobSettings,
-    log: Log,
-    progress: bool,
-    finish: Finish | None,
-    own: Own,
-    resume: StrPath | None,
-    on_epoch: OnEpoch | None,
-    *,
-    training: bool,
-) -> RunResult:
     require_report()
     devices("auto", job.latency)  # a runtime that is not there is refused before hours of work
     require_optimizer(job, own)
@@ -119,8 +86,12 @@ def _run(
         wait_for_all()
         with run_folder(job.output, job.name, log, text, finish, again) as run, one_for_all(), threads(job.threads):
             note(run, identity)
-            journey = Journey(prepared, search, run, progress=progress, training=training, on_epoch=on_epoch)
+            journey = Journey(prepared, search, run, progress=wanted(progress), training=training, on_epoch=on_epoch)
             metrics = journey.travel()
             folder = from_main(lambda: run.path)
         wait_for_all()  # until the report is written
     return RunResult(folder, metrics, own)
+
+
+prune_job = partial(finetune, training=False)
+"""`finetune` without fine-tuning."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from prunekit.artifacts import plain
 from prunekit.channels import ChannelMap
 from prunekit.deploy.transform import AS_IT_IS, Transform
 from prunekit.errors import PlanError
@@ -23,7 +24,7 @@ from prunekit.measure.wording import where
 from prunekit.planning import PruneSettings
 from prunekit.planning.latency import LatencyTable
 from prunekit.planning.reach import in_the_way, least_left
-from prunekit.planning.solve import feasible_plan, plain
+from prunekit.planning.solve import feasible_plan
 from prunekit.settings.budgets import facts_of
 from prunekit.workflow.bench import devices
 from prunekit.workflow.profiled import Profile

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from prunekit.artifacts import plain
 from prunekit.calibration import CalibrationWarning, ChannelStats, TaylorTerms
 from prunekit.calibration.patch_stats import PatchStats
 from prunekit.channels import ChannelMap, trace
@@ -26,7 +27,7 @@ from prunekit.measure.size import count_memory
 from prunekit.planning import Plan, PruneSettings, SensitivityCurve, cumulated, make_plan
 from prunekit.planning.reach import require_met_untimed
 from prunekit.planning.select import Scores
-from prunekit.planning.solve import feasible_plan, plain
+from prunekit.planning.solve import feasible_plan
 from prunekit.progress import stage
 from prunekit.settings.budgets import facts_of
 from prunekit.workflow.latency_search import LatencySearch, time_binds, time_compact, time_delivered

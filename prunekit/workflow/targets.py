@@ -11,7 +11,7 @@ from torch import nn
 
 from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
-from prunekit.data import Splits
+from prunekit.data import DataSettings, Splits
 from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
 from prunekit.inputs import Keywords, call, described
 from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
@@ -121,6 +121,27 @@ def trained_target(job: JobSettings, *, log: Log, progress: bool = False, own: O
     model = train_baseline(prepared, log=log, progress=progress).model
     splits = prepared.splits
     return InputModel(model, job.name, splits.sample_shape, splits, inputs=inputs_of_task(model, splits))
+
+
+def splits_of(
+    target: InputModel, data: DataSettings | None, own: Own, purpose: str, task: str = "image_classification"
+) -> Splits:
+    """Return the data of what a command works on: that of its job, or else that of the settings.
+
+    Args:
+        purpose: what images are for, as messages have it.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if target.splits is not None:
+        return target.splits
+    if data is None:
+        raise UsageError(
+            f"{target.name}: expected images to {purpose}; name the recipe that has them: --recipe PATH, or give your "
+            "own: --data file.py:factory"
+        )
+    return job_splits(data, own, task)
 
 
 def inputs_of_task(model: nn.Module, splits: Splits) -> tuple[Any, ...] | None:

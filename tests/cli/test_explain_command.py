@@ -110,7 +110,7 @@ def test_any_model_against_any_other(here: Path) -> None:
         (("zoo", "--device", "cuda:99"), "CUDA devices number"),
         (("zoo", "--output", "own.py"), "own.py"),
         (("own", "--model", "own.py:other"), "does not belong to this dense model"),
-        (("zoo", "--input-shape", "1x1x32x32"), "does not run on inputs of 1x1x32x32"),
+        (("zoo", "--input-shape", "1x1x32x32"), "does not run on float32 (1, 1, 32, 32)"),
     ],
 )
 def test_bad_input_is_one_message(here: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -19,7 +19,7 @@ from prunekit.data import (
     load_splits,
 )
 from prunekit.errors import DataError
-from prunekit.measure import accuracy
+from prunekit.measure import evaluate
 
 
 def files(folder: Path, count: int, broken: set[int], limit: int) -> FolderImages:
@@ -80,8 +80,8 @@ def test_accuracy_counts_what_was_seen(tmp_path: Path) -> None:
     always_two = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64, 10))
     torch.nn.init.zeros_(always_two[1].weight)
     always_two[1].bias.data = torch.nn.functional.one_hot(torch.tensor(2), 10).float()
-    found = accuracy(always_two, batches(dataset, 4, shuffle_seed=None), torch.device("cpu"))
-    assert (found.correct, found.n_test) == (1, 8)
+    found = evaluate(always_two, batches(dataset, 4, shuffle_seed=None), "image_classification", torch.device("cpu"))
+    assert (found.counts[0], found.n_test) == (1, 8)
 
 
 def folder(root: Path, limit: int) -> Splits:

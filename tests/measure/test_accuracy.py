@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from prunekit.errors import DataError
-from prunekit.measure import accuracy, evaluate, wilson_interval
+from prunekit.measure import evaluate, wilson_interval
 from prunekit.tasks import IMAGE_CLASSIFICATION
 
 CPU = torch.device("cpu")
@@ -30,9 +30,10 @@ def batches(predicted: list[int], labels: list[int], size: int) -> list[tuple[Te
 def test_hits_are_counted(size: int) -> None:
     model = Echo()
     model.train()
-    result = accuracy(model, batches([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 0, 0], size), CPU)
-    assert (result.top1, result.correct, result.n_test) == (75.0, 6, 8)
-    assert (result.low, result.high) == wilson_interval(6, 8)
+    data = batches([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 0, 0], size)
+    result = evaluate(model, data, IMAGE_CLASSIFICATION, CPU)
+    assert (result.values["top1"], result.counts[0], result.n_test) == (75.0, 6, 8)
+    assert result.interval == wilson_interval(6, 8)
     assert model.training
 
 
@@ -50,7 +51,7 @@ def test_chance_is_what_the_most_frequent_class_gives(size: int) -> None:
 
 def test_no_images() -> None:
     with pytest.raises(DataError, match="expected at least one image"):
-        accuracy(Echo(), [], CPU)
+        evaluate(Echo(), [], IMAGE_CLASSIFICATION, CPU)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from prunekit.channels import trace
 from prunekit.compaction import load, save
 from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError
-from prunekit.measure import accuracy, count_macs, count_parameters
+from prunekit.measure import count_macs, count_parameters, evaluate
 from prunekit.models import ModelSettings, build_model, zoo_names
 from prunekit.models.cifar import BasicBlock, CifarResNet
 from prunekit.workflow import prune
@@ -108,8 +108,8 @@ def test_published_weights_reach_their_accuracy(tmp_path: Path) -> None:
     """1,833 of the first 2,000 test images; all 10,000 give 91.73 % (and 93.39 % with resnet56)."""
     data = DataSettings(source="npz", root=write_npz(tmp_path / "cifar10.npz", 100, 2000), batch=250)
     model = built("resnet20", weights=str(WEIGHTS["resnet20"]))
-    found = accuracy(model, batches(load_splits(data).test, 250, shuffle_seed=None), CPU)
-    assert (found.correct, found.n_test) == (1833, 2000)
+    found = evaluate(model, batches(load_splits(data).test, 250, shuffle_seed=None), "image_classification", CPU)
+    assert (found.counts[0], found.n_test) == (1833, 2000)
     assert built("resnet56", weights=str(WEIGHTS["resnet56"])).linear.weight.shape == (10, 64)
 
 

@@ -16,7 +16,7 @@ import prunekit
 from prunekit.data import batches
 from prunekit.hooks import count_hooks
 from prunekit.masking import masked
-from prunekit.measure import accuracy
+from prunekit.measure import evaluate
 from prunekit.planning import Plan
 from prunekit.training import (
     Average,
@@ -88,7 +88,8 @@ def test_ema_is_its_recursion_and_is_what_is_validated_and_kept() -> None:
     close(part.average.module.state_dict(), ema)
     close(model.state_dict(), at_epochs[history.best_epoch - 1])
     shown = history.rows[history.best_epoch - 1].validation_score
-    assert accuracy(model, batches(splits().validation, 16, shuffle_seed=None), CPU).top1 == pytest.approx(shown)
+    found = evaluate(model, batches(splits().validation, 16, shuffle_seed=None), "image_classification", CPU)
+    assert found.values["top1"] == pytest.approx(shown)
     assert count_hooks(model) == 0
 
 

@@ -21,7 +21,7 @@ from training_models import CPU, images, net, splits
 from prunekit.data import Feed, TensorImages, batches
 from prunekit.errors import ModelError, NonFiniteError
 from prunekit.hooks import count_hooks
-from prunekit.measure import accuracy
+from prunekit.measure import evaluate
 from prunekit.models import ModelSettings, build_model
 from prunekit.training import EpochRow, History, Part, Training, TrainSettings, Within, fit
 
@@ -37,7 +37,8 @@ def test_it_learns() -> None:
     history = train(model, TrainSettings(epochs=5, lr=0.1))
     assert [row.epoch for row in history.rows] == [1, 2, 3, 4, 5]
     assert history.rows[-1].train_loss < 0.5 * history.rows[0].train_loss
-    assert accuracy(model, batches(splits().test, 20, shuffle_seed=None), CPU).top1 >= 90
+    found = evaluate(model, batches(splits().test, 20, shuffle_seed=None), "image_classification", CPU)
+    assert found.values["top1"] >= 90
     assert all(row.images_per_s > 0 and row.seconds > 0 for row in history.rows)
 
 

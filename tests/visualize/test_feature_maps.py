@@ -127,7 +127,7 @@ def test_a_layer_that_is_not_there_or_a_model_that_does_not_run(
     models, _ = sides
     with pytest.raises(UsageError, match="layers: 'iner' matches no module path; did you mean 'inner'"):
         feature_maps(models, IMAGE, "iner")
-    with pytest.raises(ModelError, match="the dense model does not run on 1 x 4 x 16 x 16: RuntimeError"):
+    with pytest.raises(ModelError, match=r"the dense model does not run on float32 \(1, 4, 16, 16\): RuntimeError"):
         feature_maps(models, torch.zeros(1, 4, 16, 16), "inner")
 
 

@@ -28,7 +28,7 @@ from prunekit.data import DataSettings, batches, load_splits
 from prunekit.errors import ModelError, NonFiniteError, PlanError, UsageError
 from prunekit.hooks import count_hooks
 from prunekit.masking import ActivationSettings, ActivationThresholds, ClampSettings, Sparsity
-from prunekit.measure import LatencyReport, LatencySettings, Scores, accuracy, count_macs, wilson_interval
+from prunekit.measure import LatencyReport, LatencySettings, Scores, count_macs, evaluate, wilson_interval
 from prunekit.models import ModelSettings
 from prunekit.planning import BudgetSettings, PruneSettings
 from prunekit.report.page import write_report
@@ -220,8 +220,8 @@ def test_saved_model_is_the_measured_one(finished: tuple[Path, dict[str, Any], l
     model = prunekit.load(folder / "model")
     assert count_macs(model, (torch.zeros(1, 3, 8, 8),)) == metrics["pruned"]["macs"]
     splits = load_splits(DataSettings(image_size=8))
-    again = accuracy(model, batches(splits.test, 64, shuffle_seed=None), CPU)
-    assert again.top1 == metrics["pruned"]["top1"]
+    again = evaluate(model, batches(splits.test, 64, shuffle_seed=None), "image_classification", CPU)
+    assert again.values["top1"] == metrics["pruned"]["top1"]
     assert count_hooks(model) == 0
 
 
@@ -319,8 +319,8 @@ def test_activation_masks_meet_their_target_on_the_test_images(
     model = prunekit.load(folder / "model")
     test = batches(load_splits(DataSettings(image_size=8)).test, 64, shuffle_seed=None)
     with prunekit.ActivationMasks(model, thresholds) as masks:
-        again = accuracy(model, test, CPU)
-    assert again.top1 == found["top1"]
+        again = evaluate(model, test, "image_classification", CPU)
+    assert again.values["top1"] == found["top1"]
     assert masks.sparsity().layers == {row["module"]: row["sparsity"] for row in found["layers"]}
     assert count_hooks(model) == 0
 

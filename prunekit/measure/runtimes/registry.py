@@ -132,25 +132,8 @@ def register_runtime(
     """
 
     def register(function: Open) -> Open:
-        RUNTIMES.add(
-            name,
-            Runtime(
-                name,
-                function,
-                about,
-                carrier,
-                devices,
-                packages,
-                install,
-                refuse,
-                times_layers,
-                moves_weights,
-                measures_memory,
-                typed_files,
-                forget,
-            ),
-            function,
-        )
+        how = (carrier, devices, packages, install, refuse, times_layers, moves_weights, measures_memory, typed_files)
+        RUNTIMES.add(name, Runtime(name, function, about, *how, forget), function)
         return function
 
     return register
