@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 import click
 
-from prunekit.cli.models import ModelOptions, all_targets, check_recipes
-from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
-from prunekit.cli.output import Console, check_folder, save
+from prunekit.cli.models import ModelOptions, all_targets, check_recipes, model_command
+from prunekit.cli.options import split_overrides
+from prunekit.cli.output import Console, save
 from prunekit.display import text_of
 from prunekit.errors import nearest
 from prunekit.registries import RUNTIMES
@@ -80,11 +80,10 @@ def _list_option(name: str, default: str, allowed: tuple[str, ...], what: str, *
     help="Exit with 1 unless the last model is shown to be this fast in every setting that is timed: the median, or "
     "where it is unstable the whole interval.",
 )
-@model_options
-@seed_option
-@output_option("bench.json.")
-@common_options
+@model_command("bench.json.", device=False)
 def bench_command(
+    console: Console,
+    given: ModelOptions,
     arguments: tuple[str, ...],
     runtime: tuple[str, ...],
     batch: tuple[int, ...] | None,
@@ -95,8 +94,6 @@ def bench_command(
     repeats: int,
     max_latency_ms: float | None,
     output: Path | None,
-    as_json: bool,
-    **options: Any,
 ) -> None:
     """Latency of one or more models, timed alternately; speedups are relative to the first.
 
@@ -107,10 +104,8 @@ def bench_command(
     Every runtime is checked against eager float32 first; where it differs, it is not timed and the exit code is 1.
     A figure that the samples do not support is marked unstable, with what would settle it.
     """
-    console = Console(as_json)
-    check_folder(output)
     targets, overrides = split_overrides(arguments)
-    check_recipes(targets, overrides, ModelOptions(**options))
+    check_recipes(targets, overrides, given)
     from prunekit.measure import LatencySettings
     from prunekit.workflow.bench import bench_targets, devices, gated
 
@@ -118,9 +113,7 @@ def bench_command(
     settings = LatencySettings(batch, threads, repeats, runtime, dtype, memory_format)
     with console.running():
         devices(device, settings)  # before models are built, which may take long
-        found = bench_targets(
-            all_targets(targets, overrides, ModelOptions(**options)), settings, device, log=console.log
-        )
+        found = bench_targets(all_targets(targets, overrides, given), settings, device, log=console.log)
     result = found.figures()
     gates = [] if max_latency_ms is None else gated(result["latency"], max_latency_ms)
     passed = all(fast for _, fast in gates) and not result["failures"]

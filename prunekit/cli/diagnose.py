@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-from prunekit.cli.models import ModelOptions, job_to_read, one_target, recipe_of_data, refuse_idle_overrides
-from prunekit.cli.options import (
-    common_options,
-    device_option,
-    is_recipe,
-    model_options,
-    output_option,
-    seed_option,
-    split_overrides,
+from prunekit.cli.models import (
+    ModelOptions,
+    job_to_read,
+    model_command,
+    one_target,
+    recipe_of_data,
+    refuse_idle_overrides,
 )
-from prunekit.cli.output import Console, check_folder, save
+from prunekit.cli.options import is_recipe, split_overrides
+from prunekit.cli.output import Console, save
 from prunekit.display import text_of
 
 
@@ -26,20 +24,16 @@ from prunekit.display import text_of
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose images and training to use.")
 @click.option("--batches", "count", default=3, show_default=True, type=click.IntRange(min=1), help="Training batches.")
 @click.option("--ignore", multiple=True, metavar="KIND", help="A kind that is not looked for; may be repeated.")
-@model_options
-@device_option
-@seed_option
-@output_option("diagnose.json.")
-@common_options
+@model_command("diagnose.json.")
 def diagnose_command(
+    console: Console,
+    given: ModelOptions,
     arguments: tuple[str, ...],
     data_recipe: str | None,
     count: int,
     ignore: tuple[str, ...],
     device: str | None,
     output: Path | None,
-    as_json: bool,
-    **options: Any,
 ) -> None:
     """Run a model forward and backward on a few training batches and name what is wrong, the causes first.
 
@@ -54,12 +48,10 @@ def diagnose_command(
 
     The exit code is 0 when nothing is found, 1 when something is, 2 for wrong usage.
     """
-    console = Console(as_json)
-    check_folder(output)
     targets, overrides = split_overrides(arguments)
     data_recipe = recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
-    whole, given = any(map(is_recipe, targets)), ModelOptions(**options)
+    whole = any(map(is_recipe, targets))
     code = {"factory": given.factory if whole else None, "data": given.data}
     where = {"device": device, "seed": given.seed}
     job = None if data_recipe is None else job_to_read(data_recipe, overrides, given, **code, **where)

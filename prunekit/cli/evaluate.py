@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.models import ModelOptions, job_to_read, one_target, recipe_of_data, refuse_idle_overrides
-from prunekit.cli.options import (
-    common_options,
-    device_option,
-    is_recipe,
-    model_options,
-    output_option,
-    seed_option,
-    split_overrides,
+from prunekit.cli.models import (
+    ModelOptions,
+    job_to_read,
+    model_command,
+    one_target,
+    recipe_of_data,
+    refuse_idle_overrides,
 )
+from prunekit.cli.options import is_recipe, split_overrides
 from prunekit.cli.output import Console, check_folder, save
 from prunekit.distributed.launch import leads
 from prunekit.errors import UsageError
@@ -29,18 +28,14 @@ if TYPE_CHECKING:
 @click.command("evaluate", short_help="Measure the accuracy of a model on test images.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
 @click.option("--recipe", "data_recipe", metavar="RECIPE", help="Whose test images to use.")
-@model_options
-@device_option
-@seed_option
-@output_option("evaluate.json.")
-@common_options
+@model_command("evaluate.json.")
 def evaluate_command(
+    console: Console,
+    given: ModelOptions,
     arguments: tuple[str, ...],
     data_recipe: str | None,
     device: str | None,
     output: Path | None,
-    as_json: bool,
-    **options: Any,
 ) -> None:
     """Top-1 accuracy with its 95 % Wilson interval, or what else the recipe's task measures, on its test split.
 
@@ -49,12 +44,9 @@ def evaluate_command(
     KEY=VALUE changes the recipe. A model folder inside a run folder is tested on the data of that run unless --recipe
     or --data says otherwise.
     """
-    console = Console(as_json)
-    check_folder(output)
     targets, overrides = split_overrides(arguments)
     data_recipe = recipe_of_data(targets, data_recipe)
     refuse_idle_overrides(overrides, [data_recipe])
-    given = ModelOptions(**options)
     whole = any(map(is_recipe, targets))
     job = None if data_recipe is None else _job(data_recipe, overrides, given, device, whole)
     check_folder(job.output if job and whole else None)

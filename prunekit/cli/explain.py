@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from prunekit.cli.models import ModelOptions, check_recipes, one_target
-from prunekit.cli.options import (
-    common_options,
-    device_option,
-    model_options,
-    output_option,
-    seed_option,
-    split_overrides,
-)
-from prunekit.cli.output import Console, check_folder, plain, save
+from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
+from prunekit.cli.options import split_overrides
+from prunekit.cli.output import Console, plain, save
 from prunekit.display import text_of
 from prunekit.errors import UsageError
 from prunekit.report import require_report
@@ -34,12 +27,10 @@ SHOWN = 15
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Samples in a forward pass.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="CPU threads.")
 @click.option("--repeats", default=15, show_default=True, type=click.IntRange(min=5), help="Timed runs of each.")
-@model_options
-@device_option
-@seed_option
-@output_option("explain.json and explain.html.")
-@common_options
+@model_command("explain.json and explain.html.")
 def explain_command(
+    console: Console,
+    given: ModelOptions,
     arguments: tuple[str, ...],
     dense: str | None,
     batch: int,
@@ -47,8 +38,6 @@ def explain_command(
     repeats: int,
     device: str | None,
     output: Path | None,
-    as_json: bool,
-    **options: Any,
 ) -> None:
     """Time by operator, dense against pruned, and the causes of what is missing from the ideal, each measured.
 
@@ -56,10 +45,8 @@ def explain_command(
     made it, or is --dense: a recipe, a folder, or the name of a model. With --dense, PRUNED may be any of these too.
     The ideal is the ratio of their multiply-accumulates. Eager, without gradients.
     """
-    console = Console(as_json)
-    check_folder(output)
     names, overrides = split_overrides(arguments)
-    check_recipes([*names, dense], overrides, ModelOptions(**options))
+    check_recipes([*names, dense], overrides, given)
     if not names:
         raise UsageError("expected a pruned model: prunekit explain FOLDER, or MODEL with --dense MODEL")
     if output is not None:
@@ -68,8 +55,8 @@ def explain_command(
     from prunekit.workflow.explain import explain
 
     with console.running():
-        target = one_target(names, overrides, ModelOptions(**options))
-        against = _dense(names[0], dense, overrides, ModelOptions(**options))
+        target = one_target(names, overrides, given)
+        against = _dense(names[0], dense, overrides, given)
         example = target.timed.sample(batch)  # random where it can be: on zeros, activations would be zeros too
         found = explain(
             against, target.model, example, threads=threads, device=device or "auto", rounds=repeats, log=console.log

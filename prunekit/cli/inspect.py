@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prunekit.artifacts import write_text
-from prunekit.cli.models import ModelOptions, check_recipes, one_target
-from prunekit.cli.options import common_options, model_options, output_option, seed_option, split_overrides
-from prunekit.cli.output import Console, check_folder, save, table
+from prunekit.cli.models import ModelOptions, check_recipes, model_command, one_target
+from prunekit.cli.options import split_overrides
+from prunekit.cli.output import Console, save, table
 
 if TYPE_CHECKING:
     from prunekit.workflow.targets import InputModel
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
 
 @click.command("inspect", short_help="Show channel groups, locks, and MACs per layer of a model.")
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [KEY=VALUE]...")
-@model_options
 @click.option("--layers", is_flag=True, help="Instead: shapes, parameters, MACs and activation memory by module.")
-@seed_option
-@output_option("inspect.json; with --layers: layers.json, layers.csv and layers.html.")
-@common_options
+@model_command("inspect.json; with --layers: layers.json, layers.csv and layers.html.", device=False)
 def inspect_command(
-    arguments: tuple[str, ...], layers: bool, output: Path | None, as_json: bool, **options: Any
+    console: Console, given: ModelOptions, arguments: tuple[str, ...], layers: bool, output: Path | None
 ) -> None:
     """Channel groups, locked channels with the reason, and the MACs of each layer; with --layers a table of all modules
     in order of execution.
@@ -32,14 +29,12 @@ def inspect_command(
     MODEL is a recipe (its dense model), a model folder, or the name of a torchvision or CIFAR model; instead of it, or
     of a recipe's model, --model gives your own. KEY=VALUE changes the recipe.
     """
-    console = Console(as_json)
-    check_folder(output)
     targets, overrides = split_overrides(arguments)
-    check_recipes(targets, overrides, ModelOptions(**options))
+    check_recipes(targets, overrides, given)
     from prunekit.workflow.inspect import inspect as look
 
     with console.running():
-        target = one_target(targets, overrides, ModelOptions(**options))
+        target = one_target(targets, overrides, given)
         if layers:
             return _layers(target, output, console)
         result = look(target)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prunekit.cli.options import Zoo, is_recipe, load_job
+from prunekit.cli.options import (
+    Zoo,
+    common_options,
+    device_option,
+    is_recipe,
+    load_job,
+    model_options,
+    output_option,
+    seed_option,
+)
+from prunekit.cli.output import Console, check_folder
 from prunekit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +49,31 @@ class ModelOptions:
             if self.factory is not None:
                 raise UsageError(f"expected one model, got two: --model {self.factory} and --zoo {self.zoo}")
             self.factory, self.zoo = self.zoo, None
+
+
+def model_command(
+    output: str, *, device: bool = True, options: Callable[..., Any] = model_options
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Options of a command on models, for a function that takes a console, `ModelOptions`, and its other arguments.
+
+    Args:
+        output: what goes to `--output`.
+        device: whether there is `--device`.
+        options: that say which model is meant.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(as_json: bool, **given: Any) -> None:
+            console = Console(as_json)
+            check_folder(given["output"])
+            named = {one.name: given.pop(one.name) for one in fields(ModelOptions) if one.name in given}
+            function(console, ModelOptions(**named), **given)
+
+        where = device_option if device else lambda command: command
+        return options(where(seed_option(output_option(output)(common_options(run)))))
+
+    return decorate
 
 
 def one_target(names: Sequence[str], overrides: Sequence[str], options: ModelOptions) -> InputModel:

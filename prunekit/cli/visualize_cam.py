@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from prunekit.cli.models import ModelOptions
-from prunekit.cli.options import common_options, device_option, model_options, output_option, seed_option
-from prunekit.cli.output import Console, check_folder, save, table
+from prunekit.cli.models import ModelOptions, model_command
+from prunekit.cli.output import Console, save, table
 from prunekit.cli.sides import find_sides, image_options, pictures_folder, report_of
 
 if TYPE_CHECKING:
@@ -36,11 +35,7 @@ def _shared_options(methods: dict[str, str]) -> Callable[[Decorated], Decorated]
     def decorate(function: Decorated) -> Decorated:
         default = next(iter(methods))
         for option in (
-            common_options,
-            output_option("the picture, and its figures as JSON.  [default: maps, for a run in its folder]"),
-            seed_option,
-            device_option,
-            model_options,
+            model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]"),
             click.option(
                 "--class", "target", type=click.IntRange(min=0), metavar="N", help="[default: what the model predicts]"
             ),
@@ -57,7 +52,7 @@ def _shared_options(methods: dict[str, str]) -> Callable[[Decorated], Decorated]
 @click.command("cam", short_help="Show where in an image a layer sees a class.")
 @_shared_options(CAMS)
 @click.option("--layer", metavar="PATH", help="Module whose output is an image.  [default: the last one]")
-def cam_command(arguments: tuple[str, ...], method: str, layer: str | None, **options: Any) -> None:
+def cam_command(console: Console, given: ModelOptions, method: str, layer: str | None, **options: Any) -> None:
     """A class activation map over an image: where a model sees a class.
 
     MODEL is a run's folder or a model folder, whose dense model is shown beside the pruned one with the correlation of
@@ -77,7 +72,7 @@ def cam_command(arguments: tuple[str, ...], method: str, layer: str | None, **op
             target=target,
         )
 
-    _show(arguments, find, layer, **options)
+    _show(console, given, find, layer, **options)
 
 
 @click.command("saliency", short_help="Show which pixels of an image a class depends on.")
@@ -87,7 +82,7 @@ def cam_command(arguments: tuple[str, ...], method: str, layer: str | None, **op
     "--noise", default=0.15, show_default=True, type=click.FloatRange(min=0), help="Deviation, as a share of its range."
 )
 def saliency_command(
-    arguments: tuple[str, ...], method: SaliencyMethod, samples: int, noise: float, **options: Any
+    console: Console, given: ModelOptions, method: SaliencyMethod, samples: int, noise: float, **options: Any
 ) -> None:
     """The gradient of a class's score with respect to every pixel; smooth_grad averages it over noisy copies.
 
@@ -98,34 +93,32 @@ def saliency_command(
     def find() -> Find:
         from prunekit.visualize import Smoothing, saliency
 
-        how = Smoothing(samples, noise, options["seed"] or 0)
+        how = Smoothing(samples, noise, given.seed or 0)
         return lambda model, image, where, target: saliency(model, image, method=method, target=target, smoothing=how)
 
-    _show(arguments, find, None, **options)
+    _show(console, given, find, None, **options)
 
 
 def _show(
-    arguments: tuple[str, ...],
+    console: Console,
+    given: ModelOptions,
     find: Callable[[], Find],
     layer: str | None,
     *,
+    arguments: tuple[str, ...],
     image: Path | None,
     index: int,
     target: int | None,
     device: str | None,
     output: Path | None,
-    as_json: bool,
-    **options: Any,
 ) -> None:
-    console = Console(as_json)
-    check_folder(output)
     from prunekit.context import resolve_device
     from prunekit.visualize.overlay import write_picture
     from prunekit.workflow.seen import seen
 
     where = resolve_device(device or "auto")
     with console.running():
-        sides = find_sides(arguments, ModelOptions(**options), console)
+        sides = find_sides(arguments, given, console)
         folder = pictures_folder(sides, output, FOLDER)
         values, shown = sides.input(image, index)
         found = seen(sides, values, find(), layer=layer, target=target, device=where)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prunekit.cli.models import ModelOptions
-from prunekit.cli.options import common_options, model_options, output_option, seed_option
-from prunekit.cli.output import Console, check_folder, plain, save, table
+from prunekit.cli.models import ModelOptions, model_command
+from prunekit.cli.output import Console, plain, save, table
 from prunekit.cli.sides import find_sides, groups_option, image_options, pictures_folder, report_of
 
 if TYPE_CHECKING:
@@ -26,11 +25,10 @@ FOLDER = "features"
 @click.option("--view", type=click.Choice(["maps", "tokens", "bars"]), help="[default: what fits each layer]")
 @click.option("--most", default=64, show_default=True, type=click.IntRange(min=0), help="Channels shown; 0: all.")
 @click.option("--one-scale", is_flag=True, help="One scale for all channels of a layer, instead of one for each.")
-@model_options
-@seed_option
-@output_option("the pictures.  [default: features, for a run in its folder]")
-@common_options
+@model_command("the pictures.  [default: features, for a run in its folder]", device=False)
 def features_command(
+    console: Console,
+    given: ModelOptions,
     arguments: tuple[str, ...],
     image: Path | None,
     index: int,
@@ -40,8 +38,6 @@ def features_command(
     most: int,
     one_scale: bool,
     output: Path | None,
-    as_json: bool,
-    **options: Any,
 ) -> None:
     """Feature maps of layers for one image, as PNG files and a page: numbered channels, pruned ones crossed out.
 
@@ -50,14 +46,12 @@ def features_command(
     or a test image of the recipe. Pictures of a run are in its report too. Vectors are shown as bars, tokens of a
     transformer in their places.
     """
-    console = Console(as_json)
-    check_folder(output)
     from prunekit.report.features import write_features as write_page
     from prunekit.visualize import GridSettings
     from prunekit.workflow.features import FeatureSettings, write_features
 
     with console.running():
-        sides = find_sides(arguments, ModelOptions(**options), console)
+        sides = find_sides(arguments, given, console)
         folder = pictures_folder(sides, output, FOLDER)
         settings = FeatureSettings(sides.layers(layers, groups), view, GridSettings(most or None, one_scale))
         payload = plain(write_features(sides, sides.input(image, index), folder, settings))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-from prunekit.cli.models import ModelOptions
-from prunekit.cli.options import common_options, model_options, output_option, seed_option
-from prunekit.cli.output import Console, check_folder, save
+from prunekit.cli.models import ModelOptions, model_command
+from prunekit.cli.output import Console, save
 from prunekit.cli.sides import find_sides, pictures_folder, report_of
 
 FOLDER = "filters"
@@ -19,12 +17,9 @@ FOLDER = "filters"
 @click.argument("arguments", nargs=-1, metavar="MODEL [KEY=VALUE]...")
 @click.option("--layer", metavar="PATH", help="Another layer.  [default: the first that reads the image]")
 @click.option("--most", default=256, show_default=True, type=click.IntRange(min=0), help="Filters shown; 0: all.")
-@model_options
-@seed_option
-@output_option("the picture.  [default: filters, for a run in its folder]")
-@common_options
+@model_command("the picture.  [default: filters, for a run in its folder]", device=False)
 def filters_command(
-    arguments: tuple[str, ...], layer: str | None, most: int, output: Path | None, as_json: bool, **options: Any
+    console: Console, given: ModelOptions, arguments: tuple[str, ...], layer: str | None, most: int, output: Path | None
 ) -> None:
     """First-layer filters as images in a PNG file, the dense model's beside the pruned one's, pruned ones crossed out.
 
@@ -32,13 +27,11 @@ def filters_command(
     it, a recipe (its dense model, trained first where it has no weights) or the name of a model. The picture of a run
     is in its report too.
     """
-    console = Console(as_json)
-    check_folder(output)
     from prunekit.visualize import write_png
     from prunekit.visualize.filters import draw_filters, first_filters
 
     with console.running():
-        sides = find_sides(arguments, ModelOptions(**options), console)
+        sides = find_sides(arguments, given, console)
         folder = pictures_folder(sides, output, FOLDER)
         found = first_filters(sides.models, sides.sample_shape, layer, kept=sides.kept)
         picture = write_png(folder / "filters.png", draw_filters(found, sides.name, most or None))

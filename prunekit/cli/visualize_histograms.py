@@ -7,19 +7,16 @@ from typing import Any
 
 import click
 
-from prunekit.cli.models import ModelOptions
-from prunekit.cli.options import (
-    common_options,
-    data_option,
-    device_option,
-    output_option,
-    own_model_option,
-    seed_option,
-)
-from prunekit.cli.output import Console, check_folder, plain, save, table
+from prunekit.cli.models import ModelOptions, model_command
+from prunekit.cli.options import data_option, own_model_option
+from prunekit.cli.output import Console, plain, save, table
 from prunekit.cli.sides import find_sides, groups_option, pictures_folder, report_of
 
 FOLDER = "histograms"
+
+
+def _own_options(function: Any) -> Any:
+    return own_model_option(data_option(function))
 
 
 @click.command("histograms", short_help="Show distributions of weights and activations, dead and redundant channels.")
@@ -38,21 +35,16 @@ FOLDER = "histograms"
     type=click.FloatRange(0, 1, min_open=True),
     help="From which correlation, or cosine of weights, on a channel is redundant.",
 )
-@own_model_option
-@data_option
-@device_option
-@seed_option
-@output_option("the page and its tables.  [default: histograms, for a run in its folder]")
-@common_options
+@model_command("the page and its tables.  [default: histograms, for a run in its folder]", options=_own_options)
 def histograms_command(
+    console: Console,
+    given: ModelOptions,
     arguments: tuple[str, ...],
     layers: tuple[str, ...],
     groups: tuple[str, ...],
     threshold: float,
     device: str | None,
     output: Path | None,
-    as_json: bool,
-    **options: Any,
 ) -> None:
     """Histograms of weights, activations and importance scores by layer, the dense model's beside the pruned one's, and
     a table of dead and redundant channels, as a page and as CSV files.
@@ -60,14 +52,12 @@ def histograms_command(
     A run's folder, or a recipe (its dense model, trained first where it has no weights). Activations are those on the
     calibration images of the recipe. The report of a run says how many channels were found, and links to the page.
     """
-    console = Console(as_json)
-    check_folder(output)
     from prunekit.context import resolve_device
     from prunekit.report.histograms import write_histograms
     from prunekit.workflow.statistics import StatisticsSettings, write_statistics
 
     with console.running():
-        sides = find_sides(arguments, ModelOptions(**options), console)
+        sides = find_sides(arguments, given, console)
         folder = pictures_folder(sides, output, FOLDER)
         where = resolve_device(device or (sides.job.device if sides.job else "cpu"))
         payload = plain(

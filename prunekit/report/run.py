@@ -121,7 +121,7 @@ def read_run(folder: Path, *, whole: bool = True) -> Run:
     read: dict[str, Any] = {
         name: found(f"{name}.csv", partial(_table, columns=columns), None) for name, columns in COLUMNS.items()
     }
-    read |= {name: found(file, _object, {}) for name, file in OBJECTS.items()}
+    read |= {name: found(file, _object, dict[str, Any]()) for name, file in OBJECTS.items()}
     return Run(folder, recipe=found("recipe.yaml", _text, None), damaged=damaged, **read)
 
 
