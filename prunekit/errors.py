@@ -110,6 +110,16 @@ def require_kind(key: str, given: Any, kind: type | tuple[type, ...], instead: s
         raise UsageError(f"{key}: expected {instead}; got {got}")
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def cut_short(text: str) -> str:
+    """Return a text of at most 60 characters: of a longer one the beginning."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def nearest(name: str, allowed: Iterable[str], *, count: int = 3) -> str:
     """Says which allowed names look most like `name`: "did you mean 'a' or 'b'?", or lists a few."""
     allowed = sorted(set(allowed))

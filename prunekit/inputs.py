@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prunekit.errors import ModelError, PrunekitError, UsageError
+from prunekit.errors import ModelError, PrunekitError, UsageError, reason_of
 from prunekit.nested import gather, leaves, map_tensors
 
 MASK = "attention_mask"
@@ -202,11 +202,10 @@ def running(model: nn.Module, given: Any, *, called: str = "", where: Callable[[
     except (PrunekitError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         shown = given[0] if isinstance(given, tuple) and len(given) == 1 else given
         raise ModelError(
-            f"{called or type(model).__name__} does not run on {described(shown)}{where()}: {reason}; expected samples "
-            "as its forward takes them"
+            f"{called or type(model).__name__} does not run on {described(shown)}{where()}: {reason_of(error)}; "
+            "expected samples as its forward takes them"
         ) from error
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from prunekit.artifacts import atomic_folder, read_json, sha256
-from prunekit.errors import ArtifactError, ResumeError
+from prunekit.errors import ArtifactError, ResumeError, cut_short
 
 FORMAT = 1
 TENSORS, TEXT = "tensors.safetensors", "state.json"
@@ -181,5 +181,4 @@ def differences(there: Any, here: Any, where: str = "") -> Iterator[str]:
 def _shown(value: Any) -> str:
     if value is _ABSENT:
         return "nothing"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return cut_short(repr(value))

@@ -24,7 +24,7 @@ from prunekit.channels.running import ModuleStack, innermost_module, line_of, mo
 from prunekit.channels.slicing import take
 from prunekit.channels.storages import is_plain, plain_in
 from prunekit.context import same_draws
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, reason_of
 from prunekit.inputs import call
 from prunekit.nested import gather
 
@@ -250,9 +250,8 @@ def _forward(
             parted.divergence = replace(parted.divergence, after=watch.total)
             raise
         except Exception as error:
-            module = stack.current
-            detail = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            module, reason = stack.current, reason_of(error)
             owner = stack.path_of(innermost_module(error))
-            where = Divergence(module, "", (module, "", -1), float("inf"), detail, after=watch.total, owner=owner)
+            where = Divergence(module, "", (module, "", -1), float("inf"), reason, after=watch.total, owner=owner)
             raise _Parted(where) from error
     return [tensor.detach() for tensor in plain_in(output)]

@@ -19,7 +19,7 @@ from prunekit.channels.modes import OperatorMode, run_operator
 from prunekit.channels.running import ModuleStack, without_fast_path
 from prunekit.channels.storages import memory_of, parts_of, shape_of, storage_of
 from prunekit.context import paused_garbage_collection, seeded, training_mode
-from prunekit.errors import ModelError
+from prunekit.errors import ModelError, reason_of
 from prunekit.inputs import batch_of, call
 from prunekit.nested import gather, map_tensors
 
@@ -162,10 +162,9 @@ def record(
         try:
             return _recorded(model, example, wanted, fake=False)
         except Exception as error:  # a model's own code may raise anything
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise ModelError(
                 f"{type(model).__name__}: the memory of a forward pass cannot be counted: it does not run on a batch "
-                f"of {batch} in {dtype} on the CPU: {reason}"
+                f"of {batch} in {dtype} on the CPU: {reason_of(error)}"
             ) from error
 
 

@@ -29,7 +29,7 @@ from prunekit.channels.sites import Site, caller_here, site_here, takes_sizes
 from prunekit.channels.storages import Storages, inner_of
 from prunekit.channels.substitutes import substitute_all
 from prunekit.context import same_draws, seeded, takes_gradients
-from prunekit.errors import ModelError, PrunekitError
+from prunekit.errors import ModelError, PrunekitError, reason_of
 from prunekit.inputs import InputSpec, advice, batch_of, call, specs
 from prunekit.nested import gather, map_tensors, tensors_in
 
@@ -222,7 +222,7 @@ def _traced(model: nn.Module, examples: list[tuple[Any, ...]], both_modes: bool)
                 with suppress(Exception):  # whatever it says, what is wrong without it says more
                     return _trace(model, examples, meta=False, both_modes=both_modes, wide=True)
             raise ModelError(
-                f"{type(model).__name__} does not run on the example inputs: {_first_line(error)}; "
+                f"{type(model).__name__} does not run on the example inputs: {reason_of(error)}; "
                 f"{advice(model, examples)}"
             ) from error
 
@@ -268,14 +268,10 @@ def _trace(
             except Exception as error:  # inputs too small for an auxiliary head, targets that only training needs
                 if meta:
                     raise
-                reason = f"train mode does not run on this example ({_first_line(error)}); what only it uses stays"
+                reason = f"train mode does not run on this example ({reason_of(error)}); what only it uses stays"
                 flow.locks.append(LockRecord(reason, flow.module, "", np.zeros(0, dtype=np.int64)))
                 trace.norms.abandon()
     return trace
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _label(flow: Flow, tensor: torch.Tensor, fresh: Labels) -> tuple[tuple[Labels | None, ...], Labels]:

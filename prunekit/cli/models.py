@@ -70,8 +70,9 @@ def model_command(
             named = {one.name: given.pop(one.name) for one in fields(ModelOptions) if one.name in given}
             function(console, ModelOptions(**named), **given)
 
-        where = device_option if device else lambda command: command
-        return options(where(seed_option(output_option(output)(common_options(run)))))
+        command: Callable[..., Any] = seed_option(output_option(output)(common_options(run)))
+        complete: Callable[..., Any] = options(device_option(command) if device else command)
+        return complete
 
     return decorate
 

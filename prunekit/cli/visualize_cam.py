@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from prunekit.workflow.seen import Find, Seen
     from prunekit.workflow.sides import Sides
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 FOLDER = "maps"
 CAMS = {
     "grad_cam": "Grad-CAM",
@@ -31,8 +30,8 @@ CAMS = {
 GRADIENTS = {"gradient": "Gradient", "smooth_grad": "SmoothGrad"}
 
 
-def _shared_options(methods: dict[str, str]) -> Callable[[Decorated], Decorated]:
-    def decorate(function: Decorated) -> Decorated:
+def _shared_options(methods: dict[str, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         default = next(iter(methods))
         for option in (
             model_command("the picture, and its figures as JSON.  [default: maps, for a run in its folder]"),

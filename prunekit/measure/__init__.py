@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prunekit.measure.latency import LatencyReport, compare_latency, measure_latency
+    from prunekit.measure.latency import LatencyReport, measure_latency
     from prunekit.measure.scoring import Scores, evaluate, wilson_interval
     from prunekit.measure.size import count_bytes, count_macs, count_memory, count_parameters, size_bytes
     from prunekit.settings.latency import LatencySettings
@@ -18,7 +18,6 @@ _PLACES = {
     "LatencyReport": "prunekit.measure.latency",
     "LatencySettings": "prunekit.settings.latency",
     "Scores": "prunekit.measure.scoring",
-    "compare_latency": "prunekit.measure.latency",
     "count_bytes": "prunekit.measure.size",
     "count_macs": "prunekit.measure.size",
     "count_memory": "prunekit.measure.size",
@@ -40,7 +39,6 @@ __all__ = [
     "LatencyReport",
     "LatencySettings",
     "Scores",
-    "compare_latency",
     "count_bytes",
     "count_macs",
     "count_memory",

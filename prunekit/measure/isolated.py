@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prunekit.errors import RunError
+from prunekit.errors import RunError, reason_of
 from prunekit.measure.effort import current_effort, effort_of
 from prunekit.measure.measuring import Failed, Job, Timed, measure
 
@@ -139,7 +139,7 @@ def _read(stream: BinaryIO) -> Any:
     try:
         return pickle.load(stream)
     except Exception as error:  # unpickling imports the modules of the model's classes
-        return _Unreadable(f"{type(error).__name__}: {error}".splitlines()[0])
+        return _Unreadable(reason_of(error))
 
 
 def measure_apart(job: Job, folder: Path) -> tuple[list[Outcome], str]:

@@ -69,17 +69,6 @@ class LatencyReport:
             yield from ({key: row[key] for key in keys} | {"ms": ms} for ms in samples)
 
 
-def compare_latency(
-    dense: nn.Module,
-    compact: nn.Module,
-    inputs: Sequence[int] | Inputs,
-    settings: LatencySettings,
-    devices: Sequence[torch.device],
-) -> LatencyReport:
-    """`measure_latency` of two models, named "dense" and "pruned"; the speedup is dense over pruned."""
-    return measure_latency({"dense": dense, "pruned": compact}, inputs, settings, devices)
-
-
 def measure_latency(
     models: Mapping[str, nn.Module],
     inputs: Sequence[int] | Inputs,

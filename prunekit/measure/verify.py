@@ -20,7 +20,7 @@ from prunekit.channels.running import plain_attention
 from prunekit.channels.slicing import cut, is_variance
 from prunekit.context import same_draws, training_mode, without_gradients
 from prunekit.display import Displayed
-from prunekit.errors import ModelError, UsageError, VerificationError
+from prunekit.errors import ModelError, UsageError, VerificationError, reason_of
 from prunekit.inputs import advice, batch_of, call
 from prunekit.inputs import examples as each
 from prunekit.measure.differing import largest_difference
@@ -137,7 +137,7 @@ def verify(
         try:
             got = _run(compact_twin, inputs, way)
         except Exception as error:  # whatever the model's own code makes of a wrong size
-            difference, reason = inf, f"{type(error).__name__}: {error}".splitlines()[0]
+            difference, reason = inf, reason_of(error)
         else:
             difference, reason = largest_difference(expected.output, got)
         if misplaced or not difference <= allowed:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from prunekit.errors import cut_short
 from prunekit.recipe.document import KeyPath
 from prunekit.registry import Beside, field_hints
 from prunekit.settings import checked
@@ -112,5 +113,4 @@ def show(value: Any) -> str:
         return f"a mapping with the keys {', '.join(map(str, value))}" if value else "an empty mapping"
     if isinstance(value, list):
         return f"a list of {len(value)}" if value else "an empty list"
-    text = repr(value) if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return cut_short(repr(value) if isinstance(value, str) else json.dumps(value))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
-from prunekit.errors import SettingsError, nearest
+from prunekit.errors import SettingsError, cut_short, nearest
 from prunekit.registry import Registered, field_hints
 from prunekit.user_code import is_reference
 
@@ -119,8 +119,7 @@ def _near(hint: Any, value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return cut_short(repr(value))
 
 
 def describe(hint: Any, words: Mapping[Any, str], keys: Callable[[Any], Iterable[str]] | None = None) -> str:

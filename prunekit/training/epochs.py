@@ -23,7 +23,7 @@ from prunekit.distributed.group import size
 from prunekit.errors import NonFiniteError
 from prunekit.inputs import arguments, call, moved
 from prunekit.masking import inner_optimizer
-from prunekit.settings.training import DtypeName, TrainSettings
+from prunekit.settings.training import TrainSettings
 from prunekit.tasks import Loss, Task
 from prunekit.training.history import EpochRow
 from prunekit.training.nonfinite import (
@@ -37,6 +37,7 @@ from prunekit.training.progress import Progress
 from prunekit.training.replicas import kept_apart, share_buffers, share_corrupt
 from prunekit.training.run_state import RunState
 from prunekit.training.sharding import in_step
+from prunekit.vocabulary import DtypeName
 
 Numbered = tuple[int, Batch]
 HALF: dict[DtypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

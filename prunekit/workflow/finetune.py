@@ -47,17 +47,9 @@ def finetune(
 
     Args:
         job: the settings.
-        log: gets a line for each stage.
-        progress: whether to show bars on stderr; None: on a terminal and in a notebook.
+        log, progress, own, resume, on_epoch: as for `prunekit.finetune`. Resumed on the CPU, with the same threads and
+            as many processes, a run ends with the weights that it would have ended with at once.
         finish: called with the run's folder at the end, before the run counts as finished: writes the report.
-        own: the user's own code, where the job's model or data is their own.
-        resume: folder of a run of this job to go on with, or `auto` for the newest that has not finished, if there is
-            one. On the CPU with the same threads and as many processes it ends with the weights that it would have
-            ended with at once.
-        on_epoch: called in the main process after each epoch that is trained, of any of the run's trainings, with its
-            row as `history.csv` has it: `run` (`baseline`, `pruned`, `control`...), `epoch`, `epochs` (of how many),
-            learning rate, losses and scores. What it raises ends the run, whose folder then counts as interrupted, and
-            is raised here.
         training: whether to fine-tune. If not, what is left is repaired as the job's `repair` says, and that is all;
             the dense model is trained only if it has no weights and the job says how. Labels are looked at to measure
             scores, and by criteria that need them.

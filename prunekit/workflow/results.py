@@ -12,6 +12,7 @@ from torch import nn
 from prunekit.artifacts import write_csv
 from prunekit.compaction import load
 from prunekit.data import batches
+from prunekit.errors import reason_of
 from prunekit.masking import Sparsity
 from prunekit.measure import (
     LatencyReport,
@@ -64,8 +65,7 @@ class Attempts:
         try:
             return measure()
         except Exception as error:
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            self.failures.append(f"{what} not measured: {reason}; the model is saved all the same")
+            self.failures.append(f"{what} not measured: {reason_of(error)}; the model is saved all the same")
             self.log(f"measure: {self.failures[-1]}")
             return None
 

@@ -12,7 +12,7 @@ from torch import nn
 from prunekit.compaction import load, read_manifest
 from prunekit.context import seeded, training_mode
 from prunekit.data import DataSettings, Splits
-from prunekit.errors import ArtifactError, ModelError, UsageError, nearest
+from prunekit.errors import ArtifactError, ModelError, UsageError, nearest, reason_of
 from prunekit.inputs import Keywords, call, described
 from prunekit.measure.runtimes import Inputs, inputs_like, inputs_of
 from prunekit.models import (
@@ -160,10 +160,11 @@ def probe(target: InputModel) -> Any:
             return call(target.model, target.example_inputs())
     except Exception as error:  # a model's own code may raise anything
         shape = "x".join(map(str, (1, *target.sample_shape))) if target.inputs is None else described(target.inputs)
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         told = target.splits is not None or target.inputs is not None
         cure = "" if told else "; --input-shape gives another, and a recipe has models of other inputs than one image"
-        raise ModelError(f"{target.name}: the model does not run on an input of {shape}: {reason}{cure}") from error
+        raise ModelError(
+            f"{target.name}: the model does not run on an input of {shape}: {reason_of(error)}{cure}"
+        ) from error
 
 
 def _from_job(job: JobSettings, own: Own, shape: tuple[int, ...] | None) -> InputModel:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
-from prunekit.measure import LatencySettings, compare_latency, latency, machine, measure_latency, measuring, timing
+from prunekit.measure import LatencySettings, latency, machine, measure_latency, measuring, timing
 from prunekit.measure.effort import Effort
 from prunekit.measure.evidence import paired_ratio
 from prunekit.measure.timing import alternate, warm_up
@@ -92,7 +92,8 @@ def test_percentiles_come_from_the_samples() -> None:
 @pytest.mark.usefixtures("here")
 def test_the_speedup_is_the_median_of_paired_ratios() -> None:
     small, large = nn.Linear(8, 8), nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    report = compare_latency(Pad(large, 256), Pad(small, 8), (8,), LatencySettings(batches=(1, 2), repeats=7), [CPU])
+    models = {"dense": Pad(large, 256), "pruned": Pad(small, 8)}
+    report = measure_latency(models, (8,), LatencySettings(batches=(1, 2), repeats=7), [CPU])
     assert [row["model"] for row in report.rows] == ["dense", "pruned"] * 2
     assert [row["batch"] for row in report.speedup] == [1, 2]
     for index, row in enumerate(report.speedup):
@@ -200,7 +201,9 @@ def test_a_gpu_has_work_until_its_clock_is_steady(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_is_timed_by_events() -> None:
     settings = LatencySettings(batches=(2,), threads=(1, 2), repeats=5, runtimes=("eager",))
-    report = compare_latency(nn.Linear(64, 64), nn.Linear(64, 8), (64,), settings, [CPU, torch.device("cuda", 0)])
+    report = measure_latency(
+        {"dense": nn.Linear(64, 64), "pruned": nn.Linear(64, 8)}, (64,), settings, [CPU, torch.device("cuda", 0)]
+    )
     assert [(row["device"], row["threads"]) for row in report.speedup] == [("cpu", 1), ("cpu", 2), ("cuda:0", 1)]
     assert (report.notes, report.failures) == ((), ())
     assert all(row["peak_memory_bytes"] > 0 for row in report.rows if row["device"] == "cuda:0")
@@ -212,6 +215,8 @@ def test_cuda_is_timed_by_events() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_replayed_cuda_graph_is_timed_beside_eager() -> None:
     settings = LatencySettings(batches=(1, 2), repeats=5, runtimes=("eager", "cudagraphs"), dtypes=("fp32", "fp16"))
-    report = compare_latency(nn.Linear(64, 64), nn.Linear(64, 8), (64,), settings, [torch.device("cuda", 0)])
+    report = measure_latency(
+        {"dense": nn.Linear(64, 64), "pruned": nn.Linear(64, 8)}, (64,), settings, [torch.device("cuda", 0)]
+    )
     assert report.failures == ()
     assert len(report.speedup) == 2 * 2 * 2

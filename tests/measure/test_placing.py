@@ -10,7 +10,7 @@ from efforts import HERE
 from torch import nn
 
 from prunekit.measure.effort import effort_of
-from prunekit.measure.latency import compare_latency
+from prunekit.measure.latency import measure_latency
 from prunekit.measure.placing import Placement, placements
 from prunekit.measure.runtimes import RUNTIMES, Setting, Source
 from prunekit.measure.timing import alternate
@@ -89,7 +89,7 @@ def test_runtimes_that_lay_weights_out_themselves_are_left_alone(runtime: str, m
     with effort_of(HERE), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Placement, "__call__", lambda self: (calls.append(None), before(self)))
         settings = LatencySettings(runtimes=(runtime,), batches=(2,), repeats=6)  # type: ignore[arg-type]
-        report = compare_latency(Net(), Net(), (3, 8, 8), settings, [torch.device("cpu")])
+        report = measure_latency({"dense": Net(), "pruned": Net()}, (3, 8, 8), settings, [torch.device("cpu")])
     assert not report.failures
     assert len(calls) == (2 * 3 if moves else 0)
     if moves:
