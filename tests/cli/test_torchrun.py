@@ -111,7 +111,8 @@ def refused(folder: Path) -> tuple[int, str]:
 def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "several.py").write_text(NET)
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    codes, said = zip(*together(2, tmp_path / "meet", refused, tmp_path), strict=True)
+    codes, each = zip(*together(2, tmp_path / "meet", refused, tmp_path), strict=True)
+    said = "".join(each)
     assert all(codes)
-    assert "".join(said).count("prunekit: error: ") == 1, said
-    assert "prunekit: error: data.batch: expected at least 4, two images for each of 2 processes" in said[0]
+    assert said.count("prunekit: error: ") == 1, said
+    assert "prunekit: error: data.batch: expected at least 4, two images for each of 2 processes" in said
